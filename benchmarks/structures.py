@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptfix.core.target import BUFFER, Target, target_from_module
-from ckptfix.known.table import PATH, SKETCH, Table, expanded, fixed, hash_of
+from ckptfix.known.table import PATH, SKETCH, Items, Table, expanded, fixed, hashes_of, is_passing, starred
 
 CLASSES, CHANNELS, WORDS = 1009, 1013, 1_000_003
 MARKS = {"classes": ("c", CLASSES), "channels": ("i", CHANNELS), "words": ("v", WORDS)}
@@ -428,15 +428,19 @@ def packed(structures: Structures, versions: Mapping[str, str]) -> bytes:
     ordered = sorted(named.items(), key=lambda item: _natural(item[1][0][0]))
     index, blocks, sketches = list[str](), list[bytes](), list[tuple[int, int]]()
     for start in range(0, len(ordered), BLOCK):
-        nodes = Nodes()
+        nodes, modules = Nodes(), dict[int, Items]()
         roots = []
         for number, (content, models) in enumerate(ordered[start : start + BLOCK], start):
             tokens, transient, others, ties = content
-            hashes = sorted({hash_of(key, shape) for key, shape in fixed(dict(tokens)).items()})
-            sketches += [(value, number) for value in hashes[:SKETCH]]
+            shapes = fixed(dict(tokens))
+            below = [(starred(key), shape) for key, shape in shapes.items() if "." in key]
+            for each in (shapes.items(), below):
+                sketches += [(value, number) for value in hashes_of(each)[:SKETCH]]
             items = [*tokens, *((key, "~") for key in transient), *((key, "!") for key in others)]
             root = nodes.tree(items)
-            if [(key, token) for key, token in expanded(nodes.lines, root) if token not in "~!"] != list(tokens):
+            if [(key, token) for key, token in expanded(nodes.lines, root, modules) if token not in "~!"] != list(
+                tokens
+            ):
                 # Its keys are not in the order of its modules: each is written as it is.
                 root = nodes.add(
                     " ".join(f"{key}{token}" if token not in "~!" else f"{token}{key}" for key, token in items)
@@ -449,7 +453,9 @@ def packed(structures: Structures, versions: Mapping[str, str]) -> bytes:
                 own = "".join(f";{letter}{size}" for letter, size in sorted(sizes.items()))
                 words.append(name if sizes == shown else f"{name}{own}")
                 shown = shown or sizes
-            index.append(f"{len(blocks)} {place} {len(content[0])} {' '.join(words)}")
+            index.append(
+                f"{len(blocks)} {place} {sum(not is_passing(key, ()) for key, _ in content[0])} {' '.join(words)}"
+            )
         blocks.append(zlib.compress("\n".join(nodes.lines).encode(), 9))
     ends = list(accumulate(map(len, blocks)))
     head = (

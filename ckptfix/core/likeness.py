@@ -18,6 +18,9 @@ class Fit(Enum):
     OTHER_HEAD = "other-head"
     # The keys under a prefix are those of the model, perhaps without its head; other keys are beside them.
     PART = "part"
+    # Every key and shape is that of one layer of the model, with at least half of its tensors, and without the layer's
+    # own name.
+    PIECE = "piece"
     NEAR = "near"  # most keys and shapes are: this is not the model, but nothing known is nearer
 
 
@@ -29,7 +32,8 @@ class Likeness(Struct, frozen=True):
     the wrapper's segments in them; ``outside`` counts the keys without it. ``sizes`` are the arguments of the first
     model that give these shapes, by the names that ``--like known:NAME[…]`` takes, where they are not its defaults.
     ``missing``, ``added`` and ``differing`` are keys of the model, of the file (without the prefix), and of both in
-    another shape; ``matching`` of ``tensors`` keys of the model are in the file as they are."""
+    another shape; ``matching`` of ``tensors`` keys of the model are in the file as they are. ``renamed`` has first
+    segments of the file's keys with those that the model has instead, and ``others`` are the models beside this one."""
 
     names: tuple[str, ...]
     fit: Fit
@@ -42,6 +46,8 @@ class Likeness(Struct, frozen=True):
     missing: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     differing: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = {}
+    others: tuple[Likeness, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.names, self.fit, self.prefix))
@@ -64,11 +70,7 @@ class Likeness(Struct, frozen=True):
         library, _, name = self.names[0].partition("/")
         arguments = _ARGUMENTS.get(library)
         sizes = self._wanted
-        if (
-            arguments is None
-            or not sizes.keys() <= arguments.keys()
-            or (self.fit is Fit.HEADLESS and library != "timm")
-        ):
+        if arguments is None or not sizes.keys() <= arguments.keys() or (self.is_headless and library != "timm"):
             return None
         own: dict[str, object] = {arguments[size]: value for size, value in sizes.items()}
         if library == "smp":
@@ -77,8 +79,15 @@ class Likeness(Struct, frozen=True):
         return f"{library}:{name}{bracketed(own)}"
 
     @property
+    def is_headless(self) -> bool:
+        """Whether only the head is missing."""
+        return self.fit is Fit.HEADLESS or (
+            self.fit is Fit.PART and bool(self.missing) and not (self.added or self.differing)
+        )
+
+    @property
     def _wanted(self) -> dict[str, int]:
-        return dict(self.sizes) | ({"num_classes": 0} if self.fit is Fit.HEADLESS else {})
+        return dict(self.sizes) | ({"num_classes": 0} if self.is_headless else {})
 
     def to_json(self) -> dict[str, Any]:
         """Return the likeness as plain JSON data."""
@@ -94,6 +103,8 @@ class Likeness(Struct, frozen=True):
             "missing": list(self.missing),
             "added": list(self.added),
             "differing": list(self.differing),
+            "renamed": dict(self.renamed),
+            "others": [other.to_json() for other in self.others],
             "target": self.target,
             "model": self.model,
         }

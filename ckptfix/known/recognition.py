@@ -9,34 +9,41 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from os.path import commonprefix
+from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.known.table import (
     NAMES,
+    OF_CLIP,
     WIDE,
     Model,
     Structure,
-    hash_of,
+    hashes_of,
     is_free,
     is_of_head,
     is_passing,
     solve,
+    starred,
     table,
 )
 from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, strip_segments, without_segments
 
+T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
 MOST = 20_000  # tensors of a state_dict that is looked at; no known structure has as many
 _DEPTH = 6  # segments of a prefix that are tried
 
-# Structures that are compared in full. As many may differ in their tables of positions and their patches alone.
-_CANDIDATES = 96
+# Tensors of structures that are compared in full: some libraries have a dozen models around the same encoder.
+_KEYS = 4_000
 _VOTES = 3  # hashes that a structure has in common with a state_dict at least, or it is not compared
 _FEWEST = 8  # tensors that have to be as they are known before a model is named
 _SMALL = 0.25  # the largest share of what is known that a new head may have, by the number of tensors
+_PART = 0.1  # the share of the keys of a file that a model beside others in it has at least
 _NEAR = 0.6  # the share of the tensors of either side that a structure and a state_dict which is like it have in common
 
 # Whose name a structure gets first that several libraries build.
@@ -56,13 +63,13 @@ _DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
 
 
 class _View(Struct, frozen=True):
-    """Names and shapes as one way of reading the keys gives them, without what says nothing of the architecture."""
+    """Names and shapes (with dots) as one way of reading the keys gives them, without what says nothing of the
+    architecture."""
 
-    shapes: Shapes
-    texts: Mapping[str, str]
-    tensors: int
+    shapes: Mapping[str, str]
     prefix: str = ""
     outside: int = 0
+    renamed: Mapping[str, str] = {}
 
 
 class _Match(Struct, frozen=True):
@@ -85,7 +92,8 @@ class _Match(Struct, frozen=True):
         return (_ORDER[self.fit], keys, unusual)
 
 
-_ORDER = {Fit.EXACT: 0, Fit.HEADLESS: 1, Fit.OTHER_HEAD: 2, Fit.PART: 2, Fit.NEAR: 3}
+_Candidates = Iterable[tuple[int, bool]]  # numbers of structures, and whether none is more similar
+_ORDER = {Fit.EXACT: 0, Fit.HEADLESS: 1, Fit.OTHER_HEAD: 2, Fit.PART: 2, Fit.PIECE: 3, Fit.NEAR: 4}
 
 
 def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
@@ -94,16 +102,46 @@ def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
     ``names`` are those of the files: of models that are built alike, the one that they name comes first."""
     if not _FEWEST <= len(shapes) <= MOST:
         return None
+    names = tuple(names)
+    best = _best(_views(shapes))
+    found = _likeness(best, names) if best else None
+    if found is not None and found.is_named and found.outside < _FEWEST:
+        return found
+    parts = sorted(_parts(shapes, names), key=lambda part: -part.matching)
+    if len(parts) > 1 or (parts and found is None):
+        covered = sum(len(shapes) - part.outside for part in parts)
+        if found is None or found.is_named or 2 * covered > len(shapes):
+            first, *others = (replace(part, fit=Fit.PART, outside=len(shapes) - covered) for part in parts)
+            return replace(first, others=tuple(others))
+    if found is None and (best := _best(_renamed(shapes))):
+        return _likeness(best, names)
+    return found
+
+
+def _best(views: Iterable[tuple[_View, _Candidates]]) -> list[_Match]:
+    """Return the structures that fit best; several if they fit one view equally well."""
     best: list[_Match] = []
-    for view in _views(shapes):
-        for match in _matches(view):
+    for view, candidates in views:
+        left = _KEYS
+        for number, is_first in candidates:
+            is_named = bool(best) and best[0].fit is not Fit.NEAR
+            # What fits in full has all of its hashes in the file, so that none with fewer fits better.
+            if left <= 0 or (is_named and not is_first):
+                break
+            count = table().count(number)
+            if best and best[0].fit is Fit.EXACT and best[0].structure.count != count:
+                continue
+            left -= count
+            match = _compare(view, table().structure(number), near=not (is_named or view.renamed))
+            if match is None:
+                continue
             if not best or match.rank < best[0].rank:
                 best = [match]
             elif match.rank == best[0].rank and match.view is best[0].view:
                 best.append(match)
         if best and best[0].fit is Fit.EXACT:
             break
-    return _likeness(best, names) if best else None
+    return best
 
 
 def likeness_of(checkpoint: Checkpoint) -> Likeness | None:
@@ -129,22 +167,34 @@ def modern_name(name: str) -> str:
 # ---- ways to read the keys
 
 
-def _views(shapes: Shapes) -> Iterator[_View]:
+def _views(shapes: Shapes) -> Iterator[tuple[_View, _Candidates]]:
     """Yield the names without the segments of wrappers, then without one first segment after the other that most of
-    them share. After that the same with names as newer releases have them, and without ``module`` inside of them."""
+    them share. After that the same with names as newer releases have them, and without ``module`` inside of them.
+
+    Each comes with the structures that have much in common with it."""
     plain = {key: strip_segments(key) for key in shapes}
     if colliding(shapes, plain) is not None:
         plain = {key: key for key in shapes}
     segments = sorted({part for key in without_segments(shapes) for part in key.split(".")} & WRAPPER_SEGMENTS)
-    yield from _shorter(shapes, plain, segments)
+    solid = _solid(shapes)
+    yield from _shorter(solid, plain, segments)
     modern = {key: modern_name(bare(key)) for key in shapes}
     if modern != plain and colliding(shapes, modern) is None:
-        yield from _shorter(shapes, modern, segments)
+        yield from _shorter(solid, modern, segments)
 
 
-def _shorter(shapes: Shapes, names: dict[str, str], segments: list[str]) -> Iterator[_View]:
+def _solid(shapes: Shapes) -> dict[str, str]:
+    """Return the shapes, with dots, of the tensors that say something of the architecture."""
+    return {key: ".".join(map(str, shape)) for key, shape in shapes.items() if not is_passing(key, shape)}
+
+
+def _shorter(
+    solid: Mapping[str, str], names: dict[str, str], segments: list[str]
+) -> Iterator[tuple[_View, _Candidates]]:
     for _ in range(_DEPTH):
-        yield _view(shapes, names, _prefix(names, segments), len(shapes) - len(names))
+        own = {name: solid[key] for key, name in names.items() if key in solid and name not in OF_CLIP}
+        view = _View(own, _prefix(names, segments), len(solid) - sum(key in solid for key in names))
+        yield view, _similar(own.items(), len(own))
         firsts = Counter(name.partition(".")[0] for name in names.values() if "." in name)
         first, count = max(firsts.items(), key=lambda item: item[1], default=("", 0))
         if 2 * count <= len(names):
@@ -152,9 +202,82 @@ def _shorter(shapes: Shapes, names: dict[str, str], segments: list[str]) -> Iter
         names = {key: name[len(first) + 1 :] for key, name in names.items() if name.startswith(f"{first}.")}
 
 
-def _view(shapes: Shapes, names: Mapping[str, str], prefix: str, outside: int) -> _View:
-    own = {name: shapes[key] for key, name in names.items() if not is_passing(name, shapes[key])}
-    return _View(own, {key: ".".join(map(str, shape)) for key, shape in own.items()}, len(names), prefix, outside)
+def _similar(tensors: Iterable[tuple[str, str]], count: int) -> _Candidates:
+    """Yield the structures that have many of the smallest hashes of these names and shapes, the most first
+    and of those the nearest in size; and whether none has more. ``count`` is the number of all tensors."""
+    known = table()
+    votes = known.similar(hashes_of(tensors)[:WIDE])
+    top = max(votes.values(), default=0)
+    least = max(_VOTES, top - 2)
+    found = sorted((top - hits, abs(known.count(each) - count), each) for each, hits in votes.items() if hits >= least)
+    for behind, difference, number in found:
+        if difference <= count * (1 - _NEAR / 2):
+            yield number, not behind
+
+
+def _grouped(shapes: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return what has a name by the first segment of the name, and then by the rest."""
+    groups: dict[str, dict[str, T]] = {}
+    for name, shape in shapes.items():
+        first, _, rest = name.partition(".")
+        groups.setdefault(first, {})[rest] = shape
+    return groups
+
+
+def _without_common(shapes: Mapping[str, T]) -> tuple[str, dict[str, T]]:
+    """Return the segments that all names begin with, and the names without them."""
+    common = commonprefix(list(shapes))  # noqa: RUF071 - texts, not paths; it is cut at the last dot
+    before = common[: common.rfind(".") + 1]
+    return before, {name[len(before) :]: shape for name, shape in shapes.items()}
+
+
+def _parts(shapes: Shapes, names: tuple[str, ...]) -> Iterator[Likeness]:
+    """Yield the known models that are beside each other, each under a first segment of its own."""
+    before, own = _without_common(shapes)
+    for first, part in _grouped(own).items():
+        if len(part) >= max(_FEWEST, _PART * len(shapes)):
+            best = _best(_views(part))
+            if best and best[0].fit is not Fit.NEAR:
+                found = _likeness(best, names)
+                outside = len(shapes) - len(part) + found.outside
+                yield replace(found, prefix=f"{before}{first}.{found.prefix}", outside=outside)
+
+
+def _renamed(shapes: Shapes) -> Iterator[tuple[_View, _Candidates]]:
+    """Yield names with the first segments of a known model in the place of their own, which are numbers in a Sequential
+    of its layers; and with one before them, if the file is no more than that layer of the model."""
+    before, own = _without_common(_solid(shapes))
+    groups = _grouped(own)
+    for number, _ in _similar(((starred(name), shape) for name, shape in own.items() if "." in name), len(own)):
+        if firsts := _paired(groups, _layers(table().structure(number))):
+            new = {
+                f"{firsts[first]}.{rest}".rstrip("."): shape
+                for first, group in groups.items()
+                for rest, shape in group.items()
+            }
+            changed = {old: first for old, first in firsts.items() if old != first}
+            yield _View(new, before, renamed=changed), [(number, True)]
+    for number, _ in _similar(((f"*.{name}", shape) for name, shape in own.items()), len(own)):
+        for first, layer in _layers(table().structure(number)).items():
+            if own.keys() == layer.keys():
+                new = {f"{first}.{name}": shape for name, shape in own.items()}
+                yield _View(new, before, renamed={"": first}), [(number, True)]
+
+
+def _layers(structure: Structure) -> dict[str, dict[str, str]]:
+    return _grouped({name: shape for name, shape in structure.shapes.items() if not is_passing(name, ())})
+
+
+def _paired(groups: Mapping[str, Mapping[str, str]], layers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return for each first segment that of the known model which has the same names below it, in the same order;
+    nothing if no segment is another one."""
+    own = sorted(groups, key=int) if all(map(str.isdecimal, groups)) else list(groups)
+    pairs: dict[str, str] = {}
+    for first, layer in layers.items():
+        if len(pairs) < len(own) and groups[own[len(pairs)]].keys() == layer.keys():
+            pairs[own[len(pairs)]] = first
+    pairs = {first: pairs.get(first, first) for first in own}
+    return pairs if len(set(pairs.values())) == len(pairs) and any(old != new for old, new in pairs.items()) else {}
 
 
 def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
@@ -168,34 +291,17 @@ def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
 # ---- comparing
 
 
-def _matches(view: _View) -> Iterator[_Match]:
-    known = table()
-    hashes = sorted([hash_of(key, text) for key, text in view.texts.items()])[:WIDE]
-    votes = known.similar(hashes)
-    top = max(votes.values(), default=0)
-    found = False
-    for number, count in votes.most_common(_CANDIDATES):
-        # What fits in full has all of its hashes in the file, so that none with fewer fits better.
-        if count < max(_VOTES, top - 2) or (found and count < top):
-            return
-        if _NEAR / 2 <= known.count(number) / view.tensors <= 1 / _NEAR:
-            match = _compare(view, known.structure(number))
-            if match is not None:
-                found |= match.fit is not Fit.NEAR
-                yield match
-
-
-def _compare(view: _View, structure: Structure) -> _Match | None:
-    """Compare all names and shapes. None if the structure is not even near."""
+def _compare(view: _View, structure: Structure, near: bool) -> _Match | None:
+    """Compare all names and shapes. None if the structure is not even near, or if ``near`` is not asked for."""
     missing, differing, solved = [], [], dict[str, dict[str, int]]()
     matching = 0
     for key, shape in structure.shapes.items():
-        own = view.texts.get(key)
+        own = view.shapes.get(key)
         if own == shape:
             matching += 1
         elif own is None:
             missing.append(key)
-        elif is_free(shape) and (sizes := solve(shape, view.shapes[key], structure.models[0].sizes)) is not None:
+        elif is_free(shape) and (sizes := solve(shape, own, structure.models[0].sizes)) is not None:
             solved[key] = sizes
         else:
             differing.append(key)
@@ -208,14 +314,16 @@ def _compare(view: _View, structure: Structure) -> _Match | None:
             matching += 1
         else:
             differing.append(key)
-    added = [
-        key for key in view.shapes if key not in structure.shapes and key not in structure.transient | structure.others
-    ]
-    tensors = sum(not is_passing(key, ()) for key in structure.shapes)
+    known = structure.shapes.keys() | structure.transient | structure.others
+    added = [key for key in view.shapes if key not in known]
     fit = _fit(structure, matching, missing, added, differing)
-    if fit is Fit.NEAR and not min(tensors, len(view.shapes)) >= matching >= _NEAR * max(tensors, len(view.shapes)):
-        return None
-    if fit is not Fit.NEAR and view.outside:
+    if "" in view.renamed:
+        fit = Fit.NEAR if added or differing or 2 * matching < structure.count else Fit.PIECE
+    if fit is Fit.NEAR:
+        smaller, larger = sorted((structure.count, len(view.shapes)))
+        if not near or not smaller >= matching >= _NEAR * larger:
+            return None
+    elif view.outside:
         fit = Fit.PART
     return _Match(structure, view, fit, sizes, matching, tuple(missing), tuple(added), tuple(differing))
 
@@ -241,9 +349,12 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
         return Fit.NEAR
     if not (missing or added or differing):
         return Fit.EXACT
+    changed = len(missing) + len(added) + len(differing)
     head = {key for key, shape in structure.shapes.items() if is_of_head(shape)}
     if not (added or differing) and set(missing) == head:
         return Fit.HEADLESS
+    if not head or changed > _SMALL * matching:
+        return Fit.NEAR
     places = _head_places(structure, head)
     tops = {key.partition(".")[0] for key in structure.shapes}
 
@@ -253,8 +364,7 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
     is_of_new_head = all(key.startswith(places) for key in (*missing, *differing)) and all(
         key.startswith(places) or is_elsewhere(key) for key in added
     )
-    is_small = len(missing) + len(added) + len(differing) <= _SMALL * matching
-    return Fit.OTHER_HEAD if head and is_of_new_head and is_small else Fit.NEAR
+    return Fit.OTHER_HEAD if is_of_new_head else Fit.NEAR
 
 
 def _head_places(structure: Structure, head: Iterable[str]) -> tuple[str, ...]:
@@ -294,7 +404,8 @@ def _likeness(best: list[_Match], names: Iterable[str]) -> Likeness:
         outside=match.view.outside,
         sizes={NAMES[letter]: size for letter, size in _unusual(first, match.sizes).items()},
         matching=match.matching,
-        tensors=sum(not is_passing(key, ()) for key in match.structure.shapes),
+        renamed=match.view.renamed,
+        tensors=match.structure.count,
         missing=match.missing,
         added=match.added,
         differing=match.differing,

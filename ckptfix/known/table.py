@@ -1,10 +1,11 @@
 """The table of known structures: names, shapes, dtypes, buffers and ties of what the libraries build.
 
 ``structures.bin`` is written by ``benchmarks/structures.py`` and has three parts. The index is a text with a line for
-each structure: its block, its place in that block, its number of tensors, its models. The sketches are the smallest
-hashes of the tensors of each structure, sorted, with the number of the structure, so that a few hashes of a file find
-what is like it (min-wise hashing). The blocks are packed texts: in a block a line is a module, with its tensors and the
-lines of its children, and equal modules are one line. A look-up reads the index, the sketches and a block or two.
+each structure: its block, its place in that block, the number of tensors that say something of it, its models. The
+sketches are the smallest hashes of the tensors of each structure, also with any first segment, sorted, with the number
+of the structure, so that a few hashes of a file find what is like it (min-wise hashing). The blocks are packed texts:
+in a block a line is a module, with its tensors and the lines of its children, and equal modules are one line. A look-up
+reads the index, the sketches and a block or two.
 
 A size that the user chooses is a letter: ``c`` classes, ``i`` input channels, ``v`` words; ``4c`` and ``c+1`` are made
 of it. ``197s785`` is 197 for images of the usual size and 785 for those twice as large."""
@@ -41,11 +42,14 @@ WIDE = 3 * SKETCH  # hashes of a file that are looked up: it may have other smal
 NAMES = {"c": "num_classes", "i": "in_chans", "v": "vocab_size", "s": "img_size"}
 
 # Scalars beside the weights in the files that OpenAI gave out.
-_OF_CLIP = {"input_resolution", "context_length", "vocab_size"}
+OF_CLIP = {"input_resolution", "context_length", "vocab_size"}
+_PASSING = {NUM_BATCHES_TRACKED, "n_averaged"}
 
 _SIZE = re.compile(r"(\d*)([civ])(\+1)?|(\d+)s(\d+)")
 _ITEM = re.compile(r"([^:=@~!\s]*)([:=@~!])(\S*)")
+_BLOCKS = 8  # blocks that are kept
 Sizes = Mapping[str, int]  # chosen sizes by their letter
+Items = list[tuple[str, str]]  # tensors with their tokens
 
 
 class Model(Struct, frozen=True):
@@ -63,10 +67,12 @@ class Model(Struct, frozen=True):
 class Structure(Struct, frozen=True, dict=True):
     """What some models have in common: all names and shapes, except for the sizes that a user chooses.
 
+    ``count`` is the number of tensors that say something of the architecture.
     ``tokens`` has for each tensor its sign (``:`` for a parameter, ``=`` for a buffer), its shape with dots, and its
     dtype after a slash if that is not float32."""
 
     number: int
+    count: int
     models: tuple[Model, ...]
     tokens: Mapping[str, str]
     transient: frozenset[str]
@@ -76,7 +82,7 @@ class Structure(Struct, frozen=True, dict=True):
     @cached_property
     def shapes(self) -> Mapping[str, str]:
         """The shapes by key, with dots: ``64.i.7.7``."""
-        return {key: token[1:].partition("/")[0] for key, token in self.tokens.items()}
+        return {key: _shape(token) for key, token in self.tokens.items()}
 
     def target(self, label: str, sizes: Sizes, usual: Sizes) -> Target:
         """Return what a strict load into the model of these sizes wants; ``usual`` are those that it has by default."""
@@ -90,6 +96,11 @@ class Structure(Struct, frozen=True, dict=True):
                 kind = BUFFER if token[0] == "=" else PARAMETER
                 slots[key] = Slot(dtype or "float32", shape_of(shape, sizes, usual), kind)
         return Target(label, slots, self.others, self.transient, self.ties)
+
+
+@cache
+def _shape(token: str) -> str:
+    return token[1:].partition("/")[0]
 
 
 def is_of_head(shape: str) -> bool:
@@ -142,13 +153,13 @@ def _parts(size: str) -> tuple[str, str, str, str, str]:
     return factor, letter, more, one, two
 
 
-def solve(shape: str, own: tuple[int, ...], usual: Sizes) -> dict[str, int] | None:
+def solve(shape: str, own: str, usual: Sizes) -> dict[str, int] | None:
     """Return the sizes with which a shape of the table is this one; None if there are none."""
-    sizes = shape.split(".") if shape else []
-    if len(sizes) != len(own):
+    sizes, numbers = (each.split(".") if each else [] for each in (shape, own))
+    if len(sizes) != len(numbers):
         return None
     found: dict[str, int] = {}
-    for size, number in zip(sizes, own, strict=True):
+    for size, number in zip(sizes, map(int, numbers), strict=True):
         if size.isdigit():
             if int(size) != number:
                 return None
@@ -182,18 +193,29 @@ def _image(one: int, two: int, own: int, normal: int) -> int:
 
 def is_passing(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor counts batches or comes and goes between releases: neither tells an architecture."""
-    return key.endswith((NUM_BATCHES_TRACKED, "n_averaged")) or is_transient(key, shape) or key in _OF_CLIP
+    leaf = key.rpartition(".")[2]
+    return leaf in _PASSING or is_transient(leaf, shape) or key in OF_CLIP
 
 
 def fixed(tokens: Mapping[str, str]) -> dict[str, str]:
     """Return the shapes of the tensors that every model of a structure has as they are."""
-    shapes = {key: token[1:].partition("/")[0] for key, token in tokens.items()}
+    shapes = {key: _shape(token) for key, token in tokens.items()}
     return {key: shape for key, shape in shapes.items() if not (is_free(shape) or is_passing(key, shape_of(shape)))}
 
 
-def hash_of(key: str, shape: str) -> int:
-    """Return the hash of a tensor, by which structures are found."""
-    return zlib.crc32(f"{key} {shape}".encode(errors="surrogatepass")) * 2654435761 & 0xFFFFFFFF
+def starred(key: str) -> str:
+    """Return a name with any first segment: ``*.0.weight`` of ``features.0.weight`` and of ``1.0.weight``."""
+    return f"*.{key.partition('.')[2]}"
+
+
+def hashes_of(tensors: Iterable[tuple[str, str]]) -> list[int]:
+    """Return the hashes of names with shapes, by which structures are found, the smallest first."""
+    return sorted(
+        {
+            zlib.crc32(f"{key} {shape}".encode(errors="surrogatepass")) * 2654435761 & 0xFFFFFFFF
+            for key, shape in tensors
+        }
+    )
 
 
 class Table:
@@ -213,7 +235,7 @@ class Table:
         self.versions: Mapping[str, str] = dict(each.split("=") for each in first.split())
         self._ends = [int(end) for end in second.split()]
         self._lines = self._rows.split("\n")
-        self._blocks: dict[int, list[str]] = {}
+        self._blocks: dict[int, tuple[list[str], dict[int, Items]]] = {}
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -229,7 +251,7 @@ class Table:
         return found
 
     def count(self, number: int) -> int:
-        """Return how many tensors a structure has."""
+        """Return how many tensors of a structure say something of the architecture."""
         return int(self._lines[number].split(" ", 3)[2])
 
     def names(self) -> Iterator[str]:
@@ -247,16 +269,16 @@ class Table:
 
     def structure(self, number: int) -> Structure:
         """Return a structure by its number."""
-        block, line, _, *words = self._lines[number].split(" ")
+        block, line, count, *words = self._lines[number].split(" ")
         models: list[Model] = []
         for word in words:
             name, *sizes = word.split(";")
             own = {text[0]: int(text[1:]) for text in sizes}
             models.append(Model(name, own or (models[0].sizes if models else own)))
-        lines = self._block(int(block))
+        lines, modules = self._block(int(block))
         root, *ties = lines[int(line)].split(" ")
         tokens, transient, others = dict[str, str](), set[str](), set[str]()
-        for key, token in expanded(lines, int(root)):
+        for key, token in expanded(lines, int(root), modules):
             if token == "~":
                 transient.add(key)
             elif token == "!":
@@ -264,35 +286,34 @@ class Table:
             else:
                 tokens[key] = token
         groups = tuple(tuple(group.split("=")) for group in ties)
-        return Structure(number, tuple(models), tokens, frozenset(transient), frozenset(others), groups)
+        return Structure(number, int(count), tuple(models), tokens, frozenset(transient), frozenset(others), groups)
 
-    def _block(self, number: int) -> list[str]:
+    def _block(self, number: int) -> tuple[list[str], dict[int, Items]]:
+        """Return the lines of a block, and the modules that were expanded: its structures have most in common."""
         if number not in self._blocks:
+            if len(self._blocks) == _BLOCKS:
+                self._blocks.clear()
             start = self._ends[number - 1] if number else 0
             with self._path.open("rb") as file:
                 file.seek(self._start + start)
                 packed = file.read(self._ends[number] - start)
-            self._blocks[number] = zlib.decompress(packed).decode().split("\n")
+            self._blocks[number] = zlib.decompress(packed).decode().split("\n"), {}
         return self._blocks[number]
 
 
-def expanded(
-    lines: list[str], line: int, known: dict[int, list[tuple[str, str]]] | None = None
-) -> list[tuple[str, str]]:
-    """Return the tensors of a module and of its children, each with its token."""
-    known = {} if known is None else known
-    if line not in known:
-        items: list[tuple[str, str]] = []
-        for name, sign, rest in _ITEM.findall(lines[line]):
-            if sign == "@":
-                below = expanded(lines, int(rest), known)
-                first, dash, last = name.partition("-")
-                names = map(str, range(int(first), int(last) + 1)) if dash and first.isdigit() else (name,)
-                items += [(f"{each}.{key}", token) for each in names for key, token in below]
-            else:
-                items.append((name or rest, f"{sign}{rest}" if sign in ":=" else sign))
-        known[line] = items
-    return known[line]
+def expanded(lines: list[str], line: int, modules: dict[int, Items]) -> Items:
+    """Return the tensors of a module and of its children, each with its token; ``modules`` keeps the children."""
+    items: Items = []
+    for name, sign, rest in _ITEM.findall(lines[line]):
+        if sign == "@":
+            if (child := int(rest)) not in modules:
+                modules[child] = expanded(lines, child, modules)
+            first, dash, last = name.partition("-")
+            names = map(str, range(int(first), int(last) + 1)) if dash and first.isdigit() else (name,)
+            items += [(f"{each}.{key}", token) for each in names for key, token in modules[child]]
+        else:
+            items.append((name or rest, f"{sign}{rest}" if sign in ":=" else sign))
+    return items
 
 
 @cache

@@ -28,17 +28,18 @@ def likeness_lines(likeness: Likeness, command: str, source: str, choices: Mappi
     """Yield what a file is like, and the commands that go on from there."""
     text = likeness_text(likeness)
     yield ("looks like: ", Span(text, "strong") if likeness.is_named else text)
-    for word, line in zip(("compare", "     or"), likeness_commands(likeness, command, source, choices), strict=False):
-        yield (f"  {word}: ", Span(line, "command"))
+    for number, line in enumerate(likeness_commands(likeness, command, source, choices)):
+        yield ("       or: " if number else "  compare: ", Span(line, "command"))
 
 
 def likeness_commands(likeness: Likeness, command: str, source: str, choices: Mapping[str, Any]) -> Iterator[str]:
     """Yield the command that compares a file with the known model, and the one that builds it if its library is there;
-    nothing for a model that is only near."""
-    if likeness.is_named:
-        yield typed(command_words(command, source, {**choices, "like": likeness.target}))
-        if (model := likeness.model) is not None and _is_installed(model.partition(":")[0]):
-            yield typed(command_words(command, source, {**choices, "model": model}))
+    nothing for a model that is only near. Of several models in one file, each has its own."""
+    for each in (likeness, *likeness.others) if likeness.is_named else ():
+        own = {**choices, "weights": each.prefix.rstrip(".")} if likeness.others else choices
+        yield typed(command_words(command, source, {**own, "like": each.target}))
+        if (model := each.model) is not None and _is_installed(model.partition(":")[0]):
+            yield typed(command_words(command, source, {**own, "model": model}))
 
 
 def _is_installed(library: str) -> bool:
@@ -46,27 +47,47 @@ def _is_installed(library: str) -> bool:
 
 
 def likeness_text(likeness: Likeness) -> str:
-    """Return the model with what is different in the file."""
-    first, *others = (name.replace("/", " ", 1) for name in likeness.names)
-    also = f" (also {', '.join(others)})" if others else ""
-    if len(others) > _FEW:
-        also = f" (one of {len(likeness.names)} of this structure: {', '.join(others[:_FEW])} …)"
+    """Return the model with what is different in the file, or all models of a file that has several."""
     if likeness.fit is Fit.NEAR:
-        return f"no known model; the nearest is {first}{also}: {', '.join(_differences(likeness))}"
-    parts = [f"{first}{also}{_head(likeness)}"]
+        return f"no known model; the nearest is {_names(likeness)}: {', '.join(_differences(likeness))}"
+    text = "; and ".join(map(_model_text, (likeness, *likeness.others)))
+    if not likeness.outside:
+        return text
+    are = "is" if likeness.outside == 1 else "are"
+    return (
+        f"{text}; {counted(likeness.outside, 'key')} of the file {are} outside of {'them' if likeness.others else 'it'}"
+    )
+
+
+def _names(likeness: Likeness) -> str:
+    first, *others = (name.replace("/", " ", 1) for name in likeness.names)
+    if len(others) > _FEW:
+        return f"{first} (one of {len(likeness.names)} of this structure: {', '.join(others[:_FEW])} …)"
+    return first + (f" (also {', '.join(others)})" if others else "")
+
+
+def _model_text(likeness: Likeness) -> str:
+    parts = [f"{_names(likeness)}{_head(likeness)}"]
     parts += [_SIZES[name](size) for name, size in likeness.sizes.items()]
     if likeness.prefix:
         parts.append(f"under `{likeness.prefix}`")
-    beside = (
-        f"; {counted(likeness.outside, 'key')} of the file {'is' if likeness.outside == 1 else 'are'} outside of it"
-    )
-    return ", ".join(parts) + (beside if likeness.outside else "")
+    if likeness.fit is not Fit.PIECE and likeness.renamed:
+        few = [f"`{name}` for `{known}`" for name, known in likeness.renamed.items()][:_MODULES]
+        more = ", …" if len(likeness.renamed) > len(few) else ""
+        parts.append(f"with other names ({', '.join(few)}{more})")
+    return ", ".join(parts)
 
 
 def _head(likeness: Likeness) -> str:
-    if likeness.added or likeness.differing:
-        return f" with another head ({_modules([*likeness.added, *likeness.differing])})"
-    return " without its head" if likeness.missing else ""
+    """Return what the file has in the place of the model's head."""
+    if likeness.fit is Fit.PIECE:
+        return f", only its `{likeness.renamed['']}`"
+    added, changed = likeness.added, (*likeness.missing, *likeness.differing)
+    if added:
+        return f" with {_modules(added)} " + (f"instead of {_modules(changed)}" if changed else "added")
+    if likeness.differing:
+        return f" with another {_modules(likeness.differing)}"
+    return " without its head" if changed else ""
 
 
 def _differences(likeness: Likeness) -> Iterator[str]:

@@ -75,9 +75,59 @@ def test_what_differs_in_its_trunk_is_near_and_says_where(own, missing, added, d
     assert (len(found.missing), len(found.added), len(found.differing)) == (missing, added, differing)
 
 
-def test_two_sets_of_weights_are_no_one_model():
-    found = recognise(under("student.", R50) | under("teacher.", R50))
-    assert found is None
+@pytest.mark.parametrize("before", ["", "module."])
+def test_models_beside_each_other_are_named_one_by_one(before):
+    loss = {f"{before}loss.{number}.weight": (number,) for number in range(3)}
+    found = recognise(under(f"{before}student.", R50) | under(f"{before}teacher.", VIT) | loss)
+    assert found is not None
+    assert [(each.names[0], each.fit, each.prefix, each.outside) for each in (found, *found.others)] == [
+        ("torchvision/resnet50", Fit.PART, f"{before}student.", 3),
+        ("torchvision/vit_b_16", Fit.PART, f"{before}teacher.", 3),
+    ]
+
+
+def test_a_model_beside_more_of_what_is_not_known():
+    found = recognise(under("perceptual.", TRUNK) | {f"own.{number}.weight": (3, number) for number in range(900)})
+    assert found is not None
+    assert (found.fit, found.prefix, found.outside, found.others) == (Fit.PART, "perceptual.", 900, ())
+    assert found.target.endswith("resnet50[num_classes=0]")
+
+
+LAYERS = {"conv1": "0", "bn1": "1", "layer1": "4", "layer2": "5", "layer3": "6", "layer4": "7"}
+
+
+def renamed(own, names):
+    return {f"{names[first]}.{rest}": own[key] for key in own for first, _, rest in [key.partition(".")]}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (renamed(TRUNK, LAYERS), (Fit.HEADLESS, "", LAYERS)),
+        (under("0.", renamed(TRUNK, LAYERS)), (Fit.HEADLESS, "0.", LAYERS)),
+        (renamed(R50, LAYERS | {"fc": "10"}), (Fit.EXACT, "", LAYERS | {"fc": "10"})),
+        (renamed(R50, LAYERS | {"fc": "fc"}), (Fit.EXACT, "", LAYERS)),
+    ],
+    ids=["a Sequential", "one in another", "with its head", "with the name of its head"],
+)
+def test_a_sequential_of_the_layers_of_a_model(own, expected):
+    found = recognise(own)
+    assert found is not None
+    known = {first: old for old, first in found.renamed.items()}
+    assert ("torchvision/resnet50" in found.names, found.fit, found.prefix, known) == (True, *expected)
+
+
+def test_one_layer_that_is_most_of_a_model():
+    vgg = shapes("torchvision/vgg16_bn")
+    found = recognise({key.removeprefix("features."): vgg[key] for key in vgg if key.startswith("features.")})
+    assert found is not None
+    assert (found.names[0], found.fit, found.renamed) == ("torchvision/vgg16_bn", Fit.PIECE, {"": "features"})
+
+
+def test_layers_of_a_model_in_another_order_are_not_named():
+    own = renamed(TRUNK, LAYERS | {"layer3": "7", "layer4": "6"})
+    found = recognise(own)
+    assert found is None or not found.is_named
 
 
 def test_a_token_more_is_no_larger_image():

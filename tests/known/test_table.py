@@ -89,22 +89,23 @@ SHAPES = ["c", "c.2048", "9c.256.3.3", "c+1.256", "64.i.7.7", "i.i", "1.197s785.
 def test_sizes_that_were_put_in_are_found_again(shape, sizes, patches):
     sizes, usual = {**sizes, "s": 16 * patches}, {"c": 1000, "i": 3, "v": 30522, "s": 224}
     own = shape_of(shape, sizes, usual)
-    found = solve(shape, own, usual)
+    found = solve(shape, ".".join(map(str, own)), usual)
     assert found == {letter: size for letter, size in sizes.items() if letter in shape}
 
 
 @pytest.mark.parametrize(
     ("shape", "own"),
     [
-        ("64.i.7.7", (64, 3, 3, 3)),
-        ("64.i.7.7", (65, 3, 7, 7)),
-        ("64.i.7.7", (64, 3)),
-        ("i.i", (3, 4)),
-        ("4c.5", (7, 5)),
-        ("c", (0,)),
-        ("c+1", (1,)),
-        ("1.197s785.768", (1, 198, 768)),
-        ("1.197s785.768", (1, 0, 768)),
+        ("64.i.7.7", "64.3.3.3"),
+        ("64.i.7.7", "65.3.7.7"),
+        ("64.i.7.7", "64.3"),
+        ("i.i", "3.4"),
+        ("4c.5", "7.5"),
+        ("c", "0"),
+        ("c", ""),
+        ("c+1", "1"),
+        ("1.197s785.768", "1.198.768"),
+        ("1.197s785.768", "1.0.768"),
     ],
 )
 def test_a_shape_that_no_size_gives(shape, own):

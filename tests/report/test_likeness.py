@@ -38,7 +38,26 @@ def like(**facts):
         (like(fit=Fit.HEADLESS, missing=("head.weight",)), "timm vit_small_patch16_224 without its head"),
         (
             like(fit=Fit.OTHER_HEAD, missing=("head.weight",), added=("head.0.weight", "head.0.bias", "head.2.weight")),
-            "timm vit_small_patch16_224 with another head (`head.0`, `head.2`)",
+            "timm vit_small_patch16_224 with `head.0`, `head.2` instead of `head`",
+        ),
+        (
+            like(fit=Fit.OTHER_HEAD, added=("head2.weight", "head2.bias"), sizes={"num_classes": 7}),
+            "timm vit_small_patch16_224 with `head2` added, 7 classes",
+        ),
+        (like(fit=Fit.OTHER_HEAD, differing=("head.weight",)), "timm vit_small_patch16_224 with another `head`"),
+        (
+            like(fit=Fit.HEADLESS, missing=("fc.weight",), renamed={"0": "conv1", "1": "bn1", "4": "a", "5": "b"}),
+            "timm vit_small_patch16_224 without its head, with other names (`0` for `conv1`, `1` for `bn1`, "
+            "`4` for `a`, …)",
+        ),
+        (
+            like(fit=Fit.PIECE, renamed={"": "features"}, missing=("fc.weight",)),
+            "timm vit_small_patch16_224, only its `features`",
+        ),
+        (
+            like(fit=Fit.PART, prefix="a.", outside=1, others=(like(fit=Fit.PART, prefix="b.", outside=1),)),
+            "timm vit_small_patch16_224, under `a.`; and timm vit_small_patch16_224, under `b.`; "
+            "1 key of the file is outside of them",
         ),
         (
             like(fit=Fit.PART, prefix="encoder.", outside=2, missing=("head.weight",)),
@@ -103,6 +122,15 @@ def test_the_model_in_the_words_of_its_library(facts, model):
 def test_the_target_of_a_trunk_has_no_head():
     assert like(fit=Fit.HEADLESS).target == "known:timm/vit_small_patch16_224[num_classes=0]"
     assert like(fit=Fit.OTHER_HEAD).target == "known:timm/vit_small_patch16_224"
+
+
+def test_each_of_several_models_has_its_commands(monkeypatch):
+    monkeypatch.setattr("ckptfix.report.likeness._is_installed", lambda library: False)
+    both = like(fit=Fit.PART, prefix="a.", others=(like(fit=Fit.PART, prefix="e.b.", missing=("fc.weight",)),))
+    assert lines(both)[1:] == [
+        "  compare: ckptfix check 'my file.pth' --like known:timm/vit_small_patch16_224 --weights a",
+        "       or: ckptfix check 'my file.pth' --like 'known:timm/vit_small_patch16_224[num_classes=0]' --weights e.b",
+    ]
 
 
 def test_what_is_only_near_has_no_command():
