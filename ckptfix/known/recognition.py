@@ -353,7 +353,7 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
     head = {key for key, shape in structure.shapes.items() if is_of_head(shape)}
     if not (added or differing) and set(missing) == head:
         return Fit.HEADLESS
-    if not head or changed > _SMALL * matching:
+    if changed > _SMALL * matching:
         return Fit.NEAR
     places = _head_places(structure, head)
     tops = {key.partition(".")[0] for key in structure.shapes}

@@ -137,13 +137,24 @@ def _grown(one: int, two: int, image: int, normal: int) -> int | None:
     """Return what grows with the image from ``one`` to ``two`` when it is twice as large; None if that is no whole
     number.
 
-    A table has a row for each patch, and some more, or grows with the side of the image."""
-    if (4 * one - two) % 3 == 0 and 0 <= (extra := (4 * one - two) // 3) < one:
-        top, bottom = (one - extra) * image * image, normal * normal
-    else:
-        extra = 2 * one - two
-        top, bottom = (one - extra) * image, normal
-    return extra + top // bottom if top % bottom == 0 else None
+    A table has a row for each patch, and some more; or a row for each distance of two patches; or it grows with the
+    side of the image."""
+    if (rest := (4 * one - two) // 3) * 3 == 4 * one - two and 0 <= rest < one:
+        top, bottom = (one - rest) * image * image, normal * normal
+        return rest + top // bottom if top % bottom == 0 else None
+    if side := _side(one, two):
+        patches, beside = divmod(side * image, normal)
+        return None if beside else one - (2 * side - 1) ** 2 + (2 * patches - 1) ** 2
+    rest = 2 * one - two
+    grown, beside = divmod((one - rest) * image, normal)
+    return None if beside else rest + grown
+
+
+def _side(one: int, two: int) -> int:
+    """Return how many patches a side has, if a table has a row for each of their distances, and 3 more at most."""
+    root = isqrt(1 + 3 * (two - one)) if two > one else 0
+    side = (1 + root) // 6
+    return side if 0 <= one - (2 * side - 1) ** 2 == two - (4 * side - 1) ** 2 <= 3 else 0
 
 
 def _parts(size: str) -> tuple[str, str, str, str, str]:
@@ -179,12 +190,15 @@ def _image(one: int, two: int, own: int, normal: int) -> int:
     """Return the size of the images for which a table has ``own`` rows; 0 if there is none."""
     if one == own:
         return normal
-    if (4 * one - two) % 3 == 0 and 0 <= (extra := (4 * one - two) // 3) < one:
-        square = (own - extra) * normal * normal
-        image = isqrt(square // (one - extra)) if own > extra else 0
+    rest = (4 * one - two) // 3
+    if rest * 3 == 4 * one - two and 0 <= rest < one:
+        image = isqrt((own - rest) * normal * normal // (one - rest)) if own > rest else 0
+    elif side := _side(one, two):
+        patches = (1 + isqrt(max(0, own - one + (2 * side - 1) ** 2))) // 2
+        image = patches * normal // side
     else:
-        extra = 2 * one - two
-        image = (own - extra) * normal // (one - extra)
+        rest = 2 * one - two
+        image = (own - rest) * normal // (one - rest)
     return image if image > 0 and _grown(one, two, image, normal) == own else 0
 
 

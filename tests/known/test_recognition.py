@@ -130,6 +130,14 @@ def test_layers_of_a_model_in_another_order_are_not_named():
     assert found is None or not found.is_named
 
 
+def test_a_model_without_a_head_may_have_one_beside_it():
+    bert = shapes("transformers/BertModel")
+    found = recognise(bert | {"classifier.weight": (3, 768), "classifier.bias": (3,)})
+    assert found is not None
+    assert (found.names[0], found.fit) == ("transformers/BertModel", Fit.OTHER_HEAD)
+    assert found.added == ("classifier.weight", "classifier.bias")
+
+
 def test_a_token_more_is_no_larger_image():
     found = recognise(VIT | {"encoder.pos_embedding": (1, 198, 768)})
     assert found is not None

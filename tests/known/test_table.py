@@ -81,7 +81,21 @@ def test_a_name_or_a_size_that_is_none(spec, said):
     assert f"known:{spec}" in str(caught.value)
 
 
-SHAPES = ["c", "c.2048", "9c.256.3.3", "c+1.256", "64.i.7.7", "i.i", "1.197s785.768", "v.768", "27s55.64", "", "5.c.i"]
+SHAPES = [
+    "c",
+    "c.2048",
+    "9c.256.3.3",
+    "c+1.256",
+    "64.i.7.7",
+    "i.i",
+    "1.197s785.768",
+    "v.768",
+    "27s55.64",
+    "732s3028.12",
+    "729s3025.3",
+    "",
+    "5.c.i",
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,6 +120,8 @@ def test_sizes_that_were_put_in_are_found_again(shape, sizes, patches):
         ("c+1", "1"),
         ("1.197s785.768", "1.198.768"),
         ("1.197s785.768", "1.0.768"),
+        ("732s3028.12", "733.12"),
+        ("732s3028.12", "0.12"),
     ],
 )
 def test_a_shape_that_no_size_gives(shape, own):
