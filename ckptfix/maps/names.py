@@ -43,8 +43,8 @@ shortcut: shortcut skip identity
 scale: scale scaling gamma lambda lambdas
 bias: bias beta biases b
 weight: weight w kernel
-mean: mean
-variance: var variance
+mean: mean mu
+variance: var variance logvar
 distill: dist distill distillation distilled
 stem: stem
 pool: pool pooler pooling pooled
@@ -52,7 +52,7 @@ mask: mask
 intermediate: intermediate
 temperature: temperature logit tau
 final: final last post
-first: pre before input initial
+first: pre before input initial macaron
 second: after
 reduce: reduction reduce squeeze sr
 relative: relative rel
@@ -129,11 +129,17 @@ PHRASES = {
     "encoder_attn": ("cross", "attention"),
     "encoder_attn_layer_norm": ("norm", "cross"),
     "multihead_attn": ("cross", "attention"),
+    "context_attn": ("cross", "attention"),
+    "src_attn": ("cross", "attention"),
+    "enc_attn": ("cross", "attention"),
     "ln_f": ("norm", "final"),
     "ln_post": ("norm", "final"),
     "ln_pre": ("norm", "first"),
     "pre_layrnorm": ("norm", "first"),
     "logit_scale": ("temperature",),
+    "feed_forward1": ("mlp", "first"),
+    "ffn1": ("mlp", "first"),
+    "ff1": ("mlp", "first"),
 }
 
 ROLES = frozenset({"query", "key", "value", "gate", "up"})  # concepts that are stored apart or fused into one tensor
@@ -198,15 +204,23 @@ def roles(path: tuple[str, ...]) -> tuple[str, ...]:
 _SECOND = re.compile(r"(layer_?|batch_?)?(norm|ln)_?2")
 
 
+# What JAX and TensorFlow call the tensors of a layer; only beside `beta`, as `gamma` is also the scale of a layer.
+_TORCH_NAMES = {"kernel": "weight", "moving_mean": "running_mean", "moving_variance": "running_var"}
+_OF_NORMS = {"gamma": "weight", "beta": "bias"}
+
+
 def told_apart(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, and
-    ``norm2`` belongs to the MLP unless there is ``norm3``, as in ``nn.TransformerDecoderLayer``."""
-    paths = [(*path[:-1], "weight") if path[-1] == "kernel" else path for path in paths]
+    ``norm2`` belongs to the MLP unless there is ``norm3`` or attention across, as in ``nn.TransformerDecoderLayer``."""
+    norms = {path[:-1] for path in paths if path[-1] == "beta"}
+    words = [_TORCH_NAMES | _OF_NORMS if path[:-1] in norms else _TORCH_NAMES for path in paths]
+    paths = [(*path[:-1], names.get(path[-1], path[-1])) for path, names in zip(paths, words, strict=True)]
     modules = {path[:-1] for path in paths}
+    crossed = {(*path[:at], "") for path in paths for at, name in enumerate(path) if "cross" in concepts(name)}
 
     def named(path: tuple[str, ...]) -> tuple[str, ...]:
         *front, norm = path[:-1] or ("",)
-        if _SECOND.fullmatch(norm) and (*front, f"{norm[:-1]}3") in modules:
+        if _SECOND.fullmatch(norm) and ((*front, f"{norm[:-1]}3") in modules or (*front, "") in crossed):
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":
             return (*front, "norm_mlp", path[-1])

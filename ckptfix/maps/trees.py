@@ -101,6 +101,7 @@ class Matcher(Struct):
     _heap: list[tuple[int, int, Key]] = field(default_factory=list)
     _votes: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
     _others: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
+    _shown: set[tuple[Key, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
         """Match twice: the second time with the choices that the other templates made for modules of the same names."""
@@ -183,22 +184,35 @@ class Matcher(Struct):
         runs = len(source) == len(target) and _is_run(source) and _is_run(target)
         if runs:
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
-            for at, to in zip(_by_number(source), _by_number(target), strict=True):
-                yield _Pair(source[at], target[to], label, ())
+            ours, theirs = _by_number(source), _by_number(target)
+            if _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end, perhaps
+                label = min(label, Label.LIKELY)
+            straight, mirrored = (
+                {(key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}
+                for side in (theirs, theirs[::-1])
+            )
+            if len(mirrored) > 2 and mirrored <= self._shown and not (straight - mirrored) & self._shown:
+                theirs.reverse()
+                label = min(label, Label.LIKELY)
+            for one, other in zip(ours, theirs, strict=True):
+                yield _Pair(one, other, label, ())
             return
         chosen = assign(scores)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
+        is_named = _are_named(source, target) and all(_same_end(source[at], target[to]) for at, to in chosen)
         for at, to in chosen:
             one, other = source[at], target[to]
             rivals = _rivals(at, to, chosen, scores)
             if rivals:
                 self.choices[key, one.path, other.path] = min(margin for _, margin in rivals)
+            elif len(source) == len(target):  # shapes say which number is which
+                self._shown.add((key, numbers(one.path), numbers(other.path)))
             if any(margin < NARROW for _, margin in rivals):
                 label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:
                 label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
                 label = min(label, _counted(source, target))
-            elif _same_end(one, other):
+            elif is_named:
                 label = Label.CERTAIN if complete else Label.LIKELY
             else:
                 label = Label.AMBIGUOUS if is_contradicted else Label.LIKELY
@@ -289,8 +303,13 @@ def _ends(source: Node, target: Node, places: Sequence[Places]) -> tuple[Path, P
     return _end(source.path, places[0]), _end(target.path, places[1])
 
 
-def _by_number(nodes: Sequence[Node]) -> list[int]:
-    return sorted(range(len(nodes)), key=lambda at: numbers(nodes[at].path))
+def _by_number(nodes: Sequence[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: numbers(node.path))
+
+
+def _is_rising(nodes: Sequence[Node]) -> bool:
+    """Tell whether modules come in this order in their file."""
+    return nodes[0].order < nodes[-1].order
 
 
 def _same_end(one: Node, other: Node) -> bool:
@@ -298,6 +317,12 @@ def _same_end(one: Node, other: Node) -> bool:
     return (
         bool(one.path and other.path) and module(one.path) == module(other.path) and kind(one.path) == kind(other.path)
     )
+
+
+def _are_named(source: Sequence[Node], target: Sequence[Node]) -> bool:
+    """Tell whether the modules or leaves have the same names on both sides, each one its own."""
+    ours, theirs = ({(module(node.path), kind(node.path)) for node in nodes if node.path} for nodes in (source, target))
+    return ours == theirs and len(ours) == len(source) == len(target)
 
 
 def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[list[float]]) -> list[tuple[int, float]]:

@@ -284,3 +284,68 @@ def test_a_bias_does_not_go_where_its_matrix_does_not():
     matches = infer(source, target).matches
     assert "b.0.fc1.bias" not in matches
     assert matches["b.1.fc1.bias"].parts[0].source == "a.1.fc1.bias"
+
+
+def test_heads_of_levels_follow_the_numbers_that_shapes_show():
+    levels = [(5, 512), (4, 256), (3, 128), (2, 64)]
+    source = {key: shape for at, wide in levels for key, shape in linear(f"p{at}.skip", 16, wide).items()}
+    source |= {key: shape for at, _ in levels for key, shape in linear(f"p{at}.head", 16, 16).items()}
+    target = {key: shape for at, wide in levels for key, shape in linear(f"skip.{5 - at}", 16, wide).items()}
+    target |= {key: shape for at, _ in levels for key, shape in linear(f"heads.{5 - at}.conv", 16, 16).items()}
+    inference = infer(source, target)
+    for at, _ in levels:
+        match = inference.matches[f"heads.{5 - at}.conv.weight"]
+        assert match.parts[0].source == f"p{at}.head.weight"
+        assert match.label is Label.LIKELY
+
+
+def test_equal_layers_counted_from_the_other_end_are_not_certain():
+    source = {f"p{at}.{key}": shape for at in (5, 4, 3) for key, shape in linear("head", 16, 8).items()}
+    target = {f"heads.{at}.{key}": shape for at in range(3) for key, shape in linear("out", 16, 8).items()}
+    assert {match.label for match in infer(source, target).matches.values()} == {Label.LIKELY}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(
+            {**linear("actor.0", 8, 4), **linear("critic.0", 8, 4), **linear("actor.4", 2, 8)},
+            {**linear("vf.0", 8, 4), **linear("pi.0", 8, 4), **linear("action", 2, 8)},
+            id="the name is that of both",
+        ),
+        pytest.param(
+            {**linear("final.linear", 16, 8), **linear("final.modulation.1", 16, 8)},
+            {**linear("norm_out.linear", 16, 8), **linear("proj_out", 16, 8)},
+            id="only one of two has the name",
+        ),
+    ],
+)
+def test_a_common_last_name_is_not_certain(source, target):
+    inference = infer(source, target)
+    assert all(match.label < Label.CERTAIN for key, match in inference.matches.items() if not key.startswith("action"))
+
+
+def test_keras_names_of_a_normalisation():
+    words = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
+    source: Specs = {f"bn{at}.{word}": (8,) for at in range(3) for word in words}
+    target: Specs = {f"norms.{at}.{word}": (8,) for at in range(3) for word in words.values()}
+    found = sources(source, target)
+    assert found == {f"norms.{at}.{new}": [f"bn{at}.{old}"] for at in range(3) for old, new in words.items()}
+
+
+def test_the_second_norm_beside_attention_across_is_its_own():
+    attention = [*linear("q", 8, 8).items(), *linear("k", 8, 8).items()]
+    layer = {f"{name}.{key}": shape for name in ("self_attn", "context_attn") for key, shape in attention}
+    source = {**layer, **linear("feed_forward.w_1", 16, 8), **linear("feed_forward.w_2", 8, 16)}
+    source |= {**norm("feed_forward.layer_norm"), **norm("layer_norm_1"), **norm("layer_norm_2")}
+    target = {key.replace("context", "cross"): shape for key, shape in layer.items()}
+    target |= {
+        **linear("linear1", 16, 8),
+        **linear("linear2", 8, 16),
+        **norm("norm1"),
+        **norm("norm2"),
+        **norm("norm3"),
+    }
+    found = sources(stack("layers", [source] * 2), stack("layers", [target] * 2))
+    assert found["layers.0.norm2.weight"] == ["layers.0.layer_norm_2.weight"]
+    assert found["layers.1.norm3.weight"] == ["layers.1.feed_forward.layer_norm.weight"]
