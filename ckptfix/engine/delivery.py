@@ -143,7 +143,9 @@ def _beside(
         files: dict[Path, Path] = {}
         is_resumed = is_elsewhere and destination.output.name in MODELS and bool(result.beside)
         if is_resumed and not settings.drop_optimizer and not _has_unfit_optimizer(report):
-            for old in (folder / name for name in OF_TRAINERS if name not in changed and (folder / name).is_file()):
+            for old in sorted(folder.iterdir()):
+                if old.name in changed or not OF_TRAINERS.fullmatch(old.name) or not old.is_file():
+                    continue
                 goal = destination.output.with_name(old.name)
                 if goal.is_file() and filecmp.cmp(old, goal, shallow=False):
                     continue

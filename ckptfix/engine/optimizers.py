@@ -15,7 +15,7 @@ from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
-from ckptfix.maps.positions import BLOCKWISE, INITIAL, Optimizer, flat, optimizers_of
+from ckptfix.maps.positions import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
@@ -128,25 +128,19 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
 
 
 def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the state that a parameter begins with, if it has to have one: zeros, and what Adagrad asks for."""
-    rows = [row for row in map(optimizer.row, optimizer.ids) if row]
-    begins_with = group.get(INITIAL)
-    if not shape or not rows or not (optimizer.is_flat or isinstance(begins_with, (int, float))):
-        return None
+    """Return the state that a new parameter begins with, if it has to have one."""
     from ckptfix.reading.live import spec_of_number
 
+    numbers = beginning(optimizer, group)
+    like = next(filter(None, map(optimizer.row, optimizer.ids)), {})
     found: dict[str, Any] = {}
-    for row in rows:
-        shapes = {value.shape for name, value in row.items() if isinstance(value, TensorSpec) and name != "step"}
-        if row.keys() != rows[0].keys() or len(shapes) != 1:
-            return None  # factored, or different for each
-    for name, like in rows[0].items():
-        number = begins_with if name == "sum" and isinstance(begins_with, (int, float)) else 0
-        if isinstance(like, TensorSpec):
-            found[name] = spec_of_number(like.dtype, like.shape if name == "step" else shape, number)
-        elif isinstance(like, (int, float)):
-            found[name] = number
-    return found
+    for name, number in (numbers or {}).items():
+        value = like[name]
+        is_tensor = isinstance(value, TensorSpec)
+        found[name] = (
+            spec_of_number(value.dtype, value.shape if name in SCALARS else shape, number) if is_tensor else number
+        )
+    return found or None
 
 
 def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:

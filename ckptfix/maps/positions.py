@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer
@@ -24,6 +25,16 @@ NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes name
 
 # The hyperparameter of Adagrad with which the sums of its squared gradients begin.
 INITIAL = "initial_accumulator_value"
+SCALARS = frozenset(("step", "mu_product"))
+"""What is one number for a parameter of any shape."""
+_BEGINNINGS: Mapping[str, float | str] = {
+    **dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"), 0),
+    **dict.fromkeys(("grad_avg", "acc_delta", "exp_inf", "prev"), 0),
+    "mu_product": 1,
+    "sum": INITIAL,
+    "step_size": "lr",
+}
+"""What torch's optimizers begin with: a number, or the hyperparameter that is one."""
 
 
 class Optimizer(Struct, frozen=True):
@@ -125,6 +136,21 @@ def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Opt
             yield from optimizers_in(member, (*path, name))
 
 
+def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the numbers that the state of a new parameter is filled with, by name; None if it begins without a state,
+    or is not known to begin with one. Adagrad has one from the start on, and torch loads flat keys only if each
+    parameter has all of them."""
+    rows = [row for row in map(optimizer.row, optimizer.ids) if row]
+    names = rows[0].keys() if rows else ()
+    is_needed = optimizer.is_flat or INITIAL in group
+    if not names or not is_needed or any(row.keys() != names for row in rows) or group.get("dampening"):
+        return None
+    known = {name: _BEGINNINGS.get(name) for name in names}
+    values = {name: group.get(number) if isinstance(number, str) else number for name, number in known.items()}
+    found = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return found if len(found) == len(names) else None
+
+
 def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
     """Return the optimizers in a checkpoint and in the files beside it."""
     return [*optimizers_in(checkpoint.root), *optimizers_in(checkpoint.beside)]
@@ -155,6 +181,8 @@ _UNDECAYED = re.compile(
     r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
 )
 _MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
+OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")
+"""Tables and heads, which scripts with Muon leave to Adam."""
 _STEM = re.compile(r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)")
 _BLOCK = re.compile(r"(.*\.)?(blocks|layers?|h)\.(\d+)\.")
 
@@ -190,6 +218,10 @@ def _decays_in_vit(layout: Layout, key: str) -> bool:
     return _decays_in_timm(layout, key) and not _UNDECAYED.search(key)
 
 
+def _is_hidden_matrix(layout: Layout, key: str) -> bool:
+    return not _is_flat(layout, key) and not OUTER.search(key)
+
+
 def _layer(key: str) -> int:
     """Return the number of a parameter's block; what is before the blocks is -1, and what is after them ``MANY``."""
     name = bare(key)
@@ -215,13 +247,21 @@ class Recipe(Struct, frozen=True):
     name: str
     label: Callable[[Layout, str], Hashable]
     order: tuple[Hashable, ...] = ()
+    is_reversed: bool = False
+    is_mixed: bool = False
+    """Whether the groups are of two methods, which keep different state."""
 
     def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
         """Return each group's label and parameters."""
         groups: dict[Hashable, list[str]] = {label: [] for label in self.order}
         for key in layout.shapes:
             groups.setdefault(self.label(layout, key), []).append(key)
-        return list(groups.items())
+        return list(groups.items())[:: -1 if self.is_reversed else 1]
+
+    @property
+    def upside_down(self) -> Recipe:
+        """The same groups from the last to the first, as a script of one's own may have them."""
+        return replace(self, name=f"{self.name}, its groups in reverse", is_reversed=True)
 
 
 PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
@@ -235,6 +275,7 @@ RECIPES = (
     Recipe("timm with no_weight_decay", _decays_in_vit, (False, True)),
     Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0]),
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
+    Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
     Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm")),
     Recipe("detectron2", lambda layout, key: key),
     Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
@@ -261,8 +302,8 @@ of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``so
 class Naming(Struct, frozen=True):
     """The names of an optimizer's ids, and how they are known.
 
-    ``recipe`` is None if the names are in the file itself, or those of its groups in reverse. ``own_shapes`` counts the
-    parameters whose shape no other has: the rest rely on the order between them."""
+    ``recipe`` is None if the names are in the file itself. ``own_shapes`` counts the parameters whose shape no other
+    has: the rest rely on the order between them."""
 
     names: Mapping[Any, str]
     source: str
@@ -316,24 +357,22 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
     sizes = optimizer.sizes
     if sum(sizes) != len(layout.shapes):
         return
-    rows = [(number, _moments(optimizer.row(number)), optimizer.row(number)) for number in optimizer.ids]
-    moments = sum(bool(found) for _, found, _ in rows)
+    rows = [optimizer.row(number) for number in optimizer.ids]
+    moments = sum(map(bool, map(_moments, rows)))
     counts = Counter(layout.shapes.values())
     own = sum(counts[shape] == 1 for shape in layout.shapes.values())
+    is_mixed = len({frozenset(row) for row in rows if row}) > 1
     for recipe in RECIPES:
-        groups = [keys for _, keys in recipe.groups(layout)]
-        if tuple(map(len, groups)) != sizes:
+        if recipe.is_mixed and not is_mixed:
             continue
-        readings: list[tuple[list[list[str]], str, Recipe | None]] = [(groups, recipe.name, recipe)]
-        if moments and len(groups) > 1:  # a script may have made the same groups from the top down
-            readings.append((groups[::-1], f"{recipe.name}, its groups in reverse", None))
-        for members, source, known in readings:
-            order = list(chain.from_iterable(members))
-            if tuple(map(len, members)) == sizes and all(
-                fits(row, layout.shapes[key]) for (_, _, row), key in zip(rows, order, strict=True)
-            ):
-                names = {number: key for (number, _, _), key in zip(rows, order, strict=True)}
-                yield Naming(names, source, known, moments, own)
+        # A script may have made the same groups from the top down, which only moments show.
+        for each in (recipe, recipe.upside_down) if moments and len(sizes) > 1 else (recipe,):
+            groups = [keys for _, keys in each.groups(layout)]
+            if tuple(map(len, groups)) != sizes:
+                continue
+            order = list(chain.from_iterable(groups))
+            if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
+                yield Naming(dict(zip(optimizer.ids, order, strict=True)), each.name, each, moments, own)
 
 
 def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -366,11 +405,16 @@ BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
-    """Return whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or
-    that of the factored moments of Adafactor."""
+    """Return whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or,
+    unless it is one that has an element for each of the parameter's, that of the factored moments of Adafactor."""
     factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
-    allowed = {shape, (), (1,)} | (factored if len(shape) > 1 else set())
-    return all(logical_shape(value) in allowed or BLOCKWISE.fullmatch(name) for name, value in values_in(row))
+    whole = {shape, (), (1,)}
+    return all(
+        (found := logical_shape(value)) in whole
+        or (len(shape) > 1 and name not in _BEGINNINGS and found in factored)
+        or BLOCKWISE.fullmatch(name)
+        for name, value in values_in(row)
+    )
 
 
 def runs_of(keys: Sequence[str]) -> Counter[str]:

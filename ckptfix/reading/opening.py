@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,11 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
 
 # What the Hugging Face Trainer and accelerate save next to a model, and its edits may change.
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
-# All that they resume from.
-OF_TRAINERS = (*OPTIMIZERS, "scaler.pt", "rng_state.pth", "random_states_0.pkl", "trainer_state.json")
+# All that they resume from, on any number of ranks.
+OF_TRAINERS = re.compile(
+    r"(optimizer|scheduler)\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin"
+    r"|dl_state_dict(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|trainer_state\.json"
+)
 
 # The names under which they save the model itself.
 MODELS = frozenset(

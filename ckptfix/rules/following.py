@@ -18,14 +18,15 @@ from ckptfix.core.parts import Part
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import (
     BLOCKWISE,
-    INITIAL,
     NAMED,
+    OUTER,
     RECIPES,
     Layout,
     Naming,
     Optimizer,
     Recipe,
     bare,
+    beginning,
     fits,
     logical_shape,
     named_by_itself,
@@ -145,6 +146,12 @@ def scopes(change: Change) -> Iterator[Scope]:
             chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True, "of what the model has"))
         if cold:
             chosen.append(([key for key in order if key not in cold], lambda key: key not in frozen, "of what learns"))
+        for what, is_in in _MATRICES.items():
+            for is_inside in (True, False):
+                takes = _by_form(is_in, is_inside, change)
+                keys = [key for key in order if is_in(key, parameters[key].shape) is is_inside]
+                if 0 < len(keys) < len(order):
+                    chosen.append((keys, takes, f"{'of' if is_inside else 'outside'} the {what}"))
         if 1 < len(firsts) <= 16:
             for name, is_inside in product(firsts, (True, False) if len(firsts) > 2 else (True,)):
                 takes = _in_part(name, is_inside)
@@ -152,6 +159,19 @@ def scopes(change: Change) -> Iterator[Scope]:
         for keys, takes, what in chosen:
             which = " ".join(filter(None, (what, f"in {whose}" if len(orders) > 1 else "")))
             yield Scope(Layout({key: parameters[key].shape for key in keys}, known), takes, which)
+
+
+# Muon is for matrices, and the rest has an optimizer of its own; so have tables and heads in most scripts.
+_MATRICES: dict[str, Callable[[str, Shape], bool]] = {
+    "matrices": lambda key, shape: len(shape) == 2,
+    "hidden matrices": lambda key, shape: len(shape) == 2 and not OUTER.search(key),
+    "kernels": lambda key, shape: len(shape) > 1,
+    "hidden kernels": lambda key, shape: len(shape) > 1 and not OUTER.search(key),
+}
+
+
+def _by_form(is_in: Callable[[str, Shape], bool], is_inside: bool, change: Change) -> Callable[[str], bool]:
+    return lambda key: is_in(key, change.after[key].shape) is is_inside
 
 
 def _in_part(name: str, is_inside: bool) -> Callable[[str], bool]:
@@ -167,7 +187,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     for naming in certain:
         if len(certain) > 1 and cold.issuperset(naming.names.values()):
             continue
-        made = _as_named(optimizer, naming, change, frozen)
+        made = _as_named(optimizer, naming, change, frozen, _inside(optimizer, naming) if len(certain) > 1 else "")
         if made is None:
             return []
         found.setdefault(made.outcome, made)
@@ -178,19 +198,31 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
             found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
-    for scope in scopes(change):
-        for naming in namings(optimizer, scope.layout):
-            made = follow(optimizer, naming, change, scope)
-            if made is None:
-                return []
-            found.setdefault(made.outcome, made)
+    wide = replace(change, is_wide=True)
+    for read in (change, wide) if wide.parameters().keys() != change.parameters().keys() else (change,):
+        for scope in scopes(read):
+            for naming in namings(optimizer, scope.layout):
+                made = follow(optimizer, naming, read, scope)
+                if made is None:
+                    return []
+                found.setdefault(made.outcome, made)
     return list(found.values())
 
 
-def _as_named(optimizer: Optimizer, naming: Naming, change: Change, frozen: Collection[str]) -> Followed | None:
+def _inside(optimizer: Optimizer, naming: Naming) -> str:
+    """Return of which module the names that a state has itself are."""
+    number, key = next(iter(naming.names.items()))
+    prefix = bare(key).removesuffix(bare((stored_names(optimizer) or {})[number]))
+    return f"of {prefix[:-1]}" if prefix else "of the whole model"
+
+
+def _as_named(
+    optimizer: Optimizer, naming: Naming, change: Change, frozen: Collection[str], which: str
+) -> Followed | None:
     """Follow names that are certain, by the recipe of their groups if there is one."""
-    layout = Layout({key: spec.shape for key, spec in change.parameters().items()}, change.modules)
-    scope = Scope(layout, lambda key: key not in frozen)
+    known = replace(change, is_wide=True).parameters()
+    layout = Layout({key: spec.shape for key, spec in known.items()}, change.modules)
+    scope = Scope(layout, lambda key: key not in frozen, which)
     found: dict[Hashable, Followed] = {}
     for recipe in _known_recipes(optimizer, naming, layout):
         made = follow(optimizer, replace(naming, recipe=recipe), change, scope)
@@ -267,20 +299,23 @@ def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -
         return None
     kept = {source for step in steps for source in change.origins[step.key].sources}
     gone = tuple(key for key in naming.names.values() if key not in kept)
-    grouped = grouped[0], tuple(_begun(optimizer, *group, change) for group in zip(*grouped, strict=True))
+    groups = tuple(_begun(optimizer, *group, change) for group in zip(*grouped, strict=True))
+    if None in groups:
+        return None
+    grouped = grouped[0], tuple(group for group in groups if group is not None)
     anew = [key for key in anew if any(optimizer.row(ids[source]) for source in change.origins[key].sources)]
     return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone, scope.which)
 
 
-def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...]:
-    """Give the shape to those that begin with a state: Adagrad has one from the start on, and torch loads flat keys
-    only if each parameter has all of them."""
-    if INITIAL not in optimizer.groups[like] and not optimizer.is_flat:
+def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...] | None:
+    """Give the shape to those that begin with a state; None if one has to, and it is not known."""
+    is_new = [step.source is None and not step.parts for step in steps]
+    if not any(is_new):
         return tuple(steps)
-    return tuple(
-        step if step.source is not None or step.parts else step._replace(shape=change.after[step.key].shape)
-        for step in steps
-    )
+    if beginning(optimizer, optimizer.groups[like]) is None:
+        return None if optimizer.is_flat and optimizer.state else tuple(steps)
+    pairs = zip(steps, is_new, strict=True)
+    return tuple(step._replace(shape=change.after[step.key].shape) if new else step for step, new in pairs)
 
 
 def _carried(
@@ -358,7 +393,8 @@ def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list
     named = set(naming.names.values())
     layout = Layout({key: shape for key, shape in layout.shapes.items() if key in named}, layout.modules)
     want = [[naming.names[number] for number in group["params"]] for group in optimizer.groups]
-    return [recipe for recipe in RECIPES if [keys for _, keys in recipe.groups(layout)] == want]
+    recipes = chain.from_iterable((recipe, recipe.upside_down) for recipe in RECIPES)
+    return [recipe for recipe in recipes if [keys for _, keys in recipe.groups(layout)] == want]
 
 
 def _by_recipe(
@@ -389,7 +425,7 @@ def _by_recipe(
 
 def _labels(recipe: Recipe, optimizer: Optimizer, naming: Naming, layout: Layout) -> dict[Hashable, int]:
     """Return the group that each label of a recipe has in the optimizer."""
-    old: dict[Hashable, int] = {label: place for place, label in enumerate(recipe.order)}
+    old = {label: place for place, (label, _) in enumerate(recipe.groups(Layout({})))}
     for place, group in enumerate(optimizer.groups):
         if group["params"]:
             old[recipe.label(layout, naming.names[group["params"][0]])] = place
@@ -433,9 +469,14 @@ def _group_like(
         sources = change.origins[step.key].sources
         return all((len(change.before[key].shape) < 2) == (kind(step)[1] < 2) for key in sources)
 
-    kinds = set(map(kind, members))
-    others = [step for step in steps if kind(step) in kinds and is_flat_as_before(step)]
-    for found in (places(filter(is_flat_as_before, members)), places(others), places(members)):
+    def like(kind: Callable[[Step], Hashable]) -> list[int]:
+        kinds = set(map(kind, members))
+        return places(step for step in steps if kind(step) in kinds and is_flat_as_before(step))
+
+    def form(step: Step) -> tuple[str, bool]:
+        return kind(step)[0], kind(step)[1] < 2
+
+    for found in (places(filter(is_flat_as_before, members)), like(kind), places(members), like(form)):
         settings = [_settings(optimizer.groups[place]) for place in found]
         if found and all(one == settings[0] for one in settings):
             return found[0]
@@ -448,8 +489,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_own_order(
     optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
-) -> Sequence[Step]:
-    """Return the parameters in the optimizer's own order, new ones last, if that was not the model's before."""
+) -> Sequence[Step] | None:
+    """Return the parameters in the optimizer's own order if that was not the model's before; None if nothing tells the
+    place of a new one."""
     if not naming.is_certain:
         return steps
     order = {key: at for at, key in enumerate(change.parameters())}
@@ -457,6 +499,8 @@ def _in_own_order(
     if naming.source == NAMED and all(group == sorted(group) for group in groups):
         return steps
     place = {number: at for at, number in enumerate(optimizer.ids)}
+    if naming.source == NAMED and not all(ids.keys() & change.origins[step.key].sources for step in steps):
+        return None
 
     def of(step: Step) -> int:
         return min((place[ids[one]] for one in change.origins[step.key].sources if one in ids), default=len(place))
@@ -469,7 +513,10 @@ def _in_own_groups(
 ) -> Grouped | None:
     """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it, or
     to those of its kind."""
-    steps = _in_own_order(optimizer, naming, steps, change, ids)
+    ordered = _in_own_order(optimizer, naming, steps, change, ids)
+    if ordered is None:
+        return None
+    steps = ordered
     group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     places: dict[str, int] = {}
     for step in steps:

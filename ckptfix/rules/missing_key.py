@@ -206,13 +206,14 @@ def other_layout(context: Context, target: Target) -> str:
     they do not seem to. What the file had under its name, in a shape that the user gave up, is not missing."""
     checkpoint, known = context.checkpoint, target.slots.keys() | target.entries
     given_up = {edit.key for edit in context.plan.edits if isinstance(edit, Drop)}
+    filled = {edit.key for edit in context.plan.edits if isinstance(edit, Fill)}  # they were missing, too
     if wanted_layers(checkpoint.specs, target):
         return DEQUANTISE
     left = {key: spec.shape for key, spec in checkpoint.specs.items() if key not in known}
     gone = {
         key: slot.shape
         for key, slot in target.slots.items()
-        if key not in checkpoint.entries and key not in given_up and slot.shape is not None
+        if (key not in checkpoint.entries or key in filled) and key not in given_up and slot.shape is not None
     }
     adapted = {name for key in left if ".base_layer." in key for name in _without_adapter(key)}
     if number := sum(key in adapted for key in gone):

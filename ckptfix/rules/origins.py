@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
+from ckptfix.core.buffers import is_buffer_name
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
@@ -94,6 +95,8 @@ class Change(Struct, frozen=True):
     """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
+    is_wide: bool = False
+    """Whether what is only named like a buffer (``masked_spec_embed``) counts as a parameter."""
 
     @classmethod
     def of(cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None) -> Change:
@@ -116,12 +119,13 @@ class Change(Struct, frozen=True):
     def parameters(self) -> dict[str, TensorSpec]:
         """Return the parameters before the edits, tied ones once."""
         kinds = self.kinds
-        found = {key: spec for key, spec in self.before.items() if kinds.get(key, may_learn(key, spec, None))}
+        wide = self.is_wide
+        found = {key: spec for key, spec in self.before.items() if kinds.get(key, may_learn(key, spec, None, wide))}
         return _once(found, ())
 
     def result(self) -> dict[str, TensorSpec]:
         """Return the parameters after the edits, tied ones once, in the order of the model if there is one."""
-        found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target)}
+        found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target, self.is_wide)}
         if self.model is None or not found.keys() <= self.model.slots.keys():
             return _once(found, ())  # only a model that has them all knows their order
         return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties, as_filed=False)
@@ -239,12 +243,14 @@ def _is_renamed_alike(old: str, new: str) -> bool:
     return len(ours) - head - tail <= 2
 
 
-def may_learn(key: str, spec: TensorSpec, target: Target | None) -> bool:
+def may_learn(key: str, spec: TensorSpec, target: Target | None, is_wide: bool = False) -> bool:
     """Return whether a tensor is a parameter, as far as its name, its dtype and the target say."""
     from ckptfix.values.roles import is_buffer
 
     dtype = DTYPES[spec.dtype]
-    return (dtype.is_float or dtype.is_complex) and not is_buffer(key, spec, target)
+    is_known = target is not None and target.modules is not None and key in target.slots
+    is_other = is_buffer_name(key, spec.shape) if is_wide and not is_known else is_buffer(key, spec, target)
+    return (dtype.is_float or dtype.is_complex) and not is_other
 
 
 def _once(

@@ -65,6 +65,7 @@ from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule, rule
 
 DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")
+IN_STEP = Remedy((UNSAFE_FIXES,), "brings it in step")
 KEEP = Remedy((("keep_optimizer", True),), "keeps it as it is")
 
 
@@ -84,12 +85,13 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     if any(isinstance(edit, (Regroup, Moments)) for edit in plan.edits):
         before, plan = context.checkpoint, Plan()  # what is left to find is found in the result itself
     change = Change.of(before, context.checkpoint, plan, context.target)
-    if not plan.edits and change.model is None:
+    if not plan.edits and change.target is None:
         return
     own = path_name(context.checkpoint.container)
     for optimizer, sets in with_owners(context.checkpoint, optimizers):
         if not sets or own in sets:
-            found = list(_out_of_step(rule, context, optimizer, change, plan, sets))
+            is_known = bool(plan.edits) or change.model is not None
+            found = list(_out_of_step(rule, context, optimizer, change, plan, sets)) if is_known else []
             yield from found or _foreseen(rule, context, optimizer, change)
         elif change.touches:
             yield rule.finding(
@@ -193,7 +195,10 @@ def _out_of_step(
             )
         return
     is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and change.model_order is None
-    touches = change.touches or is_lost if plan.edits else bool(found) or change.reorders
+    # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
+    is_wide = bool(found) or len(optimizer.ids) > len(change.parameters())
+    has_changed = replace(change, is_wide=is_wide).touches
+    touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
     if len(found) != 1 and not touches:
         return
 
@@ -214,7 +219,7 @@ def _out_of_step(
         reason = (
             f"{counted(len(found), 'way')} to name its parameters fit and differ"
             if found
-            else "its parameters cannot be named"
+            else "nothing tells which parameter has which state, or which group a new one belongs to"
         )
         sources = [way.source for way in found]
         why = "which other edits change" if plan.edits else "which the model has in another order"
@@ -235,7 +240,7 @@ def _out_of_step(
         keys=(*way.anew, *way.added),
         evidence=_evidence(way),
         fix=Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
-        remedies=(Remedy((UNSAFE_FIXES,), "brings it in step"), DROP, KEEP),
+        remedies=(IN_STEP, DROP, KEEP),
         is_accepted=context.settings.keep_optimizer,
     )
 
@@ -254,10 +259,11 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
     found = ways(optimizer, replace(change, after=after, origins=origins))
     if len(found) == 1 and not found[0].is_unchanged and not found[0].naming.is_certain:
         yield rule.finding(
-            Level.NOTE,
+            Level.WARNING,
             f"{optimizer.label} will be out of step once {counted(len(misfits), 'key')} that do not fit are dropped or "
             f"filled: an unsafe fix then brings it in step ({_what(found[0])})",
             evidence=_evidence(found[0]),
+            remedies=(IN_STEP,),
         )
 
 
@@ -277,7 +283,8 @@ def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
 
 def _with_model(context: Context, found: list[Followed]) -> tuple[Remedy, ...]:
     if context.target is not None and context.target.modules is not None:
-        return advise("train a step with the old model and save it, with names in the optimizer") if found else ()
+        known = "the script's own optimizer tells them apart: ckptfix.load(model, file, optimizer=optimizer)"
+        return advise("train a step with the old model and save it, with names in the optimizer" if found else known)
     return (Remedy((("model", MODEL),), "gives the order of the parameters"),)
 
 

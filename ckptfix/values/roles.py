@@ -18,7 +18,7 @@ from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.core.target import BUFFER, Target
 
 # In the names of buffers that stay from release to release, which is why `core.buffers` does not list them.
-_SCRATCH = re.compile(r"(mask|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
+_SCRATCH = re.compile(r"(mask(?!_token)|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
 
 _MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
 

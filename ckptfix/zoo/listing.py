@@ -188,7 +188,11 @@ class Item(Struct, frozen=True):
     @property
     def beside(self) -> tuple[Entry, ...]:
         """The optimizer and the scheduler that a trainer saved beside the model, which a repair of it may change."""
-        return tuple(part for part in self.parts if _last(part.name) in OF_TRAINERS and _last(self.name) in MODELS)
+        return tuple(part for part in self.parts if _is_beside(part, self.name))
+
+
+def _is_beside(entry: Entry, model: str) -> bool:
+    return OF_TRAINERS.fullmatch(_last(entry.name)) is not None and _last(model) in MODELS
 
 
 class Files:
@@ -327,8 +331,8 @@ def numbered(files: Files) -> Iterator[Item]:
 def _with_trainer(model: Item, files: Files) -> Item:
     """Return a model with the optimizer and the scheduler that a trainer saved beside it, if there are any."""
     folder = model.name.rpartition("/")[0]
-    paths = [posixpath.join(folder, name) for name in OF_TRAINERS] if _last(model.name) in MODELS else []
-    found = [files.own[path] for path in paths if path in files.own and path not in files.parts]
+    named = files.named(folder, OF_TRAINERS) if _last(model.name) in MODELS else []
+    found = [entry for entry in named if entry.name not in files.parts]
     return replace(_group(model.name, (*model.parts, *found)), kind=model.kind) if found else model
 
 

@@ -87,3 +87,22 @@ def an_option_for_a_name(folder: Path) -> list[str]:
 def test_the_commands_of_odd_files(tmp_path, monkeypatch, capsys, make):
     monkeypatch.chdir(tmp_path)
     assert run_all(capsys, *make(tmp_path)) <= {0, 1}
+
+
+def test_the_command_for_a_foreseen_optimizer_brings_it_in_step(tmp_path, monkeypatch, capsys):
+    """The head is still the old one when the optimizer is looked at."""
+    monkeypatch.chdir(tmp_path)
+    model, wider = (torch.nn.Sequential(torch.nn.Linear(30, 4), torch.nn.Linear(4, size)) for size in (2, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 30)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run.pth")
+    torch.save(wider.state_dict(), "like.pth")
+    assert exit_code(["check", "run.pth", "--like", "like.pth"]) == 1
+    (command, *_) = printed(capsys.readouterr().out)
+    assert "--unsafe-fixes" in command
+    assert exit_code([*command[1:], "--fill", "like.pth", "-o", "out.pth"]) == 0
+    made = torch.load("out.pth", weights_only=True)
+    again = torch.optim.AdamW(wider.parameters())
+    again.load_state_dict(made["optimizer"])
+    assert [len(again.state[parameter]) for parameter in wider.parameters()] == [3, 3, 0, 0]

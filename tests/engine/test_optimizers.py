@@ -206,6 +206,8 @@ def run_in(folder: Path, weights: dict[str, torch.Tensor], optimizer: torch.opti
     folder.mkdir()
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    for rank in range(2):
+        torch.save(torch.get_rng_state(), folder / f"rng_state_{rank}.pth")
     save_file(weights, folder / "model.safetensors")
     return folder / "model.safetensors"
 
@@ -226,7 +228,7 @@ def test_a_run_that_no_edit_changes_goes_along(tmp_path, name, asked, copied):
     (tmp_path / "out").mkdir()
     for _ in range(2):  # what is there already is equal
         report = ckptfix.repair(source, output=tmp_path / "out" / name, force=True, **asked).report
-    files = {"optimizer.pt", "trainer_state.json"} if copied else set()
+    files = {"optimizer.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} if copied else set()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {name, *files}
     assert all((tmp_path / "out" / file).read_bytes() == source.with_name(file).read_bytes() for file in files)
     assert report.exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import ckptfix
 from ckptfix.core.edits import Assemble, Drop, Edit
@@ -165,6 +167,129 @@ def test_optimizers_of_a_file_follow_one_by_one(tmp_path):
     assert str(made[1]) == str(states[1])
 
 
+def marked(model: nn.Module, *optimizers: torch.optim.Optimizer, without: str = "-") -> None:
+    """Make a step, and fill each moment with a number of its parameter's name."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name.startswith(without) else torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            for value in optimizer.state.get(parameter, {}).values():
+                if value.shape == parameter.shape:
+                    value.fill_(mark(name))
+
+
+def mark(name: str) -> float:
+    return float(zlib.crc32(name.encode()) % 10_000 + 1)
+
+
+def assert_in_step(model: nn.Module, optimizer: torch.optim.Optimizer, new: str = "-") -> None:
+    """Each moment is that of its parameter, and new parameters have none."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        values = [value for value in optimizer.state.get(parameter, {}).values() if value.ndim]
+        wanted = [] if names[parameter].startswith(new) else [mark(names[parameter])]
+        assert {float(number) for value in values for number in value.unique()} == set(wanted), names[parameter]
+
+
+class Decoder(nn.Module):
+    """Tables, layers that are all alike, and a head."""
+
+    def __init__(self, layers: int, head: bool = True) -> None:
+        super().__init__()
+        self.masked_embed = nn.Parameter(torch.zeros(4))
+        self.wte = nn.Embedding(5, 4)
+        self.h = nn.ModuleList(
+            nn.ModuleDict({"ln": nn.LayerNorm(4), "up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+            for _ in range(layers)
+        )
+        if head:
+            self.lm_head = nn.Linear(4, 5, bias=False)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("is_hidden", [True, False])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_muon_has_the_matrices_and_adam_the_rest(tmp_path, layers, is_hidden, is_one):
+    """As two optimizers, and as two groups of one, whose first has no second moments."""
+
+    def made(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parts: dict[bool, list[Any]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            parts[parameter.ndim > 1 and not (is_hidden and name.startswith(("wte", "lm_head")))].append(parameter)
+        if is_one:
+            return [torch.optim.AdamW([{"params": parts[True], "lr": 0.1}, {"params": parts[False]}])]
+        return [torch.optim.Muon(parts[True]), torch.optim.AdamW(parts[False])]
+
+    model, target = Decoder(2), Decoder(layers)
+    both = made(model)
+    marked(model, *both)
+    if is_one:
+        for parameter in both[0].param_groups[0]["params"]:
+            del both[0].state[parameter]["exp_avg_sq"]
+    states = {f"opt{number}": optimizer.state_dict() for number, optimizer in enumerate(both)}
+    torch.save({"model": model.state_dict(), **states}, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "output": tmp_path / "out.pth"}
+    report = ckptfix.repair(tmp_path / "run.pth", target, **asked, allow_untrained=True).report
+    assert [finding.code for finding in report.fixed if finding.code == "OPT101"] == ["OPT101"] * len(both)
+    result = torch.load(tmp_path / "out.pth", weights_only=True)
+    target.load_state_dict(result["model"])
+    for number, optimizer in enumerate(made(target)):
+        optimizer.load_state_dict(result[f"opt{number}"])
+        assert_in_step(target, optimizer, new="h.2.")
+
+
+@pytest.mark.parametrize("groups", ["reversed", "reversed and empty", "one", "each its own"])
+@pytest.mark.parametrize("edit", ["add", "masked_embed"])
+def test_groups_that_a_recipe_has_in_reverse_take_new_parameters(tmp_path, groups, edit):
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        parts: dict[bool, list[Any]] = {False: [], True: []}
+        for parameter in model.parameters():
+            parts[groups != "reversed and empty" and parameter.ndim > 1].append(parameter)
+        both = [{"params": part, "weight_decay": 0.1 * is_decayed} for is_decayed, part in parts.items()]
+        one = {"one": one_group, "each its own": each_its_own}.get(groups, lambda model: both)
+        return torch.optim.AdamW(one(model))
+
+    model, target = Decoder(2), Decoder(2 + (edit == "add"))
+    if edit != "add":
+        del target.masked_embed  # by its name it may be a buffer
+    optimizer = made(model)
+    marked(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "output": tmp_path / "out.pth"}
+    report = ckptfix.repair(tmp_path / "run.pth", target, **asked, allow_untrained=True).report
+    assert "OPT101" in [finding.code for finding in report.fixed]
+    result = torch.load(tmp_path / "out.pth", weights_only=True)
+    again = made(target)
+    again.load_state_dict(result["optimizer"])
+    assert_in_step(target, again, new="h.2.")
+
+
+@pytest.mark.parametrize(
+    ("make", "begins_with"),
+    [
+        (lambda p: torch.optim.NAdam(p), {"mu_product": 1.0, "exp_avg": 0.0}),
+        (lambda p: torch.optim.Rprop(p, lr=0.25), {"step_size": 0.25, "prev": 0.0}),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), {"momentum_buffer": 0.0}),
+        (lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5), None),
+        (lambda p: torch.optim.Adafactor(p), None),
+    ],
+    ids=["nadam", "rprop", "sgd", "dampened", "factored"],
+)
+def test_flat_keys_begin_as_the_optimizer_does(tmp_path, make, begins_with):
+    model, target = Decoder(1), Decoder(2)
+    optimizer = make(model.parameters())
+    marked(model, optimizer)
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "output": tmp_path / "out.pth"}
+    report = ckptfix.repair(tmp_path / "run.pth", target, **asked, allow_untrained=True).report
+    assert ("OPT101" in [finding.code for finding in report.fixed]) is (begins_with is not None)
+    result = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    for name, number in (begins_with or {}).items():
+        assert float(result[f"state.h.1.up.weight.{name}"].max()) == number
+
+
 # What cannot be told
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -280,6 +405,25 @@ def test_names_of_a_submodule_are_no_certainty(tmp_path, is_dropped):
     assert str(old) == str(new)
 
 
+@pytest.mark.parametrize("edit", ["add", "drop"])
+def test_a_new_parameter_in_an_order_of_ones_own_has_no_known_place(tmp_path, edit):
+    """``sorted(named_parameters())``: torch loads by position, so a new one at another place moves all that follow."""
+    model, target = Decoder(2), Decoder(3 if edit == "add" else 1)
+    optimizer = torch.optim.AdamW(sorted(model.named_parameters()))
+    marked(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "output": tmp_path / "out.pth"}
+    report = ckptfix.repair(tmp_path / "run.pth", target, **asked, allow_untrained=True).report
+    assert ("OPT101" in [finding.code for finding in report.remaining]) is (edit == "add")
+    if edit == "drop":
+        again = torch.optim.AdamW(sorted(target.named_parameters()))
+        again.load_state_dict(torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"])
+    else:
+        again = torch.optim.AdamW(sorted(target.named_parameters()))
+        ckptfix.load(target, tmp_path / "run.pth", optimizer=again, unsafe_fixes=True, fill="target")
+    assert_in_step(target, again, new="h.2.")
+
+
 @pytest.mark.parametrize("edit", ["same", "reorder"])
 def test_groups_of_an_unknown_recipe_are_no_silence_in_another_order(tmp_path, edit):
     model = Net()
@@ -384,7 +528,7 @@ def test_a_recipe_is_no_certainty(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     report = ckptfix.check(tmp_path / "run.pth", like=None, select=("FIT102", "OPT101"), model=without_aux(Net()))
     (foreseen,) = (one for one in report.findings if one.code == "OPT101")  # nothing is dropped yet
-    assert (foreseen.level, foreseen.fix) == (Level.NOTE, None)
+    assert (foreseen.level, foreseen.fix) == (Level.WARNING, None)
     assert foreseen.evidence["gone"] == ["aux.weight", "aux.bias"]
     plan = ckptfix.repair(tmp_path / "run.pth", without_aux(Net()), unsafe_fixes=True, dry_run=True).plan
     assert {step.rule for step in plan.steps} == {"FIT102", "OPT101"}
