@@ -111,6 +111,9 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
     is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
     remaining = report.left
+    # Nothing is written as long as a key does not fit, whatever is done about warnings.
+    firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
+    is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
     is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
     is_undone = report.is_dry_run and bool(report.edits)
     if telling.mode is Mode.CHECK:

@@ -52,7 +52,7 @@ def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
         naming = found[0].naming
         yield rule.finding(
             Level.NOTE,
-            f"{what}, named by {naming.source}: {_how_sure(naming)}",
+            f"{what}, named by {found[0].source}: {_how_sure(naming)}",
             keys=tuple(naming.names.values()),
             evidence={"positions": _positions(optimizer, naming)},
         )

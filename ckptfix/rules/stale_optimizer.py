@@ -19,11 +19,14 @@ training, start without a state, as torch starts new ones; so do those whose sta
 
 Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in
 the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
-trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR): the
-sizes of all groups and the shapes of all moments confirm it, and parameters of equal shape rely on the order between
-them. If two recipes fit and lead to different states, nothing is touched. The same holds if no shape says whether
-groups were listed from the first layer or from the last, if the names fit at the top and under a prefix alike, and if
-the file has another state_dict that fits and the optimizer's name does not say whose it is (`optG` of `G`).
+trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR, Muon for
+the matrices and Adam for the rest, as two optimizers or two groups): the sizes of all groups and the shapes of all
+moments confirm it, and parameters of equal shape rely on the order between them. If two recipes fit and lead to
+different states, nothing is touched. The same holds if no shape says whether groups were listed from the first layer or
+from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
+and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
+group, or its place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script
+knows both.
 `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
 keeps it as it is.
 

@@ -90,8 +90,11 @@ def test_the_commands_of_odd_files(tmp_path, monkeypatch, capsys, make):
 
 
 def test_the_command_for_a_foreseen_optimizer_brings_it_in_step(tmp_path, monkeypatch, capsys):
-    """The head is still the old one when the optimizer is looked at."""
+    """The head is still the old one when the optimizer is looked at. With ``--like`` there is nothing to fill it with,
+    and a command that only speaks of the optimizer would do nothing."""
     monkeypatch.chdir(tmp_path)
+    code = "from torch import nn\n\ndef make(size=3):\n    return nn.Sequential(nn.Linear(30, 4), nn.Linear(4, size))\n"
+    Path("wider_head.py").write_text(code)
     model, wider = (torch.nn.Sequential(torch.nn.Linear(30, 4), torch.nn.Linear(4, size)) for size in (2, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 30)).sum().backward()
@@ -99,9 +102,13 @@ def test_the_command_for_a_foreseen_optimizer_brings_it_in_step(tmp_path, monkey
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run.pth")
     torch.save(wider.state_dict(), "like.pth")
     assert exit_code(["check", "run.pth", "--like", "like.pth"]) == 1
+    text = capsys.readouterr().out
+    assert "OPT101 stale-optimizer: --unsafe-fixes brings it in step" in text
+    assert printed(text) == []
+    assert exit_code(["check", "run.pth", "--model", "wider_head:make"]) == 1
     (command, *_) = printed(capsys.readouterr().out)
     assert "--unsafe-fixes" in command
-    assert exit_code([*command[1:], "--fill", "like.pth", "-o", "out.pth"]) == 0
+    assert exit_code([*command[1:], "-o", "out.pth"]) == 1  # its head is random
     made = torch.load("out.pth", weights_only=True)
     again = torch.optim.AdamW(wider.parameters())
     again.load_state_dict(made["optimizer"])

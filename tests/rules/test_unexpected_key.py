@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckptfix
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.report.advice import remedies_text
 from ckptfix.rules.unexpected_key import unexpected_key
@@ -63,3 +64,18 @@ def test_an_adapter_is_to_be_merged_first():
     state = {**nn.Linear(2, 2).state_dict(), "lora_A.default.weight": torch.ones(1, 2)}
     (finding,) = propose(unexpected_key, state, nn.Linear(2, 2))
     assert remedies_text(finding.remedies).startswith("merge the adapter first")
+
+
+def test_what_may_hold_the_missing_weights_is_not_dropped_once_they_are_filled():
+    """More of the same shapes are left over than missing, under names that say nothing."""
+
+    def built(names: str) -> nn.ModuleDict:
+        layers = {name: nn.Linear(4, 4, bias=False) for name in names.split()}
+        return nn.ModuleDict({**layers, "keep": nn.Linear(4, 360)})
+
+    state, model = built("k q z p m w a r t e u i o s").state_dict(), built("alpha gamma omega theta rho tau mu nu xi")
+    report = ckptfix.repair(state, model, unsafe_fixes=True, fill="target", dry_run=True).report
+    (finding,) = (one for one in report.findings if one.code == "FIT102")
+    assert finding.fix is not None
+    assert finding.fix.applicability is Applicability.DISPLAY_ONLY
+    assert report.exit_code == 1
