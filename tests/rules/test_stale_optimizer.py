@@ -218,7 +218,8 @@ def test_muon_has_the_matrices_and_adam_the_rest(tmp_path, layers, is_hidden, is
         for name, parameter in model.named_parameters():
             parts[parameter.ndim > 1 and not (is_hidden and name.startswith(("wte", "lm_head")))].append(parameter)
         if is_one:
-            return [torch.optim.AdamW([{"params": parts[True], "lr": 0.1}, {"params": parts[False]}])]
+            groups: list[Any] = [{"params": parts[True], "lr": 0.1}, {"params": parts[False]}]
+            return [torch.optim.AdamW(groups)]
         return [torch.optim.Muon(parts[True]), torch.optim.AdamW(parts[False])]
 
     model, target = Decoder(2), Decoder(layers)
