@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -132,10 +132,18 @@ def grid_of(fields: Mapping[str, object]) -> tuple[int, int] | None:
     return image[0] // patch[0], image[1] // patch[1]
 
 
-def grid_of_config(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """Return the grid that a ``config.json`` of transformers says for the images of a model."""
-    part = config.get("vision_config")
-    return grid_of(part if isinstance(part, Mapping) else config)
+def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[int] | None]) -> tuple[int, int] | None:
+    """Return the grid that the ``config.json`` of transformers or timm says for the images of a model.
+
+    That of timm has the size of the images only; ``shapes``, those of the file's tensors, say that of the patches."""
+    part, arguments, trained = (config.get(name) for name in ("vision_config", "model_args", "pretrained_cfg"))
+    if not isinstance(trained, Mapping):
+        return grid_of(part if isinstance(part, Mapping) else config)
+    own = arguments if isinstance(arguments, Mapping) else {}
+    patches = (shape for key, shape in shapes.items() if key.endswith("patch_embed.proj.weight") and shape)
+    size = trained.get("input_size")
+    image = own.get("img_size") or (size[-2:] if isinstance(size, list) else None)
+    return grid_of({"image_size": image, "patch_size": own.get("patch_size") or tuple(next(patches, ()))[-2:]})
 
 
 def _window(value: object) -> tuple[int, ...] | None:
@@ -243,8 +251,10 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
         slots={key: Slot(spec.dtype, spec.shape, _kind_of(key, spec)) for key, spec in specs.items()},
         entries=frozenset(checkpoint.entries) - frozenset(specs),
         ties=_groups({key: spec.view for key, spec in specs.items() if spec.storage is not None and spec.numel}),
-        library="transformers" if "transformers_version" in config else "",
-        grids={} if (grid := grid_of_config(config)) is None else {"": grid},
+        library="transformers" if "transformers_version" in config else "timm" if "pretrained_cfg" in config else "",
+        grids={}
+        if (grid := grid_of_config(config, {k: spec.shape for k, spec in specs.items()})) is None
+        else {"": grid},
         stored=lambda: checkpoint.state_dict(mmap=True),
     )
 

@@ -30,7 +30,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UsageError
-from ckptfix.values.adapting import patch
+from ckptfix.values.adapting import is_of_blocks, patch
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
@@ -132,7 +132,7 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
     if named == POS_EMBED or POSITIONS.search(key):
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
-        return POS_EMBED if is_table or _is_map(old, new) else ""
+        return POS_EMBED if is_table or _is_map(old, new) or is_of_blocks(old, new) else ""
     if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or _PATCHES.search(key)):
         return PATCH_EMBED if patch(old) and patch(new) else ""
     if (
@@ -297,7 +297,9 @@ def _recipes(
     if not is_image:
         is_shorter = pair[1] < pair[0] and not _DISTANCES.search(key)
         return ("cut", "linear") if is_shorter else ("linear",), ""
-    own = _BY_LIBRARY.get(library, "")
+    own = "plain" if is_of_blocks(*pair) else _BY_LIBRARY.get(library, "")
+    if f"{key.rpartition('.')[0]}.register_tokens" in target.slots:  # as in DINOv2 of transformers
+        own = "timm"
     first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(key)), "timm")
     return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
 
@@ -352,6 +354,9 @@ def _grids(
     stored: Grid | None,
 ) -> tuple[Grid, Grid] | str:
     """Return the grid of the file and that of the model, or why they are not known."""
+    if is_of_blocks(*pair):
+        sides = [math.isqrt(shape[1] * shape[2]) for shape in pair]
+        return (sides[0], sides[0]), (sides[1], sides[1])
     if len(pair[0]) == 4:
         first = 1 if pair[0][3] == pair[1][3] else 2  # the channels are last, or before the grid
         return pair[0][first : first + 2], pair[1][first : first + 2]

@@ -130,9 +130,8 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     }
     given = tuple(map(adaptation, context.settings.adapt))
     tensors = {key: spec.shape for key, spec in context.checkpoint.specs.items()}
-    known = cases(
-        shapes, context.target, tensors, given, grid_of_config(model_config(context.checkpoint)) if shapes else None
-    )
+    stored = grid_of_config(model_config(context.checkpoint), tensors) if shapes else None
+    known = cases(shapes, context.target, tensors, given, stored)
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
     for case in known:

@@ -257,6 +257,12 @@ def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_firs
 
         axes = len(edit.grids) // 2
         old, new = edit.grids[:axes], edit.grids[axes:]
+        if is_of_blocks(edit.before, edit.shape):
+            # https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/nest.py (`resize_pos_embed`)
+            blocks, points = (math.isqrt(size) for size in table.shape[1:3])
+            grid = table.reshape(blocks, blocks, points, points, -1).permute(4, 0, 2, 1, 3).reshape(1, -1, *old)
+            made = resize(grid, new).reshape(-1, *(blocks, new[0] // blocks) * 2)
+            return made.permute(1, 3, 2, 4, 0).reshape(edit.shape)
         if table.dim() == 4 and table.shape[1] == edit.shape[1]:  # [1, channels, rows, columns]
             return resize(table, new)
         if table.dim() == 3 and not tokens_first:  # [heads, rows, columns]
@@ -271,6 +277,12 @@ def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_firs
         return torch.cat((kept, made) if tokens_first else (made, kept)).reshape(edit.shape)
 
     return formula
+
+
+def is_of_blocks(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Return whether the shapes are of positions in blocks of an image, as in NesT: [1, blocks, points, channels]."""
+    is_like = len(old) == len(new) == 4 and old[0] == 1 and (*old[:2], old[3]) == (*new[:2], new[3]) and old != new
+    return is_like and all(math.isqrt(size) ** 2 == size for size in (old[1], old[2], new[2]))
 
 
 def _heads_first(table: Tensor, edit: Adapt) -> Tensor:

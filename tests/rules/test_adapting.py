@@ -81,6 +81,18 @@ def qwen_vision(patch: int) -> Any:
     return Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**sizes, patch_size=patch))
 
 
+def nest(size: int) -> Any:
+    from timm.models.nest import Nest
+
+    return Nest(num_levels=1, img_size=size, embed_dims=(8,), num_heads=(1,), depths=(1,), num_classes=2)
+
+
+def dino_with_registers(size: int) -> Any:
+    from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+    return Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**NARROW, image_size=size, patch_size=16))
+
+
 def siglip2(patch: int) -> Any:
     from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
@@ -132,6 +144,16 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
     ),
     "torchvision": (lambda: (torchvision_vit(224), torchvision_vit(384)), "pos_embed=torchvision", "24x24"),
     "transformers": (lambda: (transformers_vit(224), transformers_vit(384)), "pos_embed=plain", "24x24"),
+    "DINOv2 with registers": (
+        lambda: (dino_with_registers(64), dino_with_registers(96)),
+        "pos_embed=timm",
+        "a grid of 4x4 in the file (and 1 token), of 6x6 in the model",
+    ),
+    "NesT": (
+        lambda: (nest(64), nest(128)),
+        "pos_embed=plain",
+        "a grid of 16x16 in the file, of 32x32 in the model",
+    ),
     "Swin in timm": (
         lambda: (swin(), swin(img_size=384, window_size=12)),
         "window_bias=beit",
@@ -598,3 +620,18 @@ def test_grids_of_the_configurations_beside_the_files(is_known, tokens, tmp_path
         config.write_text(wrong)
         (found,) = ckptfix.check(file, **settings).findings
         assert "6x12 in the file" not in found.message
+
+
+@pytest.mark.parametrize("own", [{}, {"img_size": [48, 96]}], ids=["its own size", "another size"])
+def test_the_configuration_of_timm_says_no_patches(own, tmp_path):
+    """It has the size of the images of the model as it was published, and in ``model_args`` what was changed."""
+    published = [3, 32, 32] if own else [3, 48, 96]
+    for name, grid in (("old", (6, 12)), ("new", (9, 9))):
+        (tmp_path / name).mkdir()
+        table = torch.randn(1, grid[0] * grid[1], 8)
+        kernel = {"patch_embed.proj.weight": torch.ones(8, 3, 8, 8)}
+        save_file({"pos_embed": table, **kernel}, tmp_path / name / "model.safetensors")
+    config = {"architecture": "vit", "pretrained_cfg": {"input_size": published}, "model_args": own}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    (found,) = ckptfix.check(tmp_path / "old", like=tmp_path / "new" / "model.safetensors").findings
+    assert "a grid of 6x12 in the file, of 9x9 in the model" in found.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -57,6 +58,17 @@ def test_maps_of_positions_as_timm(dtype):
     assert_same(adapted(table, "pos_embed=timm", tuple(expected.shape), (8, 10, 16, 9)), expected)
     turned = table.permute(0, 3, 1, 2).contiguous()
     assert_same(adapted(turned, "pos_embed=timm", (1, 12, 16, 9), (8, 10, 16, 9)), expected.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize(("blocks", "old", "new"), [(16, 4, 9), (4, 9, 6), (1, 7, 4)])
+def test_positions_in_blocks_as_timm(dtype, blocks, old, new):
+    from timm.models.nest import resize_pos_embed
+
+    table, shape = torch.randn(1, blocks, old**2, 12).to(dtype), (1, blocks, new**2, 12)
+    sides = [math.isqrt(blocks) * points for points in (old, old, new, new)]
+    expected = resize_pos_embed(table, torch.empty(shape))
+    assert_same(adapted(table, "pos_embed=plain", shape, sides), expected)
 
 
 @pytest.mark.parametrize("side", [24, 7])
