@@ -89,8 +89,17 @@ class RenameMap(Displayed, Struct, frozen=True):
             raise UsageError(f"{name}: not a map of ckptfix; infer one and save it as JSON")
         if data.get("ckptfix-map") != MAP_VERSION:
             raise UsageError(f"{name}: the map has version {data.get('ckptfix-map')!r:.40}, not {MAP_VERSION}")
+        if unknown := data.keys() - {"ckptfix-map", "shapes", "missing", "unused", "rules"}:
+            raise UsageError(f"{name}: {min(unknown)!r:.40} is not a field of a map; remove or correct it")
+        shapes = data.get("shapes", {})
+        if not isinstance(shapes, Mapping) or not all(_is_shape(shape) for shape in shapes.values()):
+            raise UsageError(f"{name}: 'shapes' has to be an object with a list of sizes for each key")
         rules = tuple(_rule(f"{name}: rule {at}", rule) for at, rule in enumerate(data["rules"], 1))
-        return cls(rules, name, shapes=tuple((key, tuple(shape)) for key, shape in data.get("shapes", {}).items()))
+        return cls(rules, name, shapes=tuple((key, tuple(shape)) for key, shape in shapes.items()))
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def read_map(path: str | os.PathLike[str]) -> RenameMap:

@@ -6,6 +6,7 @@ import difflib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -183,6 +184,8 @@ def resolve(
             continue
         with _naming(rename_map, number):
             found = dict(line.expand(shares[number], target))
+            if target is not None and line.steps != Steps():
+                _refuse_other_shapes({key: move.shape for key, move in found.items()}, target)
             for key, move in found.items():
                 if target is not None and key not in target:
                     if line.rule.optional:
@@ -199,6 +202,15 @@ def resolve(
             with _naming(rename_map, [line.rule for line in lines].index(move.rule)):
                 raise ValueError(f"the file has another {key}, which would be overwritten")
     return moves
+
+
+def _refuse_other_shapes(made: Shapes, target: Shapes) -> None:
+    """Refuse a wrong order of axes and wrong shares: tensors of as many elements as the target has, in other shapes."""
+    wanted = {key: target[key] for key in made if key in target}
+    if made.keys() == wanted.keys() and sum(map(prod, made.values())) == sum(map(prod, wanted.values())):
+        for key, shape in made.items():
+            if shape != wanted[key]:
+                raise ValueError(f"{key} would be {list(shape)}, the target wants {list(wanted[key])}")
 
 
 def _matches(lines: Sequence[Line], keys: Collection[str]) -> bool:

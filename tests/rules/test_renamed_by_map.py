@@ -116,6 +116,19 @@ def test_a_key_that_the_target_does_not_have_is_refused():
         ckptfix.repair_state_dict(fused(), transformer(*SPLIT), rename_map=rules)
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "step", "says"),
+    [
+        (QKV.source, QKV.target, "split 2:1:1", r"query.*would be \[12.*wants \[8"),
+        ("blocks.{n}.mlp.*.weight", "layer.{n}.mlp.*.weight", "transpose", r"weight would be"),
+    ],
+    ids=["shares", "axes"],
+)
+def test_a_rule_that_gives_other_shapes_than_the_target_is_refused(source, target, step, says):
+    with pytest.raises(ckptfix.PlanError, match=rf"rule 1 .*{says}"):
+        ckptfix.repair_state_dict(fused(), transformer(*SPLIT), rename_map=with_rule(MapRule(source, target, (step,))))
+
+
 def test_an_optional_rule_may_name_what_is_not_there():
     rules = with_rule(*VIT.rules, MapRule("extra.{weight,bias}", "more.{weight,bias}", optional=True))
     assert ckptfix.repair_state_dict(fused(), transformer(*SPLIT), rename_map=rules)[1].exit_code == 0
@@ -141,6 +154,9 @@ def test_an_ambiguous_rule_is_not_applied():
         ("[", "invalid JSON"),
         ("[]", "not a map"),
         ('{"ckptfix-map": 7, "rules": []}', "has version 7"),
+        ('{"ckptfix-map": 1, "rules": [], "shapes": [1]}', "'shapes' has to be"),
+        ('{"ckptfix-map": 1, "rules": [], "shapes": {"a": "x"}}', "'shapes' has to be"),
+        ('{"ckptfix-map": 1, "rules": [], "rulez": []}', "'rulez' is not a field"),
         ('{"ckptfix-map": 1, "rules": [{"from": "a"}]}', "rule 1 has no 'to'"),
         ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "step": "x"}]}', "a rule is an object with"),
         ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "steps": "x"}]}', "list of strings"),
