@@ -179,21 +179,21 @@ def ranges_of(source: ByteSource, start: int, stop: int) -> list[FileBytes]:
 
 
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
-    """Yield bytes ``start`` to ``stop`` in blocks of at most ``BLOCK``, each valid until the next one is asked for.
+    """Yield bytes ``start`` to ``stop`` in blocks of ``BLOCK``, the last one shorter, each valid until the next one is
+    asked for.
 
     What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
     fresh memory would take longer than the reading."""
-    if isinstance(source, JoinedBytes):
-        for each in source.within(start, stop):
-            yield from stream(*each)
-        return
     place = located(source)
     if place is None and isinstance(source, WindowBytes):
         yield from stream(source.source, source.offset + start, source.offset + stop)
         return
-    # Asked last: of a protocol, that takes as long as to read a small tensor.
-    pieced = source if place is None and isinstance(source, PiecedBytes) else None
-    if place is None and pieced is None:
+    pieces: Iterable[memoryview] | None = None
+    if isinstance(source, JoinedBytes):
+        pieces = (block for each in source.within(start, stop) for block in stream(*each))
+    elif place is None and isinstance(source, PiecedBytes):  # of a protocol, that takes as long as a small tensor
+        pieces = source.pieces(start, stop)
+    if place is None and pieces is None:
         yield from (source.read(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
         return
     try:
@@ -201,8 +201,8 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     except IndexError:
         buffer = memoryview(bytearray(BLOCK))
     try:
-        if pieced is not None:
-            yield from _regrouped(pieced.pieces(start, stop), stop - start, buffer)
+        if pieces is not None:
+            yield from _regrouped(pieces, stop - start, buffer)
             return
         assert place is not None, "other sources were read above"
         for position in range(start, stop, BLOCK):

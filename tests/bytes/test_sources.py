@@ -10,7 +10,16 @@ import pytest
 
 from ckptfix.bytes import sources
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import BLOCK, Content, FileBytes, WindowBuffer, WindowContent, stream
+from ckptfix.bytes.sources import (
+    BLOCK,
+    Content,
+    FileBytes,
+    JoinedBytes,
+    MemoryBytes,
+    WindowBuffer,
+    WindowContent,
+    stream,
+)
 from ckptfix.errors import UnreadableError
 
 SIZE = 3 * BLOCK + 5
@@ -112,3 +121,10 @@ def test_an_archive_between_others(tmp_path: Path, mapped: bool) -> None:
     place = archives[1].index(b"second")
     source = window.source(place, 6)
     assert bytes(source.read(1, 6)) == b"econd"
+
+
+def test_joined_sources_are_streamed_in_the_blocks_of_any_other():
+    joined = JoinedBytes(tuple(MemoryBytes(bytes([number]) * size) for number, size in enumerate((5, BLOCK, 3))))
+    blocks = [bytes(block) for block in stream(joined, 2, joined.nbytes)]
+    assert list(map(len, blocks)) == [BLOCK, 6]
+    assert b"".join(blocks) == bytes(joined.read(2, joined.nbytes))
