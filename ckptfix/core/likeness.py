@@ -68,7 +68,7 @@ class Likeness(Struct, frozen=True):
 
         None if the library has no argument for one of the sizes."""
         library, _, name = self.names[0].partition("/")
-        arguments = _ARGUMENTS.get(library)
+        arguments = SIZE_ARGUMENTS.get(library)
         sizes = self._wanted
         if arguments is None or not sizes.keys() <= arguments.keys() or (self.is_headless and library != "timm"):
             return None
@@ -114,7 +114,7 @@ KNOWN = "known:"  # what a target begins with that comes from the table of known
 
 
 # What the libraries call the sizes. Only timm builds a model without its head.
-_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+SIZE_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "timm": {"num_classes": "num_classes", "in_chans": "in_chans", "img_size": "img_size"},
     "torchvision": {"num_classes": "num_classes", "img_size": "image_size"},
     "transformers": {

@@ -351,12 +351,18 @@ def known_target(spec: str) -> Target:
     structure, model = found
     letters = {argument: letter for letter, argument in NAMES.items()}
     sizes = dict(model.sizes)
-    for argument in filter(None, rest.removesuffix("]").split(",")) if bracket else ():
+    if bracket and not rest.endswith("]"):
+        raise TargetError(Opt("like", label), ": the bracket is not closed")
+    for argument in filter(None, rest.removesuffix("]").split(",")):
         own, _, value = (part.strip() for part in argument.partition("="))
         letter = letters.get(own, "")
-        if letter not in sizes or not value.isascii() or not value.isdigit() or (value == "0" and letter != "c"):
+        if letter not in sizes:
             takes = ", ".join(f"{NAMES[each]}={size}" for each, size in sizes.items()) or "none"
-            raise TargetError(Opt("like", label), f": {argument} is not an argument of {name}; it takes {takes}")
+            raise TargetError(Opt("like", label), f": {own} is not an argument of {name}; it takes {takes}")
+        least = int(letter != "c")
+        if not (value.isascii() and value.isdigit() and int(value) >= least):
+            given = value or "nothing"
+            raise TargetError(Opt("like", label), f": {own} is a whole number from {least} on, and not {given}")
         sizes[letter] = int(value)
     try:
         return structure.target(label, sizes, model.sizes)

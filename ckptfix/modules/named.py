@@ -24,6 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.core.likeness import SIZE_ARGUMENTS
 from ckptfix.errors import CkptfixError, Opt, TargetError
 
 Builder = Callable[..., Any]  # what builds a model from keyword arguments
@@ -291,8 +292,20 @@ def _scheme(name: str) -> tuple[Callable[[str], Builder], str] | None:
 def _built(spec: str, build: Builder, given: Mapping[str, Any], *positional: Any, **more: Any) -> Any:
     if positional:
         raise TargetError(Opt("model", spec), " takes arguments by name only; give an object to ", Opt("model_args"))
+    arguments = {**given, **more}
+    _check_sizes(spec, arguments)
     with _failing_as(spec, " cannot be built like this: "):
-        return build(**{**given, **more})
+        return build(**arguments)
+
+
+def _check_sizes(spec: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse sizes that are not numbers: the libraries fail on them far inside, or not at all."""
+    for size, name in SIZE_ARGUMENTS.get(spec.partition(":")[0], {}).items():
+        value, least = arguments.get(name), int(size != "num_classes")
+        if value is None or (type(value) is int and value >= least):
+            continue
+        if size != "img_size" or not isinstance(value, list | tuple):
+            raise TargetError(Opt("model", spec), f": {name} is a whole number from {least} on, and not {value!r}")
 
 
 @contextlib.contextmanager
@@ -308,7 +321,8 @@ def _failing_as(spec: str, words: str) -> Iterator[None]:
     except CkptfixError:
         raise
     except Exception as error:  # the library may raise anything
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        said = " ".join(lines[: 1 + lines[0].endswith(":")])  # pydantic and its like name the field, then the fault
         raise TargetError(Opt("model", spec), f"{words}{said}") from error
     finally:
         logging.disable(before)

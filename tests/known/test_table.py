@@ -69,9 +69,10 @@ def test_without_classes_there_is_no_head():
         ("torchvision/resnet5", "did you mean torchvision/resnet50"),
         ("nothing of the kind", "the names are like timm/resnet50"),
         ("torchvision/resnet18[depth=3]", "it takes num_classes=1000, in_chans=3"),
-        ("torchvision/resnet18[num_classes]", "is not an argument"),
-        ("torchvision/resnet18[in_chans=0]", "is not an argument"),
-        ("torchvision/resnet18[num_classes=-1]", "is not an argument"),
+        ("torchvision/resnet18[num_classes]", "num_classes is a whole number from 0 on, and not nothing"),
+        ("torchvision/resnet18[in_chans=0]", "in_chans is a whole number from 1 on, and not 0"),
+        ("torchvision/resnet18[num_classes=-1]", "num_classes is a whole number from 0 on, and not -1"),
+        ("torchvision/resnet18[num_classes=10", "the bracket is not closed"),
         ("torchvision/vit_b_16[img_size=225]", "no whole number of patches"),
     ],
 )
