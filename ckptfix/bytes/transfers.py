@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from ckptfix.core.progress import tell_pause
 from ckptfix.errors import CkptfixError
 
 T = TypeVar("T")
@@ -179,5 +180,7 @@ def persistently(action: Callable[[], T], where: str, verb: str, patience: Patie
                 tries = f"{tried} tries" if tried > 1 else "1 try"
                 later = f"in {math.ceil(asked)} s, as its server asks" if asked else "later"
                 raise TransferError(f"{explained(error, where, verb)} ({tries}); run it again {later}") from error
-        time.sleep(max(patience.pause(tried), asked))
+        seconds = max(patience.pause(tried), asked)
+        tell_pause(f"{where}: its server asks to wait" if asked else f"{where} cannot be {verb} now", seconds)
+        time.sleep(seconds)
     raise AssertionError("nothing was tried")

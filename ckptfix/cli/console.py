@@ -62,6 +62,11 @@ class Meter(Struct):
         """Add the bytes to those of the same reason."""
         self.slower[reason] += nbytes
 
+    def waits(self, reason: str, seconds: float) -> None:
+        """Show at once why nothing is done, if it takes longer than a moment."""
+        if seconds >= QUIET:
+            self.show(f"{reason}: next try in {time_text(seconds)}")
+
     def lines(self) -> list[str]:
         """Return what took a slower way, the most bytes first."""
         return [

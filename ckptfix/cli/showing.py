@@ -49,7 +49,7 @@ def inspect(run: Run, path: str) -> int:
     It shows where the weights are, their names, shapes, dtypes, devices and ties, and what else the file holds. No
     tensor is read."""
     console, choices = run.console, run.choices
-    with console.guarding(path):
+    with console.guarding(path), console.watching():
         import ckptfix
         from ckptfix.bytes.files import is_url
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
@@ -75,7 +75,7 @@ def diff(run: Run, a: str, b: str) -> int:
 
     Exit codes: 0 no difference; 1 differences; 2 a file cannot be read."""
     console, choices = run.console, run.choices
-    with console.guarding():  # an error names which of the two files it is about
+    with console.guarding(), console.watching():  # an error names which of the two files it is about
         from ckptfix.comparison import diff as compare_files
         from ckptfix.comparison.difference import difference_lines, difference_to_json
 

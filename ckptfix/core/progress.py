@@ -23,6 +23,9 @@ class Watcher(Protocol):
     def slowed(self, reason: str, nbytes: int) -> None:
         """So many bytes took a slower way than the plain copy of a range of a file."""
 
+    def waits(self, reason: str, seconds: float) -> None:
+        """Nothing is done for some seconds."""
+
 
 SMALL = 1_000_000  # bytes of a task that is done before anyone could read about it
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -101,6 +104,9 @@ class _Bars(Struct):
     def slowed(self, reason: str, nbytes: int) -> None:
         pass
 
+    def waits(self, reason: str, seconds: float) -> None:
+        pass
+
     def close(self) -> None:
         for _, bar, _ in self.bars.values():
             bar.close()
@@ -110,3 +116,9 @@ def tell_slower(reason: str, nbytes: int) -> None:
     """Say that bytes take a slower way, and why: ``compressed``, ``cast``."""
     if nbytes and (watcher := _watcher.get()) is not None:
         watcher.slowed(reason, nbytes)
+
+
+def tell_pause(reason: str, seconds: float) -> None:
+    """Say that nothing is done for some seconds, and why."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.waits(reason, seconds)

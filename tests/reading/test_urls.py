@@ -22,6 +22,7 @@ from ckptfix.bytes.files import is_url
 from ckptfix.bytes.transfers import Patience
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from tests.checks import assert_same
+from tests.cli.programs import run_here
 from tests.reading.web import Web, serving
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_checkpoints"
@@ -211,6 +212,15 @@ def test_a_pause_that_the_server_asks_for_is_made(status, web, tmp_path, monkeyp
     web.troubles = [(status, "Retry-After", "7"), (status, "Retry-After", in_a_minute)]
     assert ckptfix.check(f"{web.url}/a.pth").tensors == 20
     assert (pauses[0], 30 < pauses[1] <= 41) == (7.0, True)
+
+
+@pytest.mark.parametrize("command", ["check", "inspect"])
+def test_the_user_is_told_of_a_pause(command, web, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    small(tmp_path)
+    web.troubles = [(429, "Retry-After", "7")]
+    done = run_here(command, f"{web.url}/a.pth", cwd=tmp_path)
+    assert done.stderr == f"ckptfix: {web.url}/a.pth: its server asks to wait: next try in 7 s\n"
 
 
 def test_a_pause_that_is_too_long_is_said(web, tmp_path):
