@@ -79,7 +79,7 @@ class Composite:
     def value(self, expression: str) -> str:
         known = {"github.action_path": str(ROOT), "runner.temp": str(self.work), **self.outputs}
         known |= {f"inputs.{name}": value for name, value in self.inputs.items()}
-        return known[expression]
+        return known.get(expression, "") if expression.startswith("steps.") else known[expression]
 
     def is_due(self, condition: str) -> bool:
         """The few forms of conditions that the action has; any other is an error here."""
@@ -117,12 +117,32 @@ def test_the_action_annotates_and_keeps_the_page(paths, code, annotations, tmp_p
         shutil.copy(SAMPLES / name, tmp_path)
     (tmp_path / "some where").mkdir()
     (tmp_path / "some where" / "torn.pth").write_bytes((SAMPLES / "head_missing.pth").read_bytes()[:5000])
-    done = Composite(tmp_path, {"paths": paths, "install": "false", "args": "--no-values\n-q"}, bin_path).run()
+    done = Composite(tmp_path, {"paths": paths, "install": "false", "args": "--no-values"}, bin_path).run()
     assert (done.outputs["exit-code"], done.failed) == (code, code != "0")
     assert re.findall(r"^::(\w+) ", done.log, re.MULTILINE) == annotations
     (upload,) = done.used
     assert (upload["uses"], upload["name"]) == ("actions/upload-artifact@v4", "ckptfix-report")
     assert "<html" in Path(upload["path"]).read_text(encoding="utf-8")
+
+
+def test_paths_may_be_patterns_and_options_are_in_quotes_on_several_lines(tmp_path, bin_path):
+    stub = tmp_path / "bin" / "ckptfix"
+    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    for name in ("a b.pth", "c.pth", "odd [1].pt"):
+        (tmp_path / name).touch()
+    paths = "*.pth\n\n  odd [1].pt \nhf://org/repo@v1\nnone*.ckpt\n"
+    args = "--no-values\n  --model 'timm:resnet18[num_classes=10]'\n--like \"my file.pth\""
+    done = Composite(tmp_path, {"paths": paths, "args": args, "install": "false"}, bin_path).run()
+    first, page = "check --output-format github --report".split(), str(tmp_path / "ckptfix-report.html")
+    assert done.log.splitlines() == [
+        *first,
+        page,
+        *("--no-values", "--model", "timm:resnet18[num_classes=10]", "--like", "my file.pth", "--"),
+        *("a b.pth", "c.pth", "odd [1].pt", "hf://org/repo@v1", "none*.ckpt"),
+    ]
+    wrong = Composite(tmp_path, {"args": "--like 'my file.pth", "install": "false"}, bin_path).run()
+    assert wrong.failed
+    assert "quote" in wrong.log
 
 
 def test_inputs_of_the_action_are_never_run(tmp_path, bin_path):
