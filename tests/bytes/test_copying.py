@@ -38,6 +38,9 @@ class Slow:
     def slowed(self, reason: str, nbytes: int) -> None:
         self.told.append((reason, nbytes))
 
+    def waits(self, reason: str, seconds: float) -> None:
+        pass
+
 
 def fail(number: int, after: int = 0):
     """A call of the kernel that copies a few bytes in its first turns and then refuses."""

@@ -161,6 +161,9 @@ def test_every_byte_is_told_to_whoever_watches(tmp_path, in_small_steps):
         def slowed(self, reason: str, nbytes: int) -> None:
             raise AssertionError(reason)
 
+        def waits(self, reason: str, seconds: float) -> None:
+            pass
+
     watcher = Watcher()
     expected = opened(saved(many_sizes(), tmp_path))
     with watched_by(watcher):

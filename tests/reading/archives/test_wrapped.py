@@ -240,6 +240,9 @@ def test_that_it_was_unpacked_first_is_told(tmp_path: Path, pack: Callable[[byte
         def slowed(self, reason: str, nbytes: int) -> None:
             self.told.append((reason, nbytes))
 
+        def waits(self, reason: str, seconds: float) -> None:
+            pass
+
     (tmp_path / "packed").write_bytes(pack(saved()))
     with watched_by(slow := Slow()):
         ckptfix.open_checkpoint(tmp_path / "packed")
