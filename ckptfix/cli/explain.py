@@ -105,7 +105,9 @@ def _given(words: tuple[str, ...], console: Console) -> str:
     else:
         if sys.stdin.isatty():
             console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
-        given = _decoded(sys.stdin.buffer.read()[-_MOST:])
+        raw = sys.stdin.buffer.read()[-_MOST:]
+        is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # what Windows' shells redirect
+        given = raw.decode("utf-16" if is_wide else "utf-8", "replace")
     if not given.strip():
         raise UsageError('no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')
     return given
@@ -116,9 +118,3 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):  # a message is longer than any name, or has signs that no name has
         return False
-
-
-def _decoded(raw: bytes) -> str:
-    """Return a log as text; what Windows' shells redirect is UTF-16."""
-    is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return raw.decode("utf-16" if is_wide else "utf-8", "replace")

@@ -85,7 +85,8 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     for outcome in Outcome:
         if count := summary.outcomes[outcome]:
             text = f"{count:>9}{bytes_text(summary.sizes[outcome]):>11}"
-            yield (Span(f"{_name(outcome, dry_run):<18}", _SHOWN[outcome][1]), text)
+            name = "to be repaired" if dry_run and outcome is Outcome.REPAIRED else outcome.value
+            yield (Span(f"{name:<18}", _SHOWN[outcome][1]), text)
     yield (Span(f"{'all':<18}", "strong"), f"{summary.done_files:>9}{bytes_text(summary.done_bytes):>11}")
     yield ""
     new = summary.done_files - summary.earlier_files
@@ -99,10 +100,6 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     else:
         yield f"written: {bytes_text(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
     yield from _attention(migration, limit)
-
-
-def _name(outcome: Outcome, dry_run: bool) -> str:
-    return "to be repaired" if dry_run and outcome is Outcome.REPAIRED else outcome.value
 
 
 class _Group(Struct):

@@ -182,17 +182,13 @@ def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
 
         if is_loaded_by_hooks(context.checkpoint, context.target):
             return  # what the model's own hooks load is not a defect, and names made to fit would load less
+    is_doubtful = any(remark.kind is Kind.DOUBTFUL_NAMES for remark in context.checkpoint.remarks)
     for finding in rule.propose(context):
         fix = finding.fix
-        if fix is not None and _is_doubtful(fix, context.checkpoint):
+        if is_doubtful and fix is not None and not all(isinstance(edit, KEEPING) for edit in fix.edits):
             doubted = min(fix.applicability, Applicability.UNSAFE)
             finding = replace(finding, fix=replace(fix, applicability=doubted))
         yield finding
-
-
-def _is_doubtful(fix: Fix, checkpoint: Checkpoint) -> bool:
-    has_damaged_list = any(remark.kind is Kind.DOUBTFUL_NAMES for remark in checkpoint.remarks)
-    return has_damaged_list and not all(isinstance(edit, KEEPING) for edit in fix.edits)
 
 
 def is_enabled(fix: Fix, settings: Settings) -> bool:

@@ -51,12 +51,14 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
     entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
     if len(entries) < len(state_dict):
         raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
-    _check_level(entries, name)
+    specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
+    for key, value in entries.items() if not specs else ():  # nothing would be found wrong at this level
+        if isinstance(value, Mapping) and any(isinstance(part, TensorSpec) for part in value.values()):
+            raise UsageError(f"the {name} holds no tensors, but its entry {key!r} does; pass that one")
     metadata = getattr(state_dict, "_metadata", None)
     remarks = [Fact.of(Kind.NON_STRING_KEY, key=str(key)) for key in state_dict if not isinstance(key, str)]
     if any(_is_array(value) for value in state_dict.values()):
         remarks.append(Fact(Kind.NUMPY_WEIGHTS))
-    specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
     return Checkpoint(
         path=name,
         format=IN_MEMORY,
@@ -68,11 +70,3 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
         remarks=tuple(remarks),
         reader=LazyTensors(),
     )
-
-
-def _check_level(entries: Mapping[str, Any], name: str) -> None:
-    """Raises where the weights lie one level deeper: nothing would be found wrong at this one."""
-    if not any(isinstance(value, TensorSpec) for value in entries.values()):
-        for key, value in entries.items():
-            if isinstance(value, Mapping) and any(isinstance(part, TensorSpec) for part in value.values()):
-                raise UsageError(f"the {name} holds no tensors, but its entry {key!r} does; pass that one")

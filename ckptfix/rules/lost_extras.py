@@ -48,14 +48,10 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
             blocks=Blocks.WRITING,
         )
     if lost := [place for place in lost if place not in weights]:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         yield rule.finding(
             Level.NOTE,
-            f"safetensors cannot carry {_shown(lost)}, and the file to be written does not have it",
+            f"safetensors cannot carry {', '.join(lost[:4])}{more}, and the file to be written does not have it",
             evidence={"places": lost},
             remedies=(Remedy((("format", "pth"),), "keeps it"),),
         )
-
-
-def _shown(places: list[str]) -> str:
-    rest = f" and {len(places) - 4} more" if len(places) > 4 else ""
-    return ", ".join(places[:4]) + rest

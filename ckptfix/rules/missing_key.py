@@ -103,8 +103,11 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
     """Return the fill for the first key of a tied group from where the user said, None if nothing fits."""
     key = group[0]
     slot = target.slots.get(key)
-    if slot is None or context.settings.fill is None or _is_of_another_model(context, target):
+    if slot is None or context.settings.fill is None:
         return None
+    entries = context.checkpoint.entries
+    if entries and entries.keys().isdisjoint(target.slots.keys() | target.entries):
+        return None  # nothing of the file is for the target: a fill would make a model of fillings alone
     if context.settings.fill == "target":
         if target.initial is None or slot.shape is None:
             return None
@@ -114,12 +117,6 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
         if name in stored and stored[name].has_data and target.accepts(key, stored[name].shape):
             return Fill(key, stored[name].dtype, stored[name].shape, "donor", donor_key=name)
     return None
-
-
-def _is_of_another_model(context: Context, target: Target) -> bool:
-    """Return whether nothing of the file is for the target: then a fill would make a model of fillings alone."""
-    entries = context.checkpoint.entries
-    return bool(entries) and entries.keys().isdisjoint(target.slots.keys() | target.entries)
 
 
 def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:

@@ -78,7 +78,9 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
         mean, variance = specs[module + "running_mean"], specs.get(module + "running_var")
         is_norm = variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
         counter = module + NUM_BATCHES_TRACKED
-        if is_norm and counter not in checkpoint.entries and not _is_lost(checkpoint, counter):
+        # A damaged file may have lost one that was not zero, with or without a wrapper's prefix.
+        is_lost = any(f".{key}".endswith(f".{counter}") for key in checkpoint.lost)
+        if is_norm and counter not in checkpoint.entries and not is_lost:
             yield module
 
 
@@ -102,11 +104,6 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
     # A frozen BatchNorm has version 1 or 3, and no counter of its own: those of version 2 beside it say nothing of it.
     versions = {_COUNTING_VERSION} | {version for version in counted_versions if version < _COUNTING_VERSION}
     return [module for module in uncounted if _version(checkpoint, module) in versions]
-
-
-def _is_lost(checkpoint: Checkpoint, counter: str) -> bool:
-    """Return whether a damaged file had the counter, with or without a wrapper's prefix: it was not zero."""
-    return any(key == counter or key.endswith(f".{counter}") for key in checkpoint.lost)
 
 
 def _version(checkpoint: Checkpoint, module: str) -> int:

@@ -28,10 +28,14 @@ def main() -> None:
         Path(order["answer"]).open("w", encoding="utf-8") as answer,
         Path(order["stack"]).open("w", encoding="utf-8") as stack,
     ):
-        _prepare(stack, order["timeout"])
+        # On a crash the Python stack goes to a file, and no core is written: it would be as large as the model.
+        faulthandler.enable(stack)
+        faulthandler.dump_traceback_later(order["timeout"] + _GRACE, exit=True, file=stack)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         import torch  # noqa: F401  before the user's folder can be imported from: a file random.py there is none of torch's business
 
-        _enter_folder(order["cwd"])
+        os.chdir(order["cwd"])
+        sys.path[0] = order["cwd"]  # the process was started in an empty folder, which stands there
         if "twins" in order["job"]:
             from ckptfix.smoke.equivalence import compare_twins
 
@@ -43,19 +47,6 @@ def main() -> None:
         outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": to_builtins(so_far)}))
         _tell(answer, {"outcome": to_builtins(outcome)})
         faulthandler.cancel_dump_traceback_later()
-
-
-def _prepare(stack: TextIO, timeout: float) -> None:
-    """On a crash the Python stack goes to a file, and no core is written: it would be as large as the model."""
-    faulthandler.enable(stack)
-    faulthandler.dump_traceback_later(timeout + _GRACE, exit=True, file=stack)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
-def _enter_folder(folder: str) -> None:
-    """Take on the folder of the user; the process was started in an empty one, which stands first in the path."""
-    os.chdir(folder)
-    sys.path[0] = folder
 
 
 def _tell(answer: TextIO, line: dict[str, Any]) -> None:

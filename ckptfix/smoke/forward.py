@@ -141,7 +141,11 @@ def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load with ``strict=True``; raise ``NotLoadedError`` unless every floating parameter came from the file."""
-    _fill_with_nan(model)
+    import torch
+
+    with torch.no_grad():
+        for parameter in filter(_can_be_nan, model.parameters()):
+            parameter.fill_(torch.nan)
     # Nothing can be copied into a model on the meta device; an overridden load_state_dict may not know the argument.
     assign = {"assign": True} if any(parameter.is_meta for parameter in model.parameters()) else {}
     try:
@@ -173,15 +177,6 @@ def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tupl
         if nan > max(given, default=0):
             missing.append(names[identity][0])
     return tuple(missing)
-
-
-def _fill_with_nan(model: nn.Module) -> None:
-    import torch
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if _can_be_nan(parameter):
-                parameter.fill_(torch.nan)
 
 
 def _can_be_nan(parameter: torch.Tensor) -> bool:
@@ -432,7 +427,8 @@ def _without_cudnn(subject: Subject, failed: Pass, base: Outcome) -> Pass:
         run = forward(subject, failed.arguments, base)
     if is_cudnn_failure(run.outcome.failure):
         return failed.noting("it failed with cuDNN turned off too")
-    return run.noting(f"cuDNN failed ({_error(failed)}), so it was turned off")
+    error = failed.outcome.failure.error if failed.outcome.failure is not None else ""
+    return run.noting(f"cuDNN failed ({error}), so it was turned off")
 
 
 def _in_one_dtype(subject: Subject, failed: Pass, base: Outcome) -> Pass:
@@ -494,7 +490,3 @@ def _free(subject: Subject) -> None:
     gc.collect()
     if subject.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _error(failed: Pass) -> str:
-    return failed.outcome.failure.error if failed.outcome.failure is not None else ""

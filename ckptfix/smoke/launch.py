@@ -150,13 +150,10 @@ def death(ending: Ending, timeout: float) -> Failure:
         blame = ENVIRONMENT if name in ("SIGBUS", "SIGILL") else blame
         error = f"the process crashed with {name}"
     else:
-        error = f"the process ended by itself with exit status {ending.returncode}{_last_line(ending.printed)}"
+        # Where Python itself gave up, the last line is its error.
+        last = f" ({ending.printed.splitlines()[-1].strip()})" if ending.printed else ""
+        error = f"the process ended by itself with exit status {ending.returncode}{last}"
     return Failure(ending.stage, blame, error, where=_where(ending.stack))
-
-
-def _last_line(printed: str) -> str:
-    """Return the last of what was printed, in brackets: where Python itself gave up, that is its error."""
-    return f" ({printed.splitlines()[-1].strip()})" if printed else ""
 
 
 def signal_name(number: int) -> str:

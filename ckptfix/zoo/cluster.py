@@ -83,7 +83,9 @@ class RayEngine(Struct):
             if self.address is None:
                 ray.init(address="local", include_dashboard=False, num_cpus=self.workers, **quiet)
             else:
-                _knock(self.address)
+                host, _, port = self.address.rpartition(":")
+                if host and port.isdigit() and "/" not in host:  # Ray itself would try for minutes
+                    socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
                 ray.init(address=self.address, **quiet)
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             at = "on this machine" if self.address is None else f"at {self.address}"
@@ -227,13 +229,6 @@ def sweep_node(run: str) -> None:
 def label_of(job: Job) -> str:
     """Return what Ray calls the task of a job: the end of the file's name, as text, which not every name is."""
     return job.item.name[-100:].encode(errors="replace").decode()
-
-
-def _knock(address: str) -> None:
-    """Raise ``OSError`` at once if nothing listens there: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
 
 
 def _last_line(error: Exception) -> str:

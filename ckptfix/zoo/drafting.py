@@ -32,7 +32,7 @@ from ckptfix.report.style import elements
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.naming import literal
 from ckptfix.zoo.places import Place
-from ckptfix.zoo.survey import Group, Layout, Sight, gather, survey
+from ckptfix.zoo.survey import Group, Sight, gather, survey
 
 _FAMILIES = Path(__file__).with_name("families.toml")
 _BUILDERS = ("timm", "torchvision")  # libraries whose models are known by what people call their files
@@ -204,13 +204,10 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
             if other.layout is own:
                 yield f"the layout of {other_number}; what else the files hold differs"
             else:
-                yield f"the keys of {other_number} in other shapes: {_differences(own, other.layout)}"
+                pairs = ((key, shape, other.layout.shapes[key]) for key, shape in own.shapes.items())
+                unlike = [f"{key} {list(one)} and not {list(two)}" for key, one, two in pairs if one != two]
+                yield f"the keys of {other_number} in other shapes: {_listed(unlike)}"
             return
-
-
-def _differences(one: Layout, other: Layout) -> str:
-    differing = [key for key, shape in one.shapes.items() if other.shapes[key] != shape]
-    return _listed([f"{key} {list(one.shapes[key])} and not {list(other.shapes[key])}" for key in differing])
 
 
 def _circumstances(group: Group) -> Iterator[str]:

@@ -83,15 +83,11 @@ class FolderArchive(Struct, dict=True):
 
 
 def _root(folder: Path) -> Path | None:
-    for root in (folder, *_only_folder(folder)):
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "__MACOSX"]
+    for root in (folder, *(folders if len(folders) == 1 else ())):
         if (root / "data.pkl").is_file() and ((root / "version").is_file() or (root / "data").is_dir()):
             return root
     return None
-
-
-def _only_folder(folder: Path) -> list[Path]:
-    folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "__MACOSX"]
-    return folders if len(folders) == 1 else []
 
 
 def _files(root: Path) -> dict[str, Path]:

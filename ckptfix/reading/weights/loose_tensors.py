@@ -151,14 +151,12 @@ def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
     for name, value in attributes.items():
         if not isinstance(name, str) or name in _OWN or _PASSING.search(name.lower()):
             continue
-        if isinstance(value, TensorSpec) and (_is_transient(name, value) or _is_computed(name, value, names)):
-            continue
+        if isinstance(value, TensorSpec):
+            # `original_inv_freq` comes and goes between releases as `inv_freq` does.
+            leaves = (name, name.partition("_")[2])
+            if any(is_transient(leaf, value.shape) for leaf in leaves) or _is_computed(name, value, names):
+                continue
         yield name, value
-
-
-def _is_transient(name: str, spec: TensorSpec) -> bool:
-    """Return whether only some releases save such a tensor; ``original_inv_freq`` is one as ``inv_freq`` is."""
-    return any(is_transient(leaf, spec.shape) for leaf in (name, name.partition("_")[2]))
 
 
 def _is_computed(name: str, spec: TensorSpec, parameters: Mapping[str, Any]) -> bool:

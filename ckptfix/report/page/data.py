@@ -80,17 +80,13 @@ class Layers:
 
 
 def _layout(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
+    dtypes = [layer["dtype"] for layer in layers]
     return {
         "key": [layer["key"] for layer in layers],
-        "dtype": _shared([layer["dtype"] for layer in layers]),
+        "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
         "shape": ["x".join(map(str, layer["shape"])) for layer in layers],
         "numel": [layer["numel"] for layer in layers],
     }
-
-
-def _shared(texts: list[str]) -> list[str] | str:
-    """Return one text where all are equal."""
-    return texts[0] if len(set(texts)) == 1 else texts
 
 
 def _figures(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
