@@ -7,8 +7,8 @@ import errno
 
 import pytest
 
-from ckptfix.bytes import transfers
-from ckptfix.bytes.transfers import (
+from ckptfix.bytes import remote as transfers
+from ckptfix.bytes.remote import (
     AbsentError,
     ForbiddenError,
     NoSpaceError,
@@ -23,7 +23,7 @@ from ckptfix.bytes.transfers import (
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that would have been made."""
     made: list[float] = []
-    monkeypatch.setattr(transfers, "PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
+    monkeypatch.setattr(transfers, "BATCH_PATIENCE", Patience(attempts=4, first=1.0, longest=3.0))
     monkeypatch.setattr("time.sleep", made.append)
     return made
 

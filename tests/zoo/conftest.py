@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptfix.bytes import transfers
+from ckptfix.bytes import remote as transfers
 from tests.zoo.bucket import Bucket, serving
 
 _numbers = itertools.count()
@@ -35,7 +35,7 @@ def bucket(s3_server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # as above
-    monkeypatch.setattr(transfers, "PATIENCE", transfers.Patience(attempts=4, first=0.001))
+    monkeypatch.setattr(transfers, "BATCH_PATIENCE", transfers.Patience(attempts=4, first=0.001))
     s3_server.planned.clear()
     s3_server.requests.clear()
     name = f"zoo{next(_numbers)}"

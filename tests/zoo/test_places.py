@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ckptfix.bytes.transfers import (
+from ckptfix.bytes.remote import (
     AbsentError,
     ForbiddenError,
     NoSpaceError,

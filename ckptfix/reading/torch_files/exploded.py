@@ -84,7 +84,7 @@ class FolderArchive(Struct, dict=True):
 
 def _root(folder: Path) -> Path | None:
     folders = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "__MACOSX"]
-    for root in (folder, *(folders if len(folders) == 1 else ())):
+    for root in [folder, *(folders if len(folders) == 1 else [])]:
         if (root / "data.pkl").is_file() and ((root / "version").is_file() or (root / "data").is_dir()):
             return root
     return None

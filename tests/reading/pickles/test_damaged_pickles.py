@@ -17,7 +17,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.facts import Kind
-from ckptfix.reading.torch_files.plain_pickle import first_break
+from ckptfix.reading.torch_files.torch_legacy import first_break
 from tests.checks import bytes_of
 
 KEYS = [f"layer.{index}.weight" for index in range(6)]
