@@ -186,10 +186,11 @@ def resolve(
             found = dict(line.expand(shares[number], target))
             if target is not None and line.steps != Steps():
                 _refuse_other_shapes({key: move.shape for key, move in found.items()}, target)
+            if target is not None and line.rule.optional:  # a tensor stays if the target has no place for all of it
+                lacking = {part.source for key, move in found.items() if key not in target for part in move.parts}
+                found = {key: move for key, move in found.items() if lacking.isdisjoint(p.source for p in move.parts)}
             for key, move in found.items():
                 if target is not None and key not in target:
-                    if line.rule.optional:
-                        break
                     raise ValueError(f"the target has no key {key}{_hint(key, target)}")
                 if key in moves:
                     raise ValueError(f"{key} has a source already, by {moves[key].rule}")

@@ -196,6 +196,40 @@ def test_clip():
 
 
 @pytest.mark.slow
+@proves("open-clip-text_transformers", "open-clip-text_transformers-4")
+def test_the_text_tower_of_stable_diffusion_2():
+    """The whole file names it ``cond_stage_model.model``, and diffusers leaves the last layer out."""
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    vision = CLIPVisionCfg(layers=1, width=48, head_width=16, patch_size=8, image_size=32)
+    text = CLIPTextCfg(context_length=20, vocab_size=99, width=32, heads=2, layers=3)
+    source: Any = randomised(CLIP(24, vision, text))
+    tower = {key: value for key, value in source.state_dict().items() if not key.startswith(("visual.", "logit_"))}
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2, "hidden_act": "gelu",
+             "vocab_size": 99, "max_position_embeddings": 20, "eos_token_id": 98, "bos_token_id": 97}  # fmt: skip
+    projected: Any = CLIPTextModelWithProjection(CLIPTextConfig(**sizes, num_hidden_layers=3, projection_dim=24))
+    projected.double().eval().load_state_dict(moved(tower, "open-clip-text_transformers-4"))
+    words = torch.randint(1, 90, (2, 20))
+    words[:, -1] = 98
+    with torch.no_grad():
+        assert (projected(words).text_embeds - source.encode_text(words)).abs().max() < 1e-9
+
+    whole = {f"cond_stage_model.model.{key}": value for key, value in tower.items()}
+    model: Any = CLIPTextModel(CLIPTextConfig(**sizes, num_hidden_layers=2)).double().eval()
+    done, report = repair_state_dict(whole, model, values=False, rename_layers=True)
+    assert [finding.evidence["shipped"] for finding in report.fixed if "shipped" in finding.evidence] == [
+        ["open-clip-text_transformers"]
+    ]
+    theirs = convert_open_clip_checkpoint(model, whole)
+    assert_equal(
+        {key: done[key] for key in model.state_dict()},
+        {key: theirs[f"text_model.{key}"] for key in model.state_dict()},
+    )
+
+
+@pytest.mark.slow
 @proves("torch-encoder_bert")
 def test_an_encoder_of_torch_and_bert():
     from transformers import BertConfig, BertModel

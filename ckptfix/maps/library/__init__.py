@@ -28,6 +28,8 @@ _QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
 # Where a whole file of Stable Diffusion has the source of a map, and what keeps its name there.
 WITHIN: dict[str, tuple[str, tuple[MapRule, ...]]] = {
     "ldm-unet_diffusers": ("model.diffusion_model.", ()),
+    "open-clip-text_transformers": ("cond_stage_model.model.", ()),
+    "open-clip-text_transformers-4": ("cond_stage_model.model.", ()),
     "ldm-vae_diffusers": ("first_stage_model.", (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True))),
 }
 
