@@ -496,6 +496,46 @@ def test_whisper_has_the_names_of_openai():
     assert torch.equal(done["proj_out.weight"], state["model.decoder.embed_tokens.weight"])
 
 
+class ByExpert(nn.Module):
+    """The experts of gpt-oss with a ``nn.Linear`` for each, as Unsloth quantises them."""
+
+    def __init__(self, experts: Any, router: Any) -> None:
+        super().__init__()
+        self.gate, self.top = experts._apply_gate, router.top_k
+        sizes = [(experts.hidden_size, 2 * experts.intermediate_size), (experts.intermediate_size, experts.hidden_size)]
+        ups, downs = ([nn.Linear(*size) for _ in range(experts.num_experts)] for size in sizes)
+        self.experts = nn.ModuleDict({"gate_up_projs": nn.ModuleList(ups), "down_projs": nn.ModuleList(downs)})
+        self.router = nn.ModuleDict({"linear": nn.Linear(experts.hidden_size, experts.num_experts)})
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        best, chosen = self.router["linear"](x).topk(self.top, dim=-1)
+        shares = torch.zeros(*x.shape[:2], 4, dtype=x.dtype).scatter(-1, chosen, best.softmax(-1))
+        experts: Any = zip(*self.experts.values(), strict=True)
+        made = torch.stack([down(self.gate(up(x))) for up, down in experts], -2)
+        return (made * shares[..., None]).sum(-2), None
+
+
+@pytest.mark.slow
+@proves("unsloth-gpt-oss_transformers")
+def test_gpt_oss_with_a_layer_for_each_expert():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 50, "pad_token_id": 0, "layer_types": ["full_attention"] * 2}  # fmt: skip
+    source, target = (GptOssForCausalLM(GptOssConfig(**sizes)) for _ in range(2))
+    target.set_experts_implementation("eager")  # grouped products are not in float64
+    for layer in source.model.layers:
+        layer.mlp = ByExpert(layer.mlp.experts, layer.mlp.router)
+    randomised(source)
+    done, report = repair_state_dict(source.state_dict(), target.double().eval(), values=False)
+    assert report.exit_code == 0
+    target.load_state_dict(done)
+    words = torch.arange(1, 40).reshape(1, -1)
+    assert (output(target, words) - output(source, words)).abs().max() < 1e-9 * output(source, words).abs().max()
+    assert_equal(moved(done, "unsloth-gpt-oss_transformers"), source.state_dict())
+
+
 def test_each_map_is_proved():
     assert set(names()) == PROVED
 
