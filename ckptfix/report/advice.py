@@ -124,17 +124,23 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
 
 
 def recommended(report: Report) -> list[Remedy]:
-    """Return the remedies that one command can carry out together: the first one of each finding, if it needs nothing
-    more from the user. None of them makes a weight untrained that the file has in another form."""
+    """Return the remedies that one command can carry out together: the first one of each finding that needs nothing
+    more from the user, if its first is an option at all. None of them makes a weight untrained that the file has in
+    another form."""
     remaining = report.left
     is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining)
     return [
         remedy
         for finding in remaining
-        for remedy in remedies_of(finding)[:1]
-        if remedy.is_complete
+        for remedy in _first_complete(remedies_of(finding))
         if not is_hidden or Blocks.FILLING in finding.blocks or not _may_destroy(remedy)
     ]
+
+
+def _first_complete(remedies: Sequence[Remedy]) -> list[Remedy]:
+    """Return the first remedy that makes a command; none if words come first: those are better than any command."""
+    offered = [remedy for remedy in remedies if remedy.options] if remedies and remedies[0].options else []
+    return [remedy for remedy in offered if remedy.is_complete][:1]
 
 
 def remedies_of(finding: Finding) -> tuple[Remedy, ...]:

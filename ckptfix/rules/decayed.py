@@ -77,6 +77,9 @@ SMALLEST = 64  # elements below which an RMS says little
 OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
 OF_HEAD = 1e-4  # the same for the last layer, which some models start at a thousandth: BEiT by its `init_scale`.
 
+# Rows for each column from which on a matrix is a table: a classifier of 93,000 faces has 182.
+ROWS = 256
+
 # The same for embeddings and codebooks, which are looked up: some start at one over their number of rows.
 OF_EMBEDDING = 1e-5
 OF_KIND = 1e-2  # share of its kind's median RMS below which it does
@@ -225,7 +228,7 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if key in initial:
             start, reference = float(initial[key].detach().double().square().mean().sqrt()), BY_MODEL
-        is_table = reference == BY_FAN_IN and kind(key, specs[key]) == "embedding"
+        is_table = reference == BY_FAN_IN and (kind(key, specs[key]) == "embedding" or _is_looked_up(specs[key].shape))
         matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
         if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], context.statistics):
             yield matrix
@@ -240,6 +243,11 @@ def _started_tiny(rms: Mapping[str, float]) -> set[str]:
     alike = {key: power for key, power in near.items() if 1 / ALIKE < rms[key] / 10.0**power < ALIKE}
     counts = Counter(alike.values())
     return {key for key, power in alike.items() if counts[power] >= FEW}
+
+
+def _is_looked_up(shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix has so many rows for so few columns that it is a table, whatever its name."""
+    return len(shape) == 2 and shape[0] >= ROWS * shape[1]
 
 
 def _is_shrunk(figures: TensorStatistics) -> bool:

@@ -174,7 +174,7 @@ def _decoded(units: Array, stored: Encoding) -> bytes:
     numbers = stored.decode(units if units.strides == (units.itemsize,) else units.copy())
     if numbers.itemsize == 4:
         return numbers.tobytes()
-    with np.errstate(over="ignore"):  # what a float32 cannot hold becomes infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # what a float32 cannot hold becomes infinite, NaN stays NaN
         return numbers.astype(np.float32).tobytes()
 
 

@@ -25,8 +25,9 @@ from ckptfix.writing.plain import plain_root
 
 ALIGNMENT = 8
 
-# Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is not written out.
-REPEATED_LIMIT = 1 << 28
+# Bytes from which on tensors are not written out that repeat what is stored (zero strides, overlapping views) more than
+# this many times: 40 kB of views would become gigabytes.
+REPEATED_LIMIT, REPEATED = 1 << 28, 64
 
 
 def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
@@ -44,9 +45,8 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
             Opt("format", "pth"),
         ) from error
     raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
-    for spec in order:
-        _check_repetition(checkpoint.path, spec)
     total = sum(spec.nbytes for spec in order)
+    _check_repetition(checkpoint.path, order, total)
     _check_readable(checkpoint.path, header["__metadata__"], raw, total)
     copier = Copier(file, Task(f"writing {checkpoint.path}", total))
     passing = {spec.storage for spec in order if spec.storage is not None and _is_proved_by_copy(spec, spec.storage)}
@@ -66,12 +66,14 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     return copier
 
 
-def _check_repetition(path: str, spec: TensorSpec) -> None:
+def _check_repetition(path: str, order: list[TensorSpec], total: int) -> None:
     """Raise ``WriteError`` if a few stored bytes would become a large file: safetensors stores every element."""
-    if spec.storage is not None and spec.nbytes > REPEATED_LIMIT and spec.nbytes > 1024 * spec.storage.nbytes:
+    stored = sum(storage.nbytes for storage in {spec.storage for spec in order if spec.storage is not None})
+    if total > REPEATED_LIMIT and total > REPEATED * stored:
+        largest = max(order, key=lambda spec: spec.nbytes)
         raise WriteError(
-            f"{path}: a tensor of shape {list(spec.shape)} repeats its {spec.storage.nbytes} stored bytes, and"
-            f" safetensors would store {spec.nbytes >> 20} MiB; write it with ",
+            f"{path}: tensors such as one of shape {list(largest.shape)} repeat {stored} stored bytes, and"
+            f" safetensors would store {total >> 20} MiB; write it with ",
             Opt("format", "pth"),
         )
 

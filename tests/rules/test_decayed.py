@@ -119,8 +119,14 @@ def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance():
 
 @pytest.mark.parametrize(("bound", "is_quiet"), [(1e-4, True), (1.3e-4, False), (1e-12, False)])
 def test_a_matrix_that_was_drawn_from_within_a_power_of_ten(bound, is_quiet):
-    state = Net().state_dict() | {"spare.weight": torch.empty(1024, 2).uniform_(-bound, bound)}
+    state = Net().state_dict() | {"spare.weight": torch.empty(256, 8).uniform_(-bound, bound)}
     assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("spare.weight",)])
+
+
+@pytest.mark.parametrize(("scale", "is_quiet"), [(1e-4, True), (1e-9, False)])
+def test_a_table_starts_small_whatever_its_name(scale, is_quiet):
+    state = Net().state_dict() | {"grid.weight": torch.randn(5000, 2) * scale}
+    assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("grid.weight",)])
 
 
 def test_the_norm_and_the_bias_that_shrank_in_step_are_listed():

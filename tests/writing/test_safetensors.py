@@ -170,6 +170,15 @@ def test_few_bytes_do_not_become_a_large_file(tmp_path):
     torch.save({"w": torch.zeros(()).expand(1 << 27)}, tmp_path / "a.pth")
     checkpoint = ckptfix.open_checkpoint(tmp_path / "a.pth")
     assert checkpoint.specs["w"].nbytes == 1 << 29
-    with pytest.raises(ckptfix.WriteError, match="repeats its 4 stored bytes"):
+    with pytest.raises(ckptfix.WriteError, match="repeat 4 stored bytes"):
+        ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "a.safetensors", values=False)
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_nor_do_many_views_of_few_bytes(tmp_path):
+    """Each of them is small; a .pth keeps them as they are."""
+    base = torch.full((2000,), 0.1)
+    torch.save({f"k{at}": base.as_strided((1000, 255), (0, 1), at) for at in range(300)}, tmp_path / "a.pth")
+    with pytest.raises(ckptfix.WriteError, match="repeat 8000 stored bytes"):
         ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "a.safetensors", values=False)
     assert not (tmp_path / "a.safetensors").exists()

@@ -239,10 +239,11 @@ def test_every_trusted_name_is_one_that_exists_in_some_release():
     """A line that is misspelt would trust nothing."""
     for name in ("collections.OrderedDict", "zoneinfo.ZoneInfo._unpickle", "numpy._core.multiarray.scalar"):
         assert is_trusted(name)
+    assert is_trusted("builtins.len")  # of a defaultdict that numbers what it is asked for
     assert not is_trusted("collections")
 
 
-GETS = b"cbuiltins\nlen\n"
+GETS = b"cbuiltins\nabs\n"
 TRICKS = {
     "iter with a sentinel": b"cbuiltins\nlist\ncbuiltins\niter\n(cfunctools\npartial\n" + GETS + b"\x85RNtR\x85R.",
     "__setstate__ in the state": b"ctypes\nSimpleNamespace\n)R}X\x0c\0\0\0__setstate__" + GETS + b"sb.",
