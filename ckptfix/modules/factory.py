@@ -157,7 +157,9 @@ def _import(path: str, spec: str) -> ModuleType:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module is there; it is one of its own imports that is missing
         remedy = f"run from the folder that holds {path.partition('.')[0]}, or install it"
-        if close := difflib.get_close_matches(path, SCHEMES, 1):
+        if path.endswith(".py"):
+            remedy = f"did you mean {path.removesuffix('.py').replace('/', '.')}:{spec.partition(':')[2]}?"
+        elif close := difflib.get_close_matches(path, SCHEMES, 1):
             remedy = f"did you mean {close[0]}:{spec.partition(':')[2]}?"
         raise TargetError(
             Opt("model", spec), f": there is no module {error.name} in {Path.cwd()} or among the installed; {remedy}"
