@@ -12,7 +12,7 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
 from ckptfix.values.scan import Part, looks, parts_of, statistics_of
-from ckptfix.values.tally import Tally
+from ckptfix.values.tally import COUNTS, Tally
 from ckptfix.values.walk import Walk
 
 
@@ -160,16 +160,13 @@ def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Tally]) -
     return _with_implicit_zeros(figures, max(numbers - figures.numel, 0))
 
 
-_COUNTS = "numel nan pos_inf neg_inf zeros subnormals overflowing vanishing".split()
-
-
 def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
     """Return the statistics of all elements from those of the distinct ones."""
     times, first = walk.repetition, figures.first_nonfinite
     if times == 1 and first is None:
         return figures
     return figures._replace(
-        **{name: getattr(figures, name) * times for name in _COUNTS},
+        **{name: getattr(figures, name) * times for name in COUNTS},
         first_nonfinite=None if first is None else walk.flat_index(first),
     )
 

@@ -21,6 +21,9 @@ BLOCK = 1 << 16
 SAFE_TO_SQUARE = (1e-140, 1e140)
 
 
+COUNTS = "numel nan pos_inf neg_inf zeros subnormals overflowing vanishing".split()
+
+
 class Tally(Struct):
     """What was counted in ``numel`` numbers. ``minimum`` to ``rms`` are over the finite ones; the moments are kept as
     averages, which cannot overflow. ``first`` is the index of the first element that is not finite."""
@@ -65,17 +68,9 @@ class Tally(Struct):
             before_share, share = before / (before + here), here / (before + here)
             self.mean = self.mean * before_share + other.mean * share
             self.rms = math.hypot(self.rms * math.sqrt(before_share), other.rms * math.sqrt(share))
-        self.numel += other.numel
-        self.nan += other.nan
-        self.pos_inf += other.pos_inf
-        self.neg_inf += other.neg_inf
-        self.zeros += other.zeros
-        self.subnormals += other.subnormals
-        self.overflowing += other.overflowing
-        self.vanishing += other.vanishing
-        self.words += other.words
+        for name in (*COUNTS, "words", "sample"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.has_faint_rows |= other.has_faint_rows
-        self.sample += other.sample
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
         if other.first is not None:
