@@ -9,38 +9,28 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-Shape = tuple[int, ...]
-Bounds = tuple[tuple[int, int], ...]  # a box of a tensor: where it starts and stops along each axis
+Size = Annotated[int, Meta(ge=0)]
+Shape = tuple[Size, ...]
+Bounds = tuple[tuple[Size, Size], ...]  # a box of a tensor: where it starts and stops along each axis
 
 
-class Part(Struct, frozen=True):
+class Part(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """``source[box].reshape(view).permute(axes)``, laid into the box ``place``; without ``axes`` the order stays."""
 
     source: str
     box: Bounds
     place: Bounds
     view: Shape = ()
-    axes: tuple[int, ...] = ()
+    axes: Shape = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the part as a JSON object; what is empty is left out."""
-        return {name: value for name in PART_FIELDS if (value := getattr(self, name)) or name in ("box", "place")}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Part:
-        """Return the part of a JSON object. Raises TypeError or ValueError if it is not one."""
-        if not data.keys() <= set(PART_FIELDS) or not isinstance(data["source"], str):
-            raise ValueError(f"{data!r:.60} is not a part")
-        box, place = (tuple((_number(start), _number(stop)) for start, stop in data[name]) for name in ("box", "place"))
-        view, axes = (tuple(_number(number) for number in data.get(name, ())) for name in ("view", "axes"))
-        seen = view or extent(box)
-        if prod(seen) != prod(extent(box)) or (axes and sorted(axes) != list(range(len(seen)))):
-            raise ValueError(f"the view or the axes of {data!r:.60} do not fit its box")
-        return cls(data["source"], box, place, view, axes)
+    def __post_init__(self) -> None:
+        seen = self.view or extent(self.box)
+        if prod(seen) != self.numel or (self.axes and sorted(self.axes) != list(range(len(seen)))):
+            raise ValueError("the view or the axes do not fit the box")
 
     @property
     def numel(self) -> int:
@@ -53,15 +43,6 @@ class Part(Struct, frozen=True):
         seen = self.view or extent(self.box)
         back = tuple(self.axes.index(axis) for axis in range(len(self.axes)))
         return Part(key, self.place, self.box, tuple(seen[axis] for axis in self.axes), back)
-
-
-PART_FIELDS = ("source", "box", "place", "view", "axes")
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.20} is not a size")
-    return value
 
 
 Parts = Mapping[str, tuple[Part, ...]]

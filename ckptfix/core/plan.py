@@ -4,18 +4,21 @@ A plan is a row of steps; each step sees the result of those before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import operator
+from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import EDITS, Assemble, Delta, Drop, Edit, Fill, MergeAdapter, Rename, RenameModule, Tie
+from ckptfix.core.edits import EDITS, Assemble, Drop, Edit, Fill, Rename, RenameModule, Tie
 from ckptfix.core.finding import counted
-from ckptfix.core.parts import Part, inverse, shape_of
+from ckptfix.core.parts import inverse, shape_of
 from ckptfix.errors import PlanError
 
+_EDITS: Any = tuple[functools.reduce(operator.or_, EDITS.values()), ...]  # type: ignore[misc]  # the classes are data
 PLAN_VERSION = 1  # the version of a plan's JSON form
 
 
@@ -73,67 +76,15 @@ class Plan(Displayed, Struct, frozen=True):
                     f"the plan has version {data['ckptfix-plan']!r}, this ckptfix applies version {PLAN_VERSION}; "
                     "make it again"
                 )
-            return cls(
-                tuple(Step(str(step["rule"]), tuple(_edit(edit) for edit in step["edits"])) for step in data["steps"])
-            )
-        except (KeyError, TypeError, AttributeError) as error:
+            plan = cls(tuple(Step(str(step["rule"]), convert(step["edits"], _EDITS)) for step in data["steps"]))
+        except (KeyError, TypeError, AttributeError, ValidationError) as error:
             raise PlanError(
-                f"not a ckptfix plan ({type(error).__name__}: {error}); a dry run of ckptfix repair writes one"
+                f"not a plan that this ckptfix applies ({error}); a dry run of ckptfix repair writes one"
             ) from error
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
-
-
-# What the fields of an edit take, by their annotation.
-_FITS: Mapping[str, Callable[[object], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "int": lambda value: type(value) is int and value >= 0,
-    "str | None": lambda value: value is None or isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "float": lambda value: isinstance(value, float),
-    "tuple[int, ...]": _is_shape,
-    "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(isinstance(text, str) for text in value),
-    "tuple[Delta, ...]": lambda value: isinstance(value, tuple) and all(isinstance(delta, Delta) for delta in value),
-    "tuple[Part, ...]": lambda value: isinstance(value, tuple) and all(isinstance(part, Part) for part in value),
-}
-
-
-def _edit(data: Mapping[str, Any]) -> Edit:
-    kind = EDITS.get(data["edit"])
-    if kind is None:
-        raise PlanError(
-            f"the plan has an edit {data['edit']!r:.40} that this ckptfix does not know; use the version that wrote it"
-        )
-    values = {name: value for name, value in data.items() if name != "edit"}
-    if "parts" in values:
-        try:
-            values["parts"] = tuple(Part.from_json(part) for part in data["parts"])
-        except ValueError as error:
-            raise PlanError(
-                f"the plan's edit {kind.kind} has a malformed part ({error}); write the plan again"
-            ) from error
-    if kind is MergeAdapter:
-        values["deltas"] = tuple(Delta(**_fields(Delta, kind.kind, delta)) for delta in data["deltas"])
-    values = _fields(kind, kind.kind, values)
-    if values.get("dtype", "float32") not in DTYPES:
-        raise PlanError(f"the plan's edit {kind.kind} has the dtype {values['dtype']!r:.40}, which torch does not have")
-    return kind(**values)
-
-
-def _fields(kind: type[Edit | Delta], edit: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a part of a plan. Raises ``PlanError`` for one that is unknown, or of another type."""
-    known = {name: kind.__annotations__[name] for name in kind.__struct_fields__}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    if not values.keys() <= known.keys():
-        raise PlanError(
-            f"the plan's edit {edit} has an unknown field {sorted(values.keys() - known)[0]}; write the plan again"
-        )
-    for name, value in values.items():
-        if not _FITS[known[name]](value):
-            raise PlanError(f"the plan's edit {edit} has the {name} {value!r:.40}; write the plan again")
-    return values
+        for edit in plan.edits:
+            if (dtype := getattr(edit, "dtype", "float32")) not in DTYPES:
+                raise PlanError(f"the plan's edit {edit.kind} has the dtype {dtype!r:.40}, which torch does not have")
+        return plan
 
 
 def _taken_apart(edits: list[Assemble]) -> Iterator[Assemble]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 
 from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill, Rename, Replace, Tie, Zero
@@ -65,10 +63,9 @@ def test_origins(steps, origins):
     assert traced(*steps) == origins
 
 
-class Merge(Edit, frozen=True):
+class Merge(Edit, frozen=True, tag="merge"):
     """An edit of a later version, which says nothing of what it does."""
 
-    kind: ClassVar[str] = "merge"
     key: str = "a"
 
 
