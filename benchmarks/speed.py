@@ -9,6 +9,7 @@ Everything is made, measured and removed in a folder of its own; at most five ti
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -19,7 +20,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.measure import CKPTFIX, Runs, Way, ask, measure, time_answer
+from benchmarks.measure import CKPTFIX, ROUNDS, Runs, Way, ask, measure, time_answer
 from benchmarks.peers import PEERS
 from benchmarks.speed_files import (
     check_room,
@@ -81,14 +82,14 @@ def _repair(name: str, source: Path, out: Path, suffix: str, *options: str) -> W
     return Way(f"**ckptfix**: {name}", command, source, out)
 
 
-def _peer(name: str, source: Path, out: Path) -> Way:
+def _peer(name: str, source: Path, out: Path, python: str = sys.executable) -> Way:
     label, _ = PEERS[name]
-    return Way(label, [sys.executable, "-m", "benchmarks.peers", name, str(source), str(out)], source, out)
+    return Way(label, [python, "-m", "benchmarks.peers", name, str(source), str(out)], source, out)
 
 
-def _compare(title: str, source: Path, ways: Sequence[Way]) -> Section:
+def _compare(title: str, source: Path, ways: Sequence[Way], rounds: int = ROUNDS) -> Section:
     """The ways beside the first one, which is ``cp``."""
-    runs = measure(ways)
+    runs = measure(ways, rounds)
     cp = next(iter(runs.values())).median
 
     def row(name: str, done: Runs) -> list[str]:
@@ -147,16 +148,18 @@ def adapters(folder: Path, size: int) -> Iterator[Section]:
 
 
 def ranks(folder: Path, size: int) -> Iterator[Section]:
-    """ZeRO's ranks to one file, and what many ranks of many tensors cost before a byte is copied."""
-    out = folder / "out"
-    source = make_file(folder / "whole.safetensors", shapes(size // 4))
+    """ZeRO's ranks to one file, a sixteenth of the size, and what many ranks of many tensors cost before a byte is
+    copied. DeepSpeed is the installed one, or that of the Python which ``CKPTFIX_DEEPSPEED`` names."""
+    out, nbytes = folder / "out", size // 16
+    source = make_file(folder / "whole.safetensors", shapes(nbytes))
+    deepspeed = os.environ.get("CKPTFIX_DEEPSPEED") or (sys.executable if find_spec("deepspeed") else None)
     for stage in (2, 3):
-        rank = make_ranks(folder / f"zero{stage}", shapes(size // 4), stage, 4)
-        repair = _repair("ranks → safetensors", rank.parent, out, ".safetensors", "--no-values")
-        ways = [_cp(source, out), replace(repair, source=source), _peer("ranks", rank, out)]
-        if find_spec("deepspeed") is not None:
-            ways.append(_peer("zero", rank, out))
-        yield _compare(f"ZeRO {stage}, 4 ranks to one file", source, ways)
+        rank = make_ranks(folder / f"zero{stage}", shapes(nbytes), stage, 4)
+        ways = [_repair("ranks → safetensors", rank.parent, out, ".safetensors", "--no-values")]
+        ways.append(replace(_peer("ranks", rank, out), source=rank.parent))
+        if deepspeed is not None:
+            ways.append(replace(_peer("zero", rank, out, deepspeed), source=rank.parent))
+        yield _compare(f"ZeRO {stage}, 4 ranks to one file", source, [_cp(source, out), *ways], 3)
         shutil.rmtree(rank.parent)
     rows = []
     for stage, count in ((2, 300), (3, 300), (2, 10_000), (3, 10_000)):

@@ -50,13 +50,14 @@ def _checkpoints(path: str) -> Iterable[str]:
         return [path]
     import ckptfix
     from ckptfix.reading.folders.ranks.frameworks import has_ranks
-    from ckptfix.zoo.listing import Kind, list_zoo
-    from ckptfix.zoo.places import open_place
 
     try:
         if not has_ranks(Path(path)):  # which are not read twice: there may be hundreds
             ckptfix.open_checkpoint(path)
     except UnreadableError:
+        from ckptfix.zoo.listing import Kind, list_zoo
+        from ckptfix.zoo.places import open_place
+
         items = [item for item in list_zoo(open_place(path)) if item.kind is not Kind.OTHER and not item.is_doubtful]
         return [str(Path(path, item.name)) for item in items] or [path]
     except CkptfixError:  # it is one, and the check says what is wrong with it

@@ -42,9 +42,8 @@ def rules(*lines: str) -> tuple[Rule, ...]:
     made = []
     for line in lines:
         axis, *names = line.split()
-        for name in names:
-            pattern = re.compile(rf"(?:^|.*\.){name}")
-            made.append(Rule(pattern, None if axis == "-" else int(axis.rstrip("+")), axis.endswith("+")))
+        pattern = re.compile(rf"(?:^|.*\.)(?:{'|'.join(names)})")
+        made.append(Rule(pattern, None if axis == "-" else int(axis.rstrip("+")), axis.endswith("+")))
     return tuple(made)
 
 
