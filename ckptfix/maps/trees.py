@@ -6,13 +6,15 @@ has the shapes of all its instances, and a decision is supported by the evidence
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from ckptfix.core.parts import Shape
+from ckptfix.core.parts import Bounds, Shape
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import STATISTICS, bag, conflicts, kind, module, numbers, similarity, template, weights
@@ -352,11 +354,37 @@ def _stacked(instances: Sequence[list[Pooled]]) -> list[Pooled]:
 
 
 def _ranks(nodes: list[Node]) -> list[float]:
-    order = sorted(range(len(nodes)), key=lambda at: nodes[at].order)
-    ranks = [0.0] * len(nodes)
-    for rank, at in enumerate(order):
-        ranks[at] = rank / max(len(nodes) - 1, 1)
-    return ranks
+    """Return the places in the order, from 0 to 1; those of one place share the mean."""
+    orders = sorted(node.order for node in nodes)
+    sums = (bisect_left(orders, node.order) + bisect_right(orders, node.order) - 1 for node in nodes)
+    return [each / 2 / max(len(nodes) - 1, 1) for each in sums]
+
+
+def reordered(
+    source: Sequence[Leaf], target: Sequence[Leaf], decisions: Sequence[Decision], is_source: bool
+) -> tuple[list[Leaf], list[Leaf]]:
+    """Give the leaves of the source, or of the target, the order of those on the other side that are certain, or else
+    the mean of their module's."""
+    shown: dict[tuple[str, Bounds], float] = {}
+    for each in decisions:
+        for one, other, label in zip(each.source, each.target, each.labels, strict=True):
+            if label >= Label.CERTAIN:
+                leaf, into = (one, other) if is_source else (other, one)
+                shown[leaf.key, leaf.box] = into.order
+    inside: dict[Path, list[float]] = defaultdict(list)
+    leaves = source if is_source else target
+    for leaf in leaves:
+        for depth in range(len(leaf.path)):
+            if (leaf.key, leaf.box) in shown:
+                inside[leaf.path[:depth]].append(shown[leaf.key, leaf.box])
+
+    def order(leaf: Leaf) -> float:
+        fronts = (leaf.path[:depth] for depth in range(len(leaf.path) - 1, -1, -1))
+        nearest = next((inside[front] for front in fronts if front in inside), [leaf.order])
+        return shown.get((leaf.key, leaf.box), sum(nearest) / len(nearest))
+
+    moved = [replace(leaf, order=order(leaf)) for leaf in leaves]
+    return (moved, list(target)) if is_source else (list(source), moved)
 
 
 def _places(leaves: list[Pooled]) -> Places:

@@ -349,3 +349,14 @@ def test_the_second_norm_beside_attention_across_is_its_own():
     found = sources(stack("layers", [source] * 2), stack("layers", [target] * 2))
     assert found["layers.0.norm2.weight"] == ["layers.0.layer_norm_2.weight"]
     assert found["layers.1.norm3.weight"] == ["layers.1.feed_forward.layer_norm.weight"]
+
+
+@pytest.mark.parametrize("is_source", [True, False], ids=["the file is sorted", "the target is sorted"])
+def test_layers_that_are_certain_show_the_order_of_a_sorted_file(is_source):
+    ours = {**linear("expansion.expand", 24, 8), **norm("expansion.bn_of_it", 24), "depth.conv.weight": (24, 1, 3)}
+    ours |= {**norm("depth.bn_there", 24), **linear("reduce", 8, 24)}
+    theirs = {**linear("conv_pw", 24, 8), **norm("bn1", 24), "conv_dw.weight": (24, 1, 3)}
+    theirs |= {**norm("bn2", 24), **linear("conv_pwl", 8, 24)}
+    sides = stack("layer", [ours] * 3), stack("blocks", [theirs] * 3)
+    source, target = (dict(sorted(side.items())) if at != is_source else side for at, side in enumerate(sides))
+    assert sources(source, target)["blocks.2.bn1.weight"] == ["layer.2.expansion.bn_of_it.weight"]
