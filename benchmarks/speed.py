@@ -135,15 +135,15 @@ def safetensors_files(folder: Path, size: int) -> Iterator[Section]:
 
 
 def adapters(folder: Path, size: int) -> Iterator[Section]:
-    """A LoRA adapter merged into its base."""
+    """A LoRA adapter merged into its base; 4 GB take about two minutes."""
     source, out = make_model_and_adapter(folder, size), folder / "out"
     merge = ("--adapter", str(folder / "adapter"))
     ways = [
         _cp(source, out),
         _repair("merge an adapter", source, out, ".safetensors", *merge, "--no-values"),
         _repair("merge an adapter, full repair", source, out, ".safetensors", *merge),
-        _peer("peft", source, out),
     ]
+    ways = [*(replace(way, rounds=3) for way in ways), replace(_peer("peft", source, out), rounds=1)]
     yield _compare("A LoRA adapter of rank 16 and its base", source, ways)
 
 
