@@ -175,7 +175,12 @@ static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
 /* Merges a low-rank adapter: weight += (two @ one) * scaling, with the rounding of torch. Each element of the product is
    the sum over the rank from first to last, by fused multiply-adds: so do the kernels of MKL for ranks up to 192, and so
    the result has the bits of torch's. */
-typedef float Lanes __attribute__((vector_size(64)));
+#if defined(__x86_64__) /* a register: gcc takes vectors that are wider apart into single numbers */
+#define WIDTH 32
+#else
+#define WIDTH 16
+#endif
+typedef float Lanes __attribute__((vector_size(WIDTH), aligned(4), may_alias)); /* from any float on */
 
 #define ROWS 4      /* of the weight, and */
 #define VECTORS 2   /* of as many columns as they hold: the sums of so many elements are in registers */
@@ -185,19 +190,17 @@ typedef float Lanes __attribute__((vector_size(64)));
 __attribute__((noinline)) EACH_PROCESSOR static void product(const float *const two[ROWS], const float *one, size_t step,
     size_t rank, size_t columns, float scaling, float change[ROWS][COLUMNS])
 {
-    for (size_t j = 0; j < columns; j += 16 * VECTORS) {
-        Lanes sums[ROWS][VECTORS] = {0}, factors[VECTORS];
+    for (size_t j = 0; j < columns; j += VECTORS * WIDTH / 4) {
+        Lanes sums[ROWS][VECTORS] = {0};
         for (size_t k = 0; k < rank; k++) {
-            memcpy(factors, one + k * step + j, sizeof factors);
+            const Lanes *factors = (const Lanes *)(one + k * step + j);
             for (int row = 0; row < ROWS; row++)
                 for (int v = 0; v < VECTORS; v++)
                     sums[row][v] += two[row][k] * factors[v];
         }
-        for (int row = 0; row < ROWS; row++) {
+        for (int row = 0; row < ROWS; row++)
             for (int v = 0; v < VECTORS; v++)
-                sums[row][v] *= scaling;
-            memcpy(change[row] + j, sums[row], sizeof sums[row]);
-        }
+                ((Lanes *)(change[row] + j))[v] = sums[row][v] * scaling;
     }
 }
 
