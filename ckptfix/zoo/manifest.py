@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from msgspec import Struct
-from msgspec.structs import fields, replace
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict, fields, replace
 
 from ckptfix.errors import UsageError, WriteError
 
@@ -244,8 +244,7 @@ class Record(Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain data."""
-        given = {name: getattr(self, name) for name in _FIELDS}  # what is in them is plain data, and long
-        return {"version": MANIFEST_VERSION, **given, "outcome": self.outcome.value}
+        return {"version": MANIFEST_VERSION, **asdict(self), "outcome": self.outcome.value}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Record:
@@ -255,31 +254,13 @@ class Record(Struct, frozen=True):
                 f"a line of the manifest has version {version!r}, not {MANIFEST_VERSION}; migrate into a new folder"
             )
         try:
-            given = {name: line[name] for name in _FIELDS if name in line}
-            for name, kinds in _KINDS.items():
-                if not isinstance(given.get(name), kinds) or isinstance(given.get(name), bool):
-                    raise TypeError(f"its {name} is {given.get(name)!r:.60}")
-            if not all(isinstance(part, str) for part in given["output_parts"]):
-                raise TypeError(f"its output_parts are {given['output_parts']!r:.60}")
-            given |= {name: tuple(given.get(name) or ()) for name in _LISTS}
-            return cls(**(given | {"outcome": Outcome(line["outcome"])}))
-        except (TypeError, ValueError, KeyError) as error:
+            return convert(line, cls)  # a later run depends on it, and a manifest may have been edited
+        except ValidationError as error:
             raise UsageError(f"a line of the manifest is not valid ({error}); migrate into a new folder") from error
 
 
-_FIELDS = tuple(field.name for field in fields(Record))
 _LONG = "findings edits coverage smoke remarks error command decisions versions finished".split()
 _BRIEF: Mapping[str, Any] = {field.name: field.default for field in fields(Record) if field.name in _LONG}
-_LISTS = ("output_parts", "findings", "edits", "remarks", "decisions")
-# What a later run depends on. A manifest may have been edited.
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("source", "stamp", "settings"), (str,)),
-    **dict.fromkeys(("output", "sha256", "output_sha256"), (str, type(None))),
-    "size": (int,),
-    "output_size": (int, type(None)),
-    "output_parts": (list, tuple),
-    "decision": (dict, type(None)),
-}
 
 
 def read_manifest(journal: Journal) -> Iterator[Record]:
