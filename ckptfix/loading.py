@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import RepairSettings
+    from ckptfix.maps.positions import Optimizer
 
 SHOWN = 3
 """How many names a remark gives."""
@@ -101,6 +102,10 @@ def _with_state(
     from ckptfix.rules.stale_optimizer import stale_optimizer, with_owners
 
     checked = checked_settings(settings, model, function="load")
+    if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):
+        raise UsageError(f"optimizer is {optimizer!r:.60}; give the torch.optim.Optimizer itself")
+    if checked.drop_optimizer:
+        raise UsageError(Opt("drop_optimizer", True), " leaves out the state that the given optimizer is to load")
     settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
@@ -125,6 +130,7 @@ def _with_state(
             what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none has the name of the weights"
         raise TargetError(f"{before.path}: has {what}; leave the optimizer out, and training starts with new moments")
     saved, way = found[0]
+    _refuse_other_method(before.path, saved, optimizer)
     if not (way.is_unchanged or way.naming.is_certain or checked.unsafe_fixes):
         raise TargetError(
             f"{before.path}: the state of {saved.name} has to be moved, and only the order of {way.naming.source} "
@@ -149,6 +155,22 @@ def _with_state(
         chosen = differ if number in known else options
         group.update({name: given[number][name] for name in chosen if name in given[number]})
     return repaired, dict(state), differ
+
+
+# Options that releases of torch added to all methods alike, and gives to old files itself.
+_ADDED = frozenset(("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
+
+
+def _refuse_other_method(path: str, saved: Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``TargetError`` if the state is that of another method: torch takes it, and fails or goes astray later."""
+    has = {name for group in saved.groups for name in group}
+    wants = {name for group in optimizer.param_groups for name in group}
+    lacks = sorted(optimizer.defaults.keys() - has - _ADDED)
+    if lacks and has - wants - {"initial_lr", "param_names"}:
+        raise TargetError(
+            f"{path}: {saved.name} is not that of {type(optimizer).__name__}: its groups have no {', '.join(lacks)} "
+            f"but {', '.join(sorted(has - wants))}; make the optimizer that was saved, or leave it out"
+        )
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:

@@ -166,12 +166,12 @@ class Layout(Struct, frozen=True):
     shapes: Mapping[str, Shape]
     modules: Mapping[str, str] | None = None
 
-    def is_norm(self, key: str) -> bool:
+    def is_norm(self, key: str, *kinds: str) -> bool:
         """Return whether a parameter belongs to a norm: by the class of its module, else if the module's weight is
         flat."""
         module, _, leaf = key.rpartition(".")
         if self.modules is not None and module in self.modules:
-            return "Norm" in self.modules[module]
+            return any(kind in self.modules[module] for kind in kinds or ("Norm",))
         return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
 
 
@@ -207,7 +207,7 @@ def _decays_in_hf(layout: Layout, key: str) -> bool:
 
 
 def _decays_in_old_hf(layout: Layout, key: str) -> bool:
-    return not (layout.is_norm(key) or "bias" in key)
+    return not (layout.is_norm(key, "LayerNorm", "RMSNorm") or "bias" in key)
 
 
 def _decays_in_timm(layout: Layout, key: str) -> bool:

@@ -223,12 +223,14 @@ def _as_named(
     known = replace(change, is_wide=True).parameters()
     layout = Layout({key: spec.shape for key, spec in known.items()}, change.modules)
     scope = Scope(layout, lambda key: key not in frozen, which)
-    found: dict[Hashable, Followed] = {}
-    for recipe in _known_recipes(optimizer, naming, layout):
-        made = follow(optimizer, replace(naming, recipe=recipe), change, scope)
-        if made is not None:
-            found.setdefault(made.outcome, made)
-    return next(iter(found.values())) if len(found) == 1 else follow(optimizer, naming, change, scope)
+    recipes = _known_recipes(optimizer, naming, layout)
+    made = [follow(optimizer, replace(naming, recipe=recipe), change, scope) for recipe in recipes]
+    found = {way.outcome: way for way in made if way is not None}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    # Recipes that agree but for groups that became empty, which their own script may make or not.
+    agree = len({tuple(filter(None, way.groups)) for way in found.values()}) == 1
+    return follow(optimizer, naming, change, scope) if agree or not recipes else None
 
 
 def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
@@ -524,9 +526,10 @@ def _in_own_groups(
         if any(_settings(optimizer.groups[place]) != _settings(optimizer.groups[found[0]]) for place in found):
             return None
         places |= dict.fromkeys([step.key], found[0]) if found else {}
+    old = dict(places)
     for step in steps:
         if step.key not in places:
-            place = _kin(step.key, places, len(optimizer.groups))
+            place = _kin(step.key, old, len(optimizer.groups))
             place = _group_like([step], optimizer, steps, change, ids) if place is None else place
             if place is None:
                 return None
