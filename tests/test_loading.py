@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 import ckptfix
-from ckptfix.errors import TargetError
+from ckptfix.errors import TargetError, UsageError
 from ckptfix.loading import _left_empty, _prepare, load_strictly
 from ckptfix.reading.memory import open_state_dict
 from tests.checks import bytes_of, is_mapped
@@ -478,3 +479,26 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(Layers("a", "b")))
     with pytest.raises(ckptfix.UsageError, match="assign=True"):
         ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model), assign=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "error"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "is not that of SGD: its groups have no dampening"),
+        (lambda p: torch.optim.RMSprop(p), {}, "is not that of RMSprop: its groups have no alpha"),
+        (lambda p: torch.optim.AdamW, {}, "give the torch.optim.Optimizer itself"),
+        (lambda p: [torch.optim.AdamW(p)], {}, "give the torch.optim.Optimizer itself"),
+        (lambda p: torch.optim.AdamW(p).state_dict(), {}, "give the torch.optim.Optimizer itself"),
+        (torch.optim.AdamW, {"drop_optimizer": True}, "leaves out the state that the given optimizer is to load"),
+        (lambda p: torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), {}, "that are not the model's"),
+        (torch.optim.Adam, {}, None),
+    ],
+    ids=["sgd", "rmsprop", "class", "list", "state_dict", "dropped", "another model", "adam"],
+)
+def test_what_is_not_the_optimizer_that_was_saved(tmp_path: Path, make: Any, asked: Any, error: str | None) -> None:
+    model, new = nn.Linear(3, 2), nn.Linear(3, 2)
+    trained_file(tmp_path / "run.pth", model, torch.optim.AdamW(model.parameters()))
+    before = new.weight.clone()
+    with pytest.raises((UsageError, TargetError), match=error) if error else contextlib.nullcontext():
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=make(list(new.parameters())), **asked)
+    assert torch.equal(new.weight, before if error else model.weight)
