@@ -226,7 +226,7 @@ def _explanation(
 def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: Subject) -> Iterator[Advice]:
     words = {
         "FILE": quoted(no_option(subject.file)) if subject.file else FILE,
-        "MODEL": MODEL,
+        "MODEL": typed(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
     }
     for each in advice:
         command = each.command

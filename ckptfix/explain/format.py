@@ -12,7 +12,7 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report
 from ckptfix.explain.explanation import MODEL, Explanation, Record
 from ckptfix.explain.fit import Advice
-from ckptfix.report.advice import Telling, message_with_count, next_command
+from ckptfix.report.advice import Telling, message_with_count, next_command, price_text, recommended
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.style import Line, Span
 
@@ -24,12 +24,13 @@ class Verdict(Struct, frozen=True):
     """Whether the file has what the message tells of.
 
     ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.
-    ``command`` mends what can be mended, and is empty if there is none."""
+    ``command`` mends what can be mended, and is empty if there is none; ``price`` is what it leaves untrained."""
 
     sentence: str
     confirming: tuple[Finding, ...] = ()
     others: tuple[Finding, ...] = ()
     command: str = ""
+    price: str = ""
 
 
 def judge(explanation: Explanation | None, report: Report, telling: Telling) -> Verdict:
@@ -58,7 +59,8 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
         sentence = f"Nothing is wrong in {report.source} itself, which agrees with this: the file is not at fault."
     else:
         sentence = f"{report.source}: nothing is wrong with it{_as_far(report)}."
-    return Verdict(sentence, confirming, others, next_command(report, telling))
+    command = next_command(report, telling)
+    return Verdict(sentence, confirming, others, command, price_text(report, recommended(report)) if command else "")
 
 
 def _what_it_holds(report: Report) -> str:
@@ -160,6 +162,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
         yield ("  ", Span(finding.code, level), f" {finding.name} {level}: {finding_text(finding)}")
     if verdict.command:
         yield ("  run: ", Span(verdict.command, "strong"))
+    if verdict.price:
+        yield ("       ", Span(verdict.price, "warning"))
 
 
 def to_json(

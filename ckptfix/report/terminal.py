@@ -48,7 +48,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield "written: nothing (dry run)"
     elif telling.mode is Mode.REPAIR:
         is_clean = report.exit_code == 0 and not report.edits
-        yield f"written: nothing{', as there is nothing to repair' if is_clean else ''}"
+        yield f"written: nothing{', as there is nothing to repair; -o FILE writes it all the same' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:
         command = CHECK if telling.mode is Mode.CHECK else REPAIR
