@@ -24,6 +24,7 @@ https://en.wikipedia.org/wiki/Single-precision_floating-point_format (the bits o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -40,6 +41,8 @@ from ckptfix.values.scan import channels_with
 
 MOST, MOST_VARIANCE = 1e6, 1e9  # the largest absolute value that is believed, of a `running_var` the second
 ABSURD = 1e15  # from here on no scale of any data explains it
+# Statistics by which a model scales its data, in whatever unit that is.
+_OF_DATA = re.compile(r"(?!running_)(?!.*(?:weight|bias))(?:\w*_)?(?:mean|std|stddev|var|min|max)_?$|scale_$")
 SHOWN = 8  # how many channels are named
 
 
@@ -63,7 +66,8 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _bound(key: str) -> float:
-    return MOST_VARIANCE if split_key(key)[1] == "running_var" else MOST
+    leaf = split_key(key)[1]
+    return MOST_VARIANCE if leaf == "running_var" else ABSURD if _OF_DATA.match(leaf) else MOST
 
 
 def _is_believed(key: str, figures: TensorStatistics) -> bool:

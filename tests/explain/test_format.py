@@ -94,7 +94,7 @@ def test_a_key_of_the_container_is_told_where_the_weights_are(plain: Path, wrapp
 def test_a_command_that_fills_has_its_price(tmp_path: Path):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     torch.save({key: value for key, value in model.state_dict().items() if key.startswith("0")}, tmp_path / "part.pth")
-    message = 'RuntimeError: Error(s) in loading state_dict for Sequential:\n\tMissing key(s) in state_dict: "1.weight".'
+    message = 'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "1.weight".'
     told = verdict(message, tmp_path / "part.pth", model)
     assert told.command.endswith("--fill target")
     assert told.price == "`1` becomes untrained: 27.27 % of the model"

@@ -31,6 +31,7 @@ def test_noop_models_as_they_are_born(make):
         pytest.param({"bn.running_var": torch.full((4,), 5e8)}, id="a variance of raw pixels"),
         pytest.param({"attn.mask": torch.full((4, 4), -1e9)}, id="a mask"),
         pytest.param({"attn.bias": torch.full((4, 4), -3.4e38)}, id="a bias of attention scores"),
+        pytest.param({"scaler.mean_": torch.tensor([1e7, 2e8]), "y_std": torch.full((3,), 3e9)}, id="data in its unit"),
         pytest.param({"total_ops": torch.tensor(1e12)}, id="a counter"),
         pytest.param({"steps": torch.tensor(10**12)}, id="a whole number"),
     ],
@@ -39,7 +40,9 @@ def test_noop(state):
     assert propose(huge_value, state) == []
 
 
-@pytest.mark.parametrize("key", ["fc.bias", "fc.weight", "norm.weight", "bn.running_mean"])
+@pytest.mark.parametrize(
+    "key", ["fc.bias", "fc.weight", "norm.weight", "bn.running_mean", "norm.scale", "scaler.mean_"]
+)
 def test_a_flipped_bit_of_the_exponent(key):
     values = 0.02 * torch.randn(64)
     values[7] = flipped(0.02, 30)
