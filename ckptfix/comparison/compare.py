@@ -19,11 +19,11 @@ from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
-from ckptfix.report.inspection import describe, ties
+from ckptfix.report.inspection import describe
 from ckptfix.report.style import size
 from ckptfix.values.walk import OVERLAP
 

@@ -338,3 +338,16 @@ class TensorStatistics(NamedTuple):
     def is_constant(self) -> bool:
         """Whether there are two numbers or more, all finite and of one value."""
         return self.numel > 1 and not self.nonfinite and self.minimum == self.maximum
+
+
+def ties(specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
+    """Return the groups of keys that are one tensor: the same view of the same storage. Empty tensors are not tied."""
+    by_storage: dict[int, list[str]] = {}
+    for key, spec in specs.items():
+        if spec.storage is not None and spec.numel:
+            by_storage.setdefault(id(spec.storage), []).append(key)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for keys in by_storage.values():
+        for key in keys if len(keys) > 1 else ():  # as of few storages
+            groups.setdefault(specs[key].view, []).append(key)
+    return [tuple(group) for group in groups.values() if len(group) > 1]

@@ -21,7 +21,7 @@ from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
-from ckptfix.core.spec import ByteSource, Storage, TensorSpec
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec, ties
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.maps.positions import optimizers_in
 from ckptfix.reading import safetensors
@@ -111,7 +111,7 @@ def _difference(written: Checkpoint, expected: Checkpoint) -> str:
             continue
         if spec.can_learn != other.can_learn or spec.is_parameter != other.is_parameter:
             return f"requires_grad of {key}"
-    if _tie_groups(written) != _tie_groups(expected):
+    if set(ties(written.specs)) != set(ties(expected.specs)):
         return "the ties"
     return ""
 
@@ -266,17 +266,3 @@ def _equal(one: memoryview, other: memoryview) -> bool:
     # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece.
     pieces = range(0, max(one.nbytes, other.nbytes), PIECE)
     return all(bytearray(one[start : start + PIECE]) == other[start : start + PIECE] for start in pieces)
-
-
-def _tie_groups(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
-    """Return the keys of tensors that are the same view of the same storage."""
-    by_storage: dict[int, list[str]] = {}
-    for key, spec in checkpoint.specs.items():
-        if spec.storage is not None and spec.numel:
-            by_storage.setdefault(id(spec.storage), []).append(key)
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for keys in by_storage.values():
-        if len(keys) > 1:  # as of few storages
-            for key in keys:
-                groups.setdefault(checkpoint.specs[key].view, []).append(key)
-    return {tuple(group) for group in groups.values() if len(group) > 1}

@@ -13,7 +13,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.options import CHECK
 from ckptfix.core.report import REPORT_VERSION, plain
-from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.spec import Storage, TensorSpec, ties
 from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray
@@ -157,15 +157,6 @@ def key_lines(checkpoint: Checkpoint) -> Iterator[Line]:
     """Yield one line for each tensor, ``key dtype[shape]``, in the file's order."""
     for key, spec in checkpoint.specs.items():
         yield f"{key} {_spec_text(spec)}"
-
-
-def ties(specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
-    """Return the groups of keys that are one tensor: the same view of the same storage. Empty tensors are no ties."""
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for key, spec in specs.items():
-        if spec.storage is not None and spec.numel:
-            groups.setdefault(spec.view, []).append(key)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def covered_bytes(specs: Iterable[TensorSpec]) -> int:
