@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
 from ckptfix.errors import UsageError
-from ckptfix.maps.layout import Cut, Steps
+from ckptfix.maps.layout import Cut, Rearrange, Steps
 from ckptfix.maps.patterns import Pattern, Variable
 from ckptfix.maps.resolving import Line, parsed
 
@@ -67,7 +67,8 @@ def python_code(rename_map: RenameMap) -> str:
     """Return the source of ``convert``. Raises ``UsageError`` if a rule takes more than the keys of the file."""
     lines = [line for line in parsed(rename_map) if line.rule.label != AMBIGUOUS]
     body = [_HEAD]
-    if any(line.steps.rearrange and line.steps.rearrange.text != "a b -> b a" for line in lines):
+    orders = [line.steps.rearrange for line in lines]
+    if any(each and each.text != "a b -> b a" for each in orders) or any(line.steps.some for line in lines):
         body.append(_REARRANGE)
     body.append(_CONVERT)
     for line in sorted(lines, key=lambda line: line.width):  # a rule with fewer variables comes first
@@ -115,6 +116,7 @@ def _joined(line: Line, names: dict[str, str]) -> str:
     own = {**names, **{each.name: name for each, name in ((line.stacked, "number"), (line.joined, "name")) if each}}
     text = f"left.pop({_key(line.source, own)})"
     if line.joined and line.steps.concat:
+        text = _some(line, text)
         text = f"torch.cat([{text} for name in {line.joined.options!r}], {line.steps.concat.axis})"
     if line.stacked:
         if (line.stacked.scale, line.stacked.offset) != (1, 0):
@@ -127,9 +129,7 @@ def _joined(line: Line, names: dict[str, str]) -> str:
 def _parted(line: Line, names: dict[str, str]) -> Iterator[str]:
     steps = line.steps
     if steps.rearrange:
-        axes, _, sizes = steps.rearrange.text.partition(" with ")
-        more = "".join(f", {size}" for size in sizes.split())
-        yield "tensor = tensor.t()" if axes == "a b -> b a" else f"tensor = rearrange(tensor, {axes!r}{more})"
+        yield f"tensor = {_rearranged('tensor', steps.rearrange)}"
     own, indent = dict(names), ""
     if line.unstacked:
         own[line.unstacked.name] = "number"
@@ -139,9 +139,21 @@ def _parted(line: Line, names: dict[str, str]) -> Iterator[str]:
         own[line.parted.name] = "name"
         yield f"{indent}parts = {_split(steps.split, len(line.parted.options))}"
         yield f"{indent}for name, part in zip({line.parted.options!r}, parts, strict=True):"
-        yield f"{indent}    result[{_key(line.target, own)}] = part"
+        yield f"{indent}    result[{_key(line.target, own)}] = {_some(line, 'part')}"
     else:
         yield f"{indent}result[{_key(line.target, own)}] = tensor"
+
+
+def _rearranged(tensor: str, axes: Rearrange) -> str:
+    order, _, sizes = axes.text.partition(" with ")
+    more = "".join(f", {size}" for size in sizes.split())
+    return f"{tensor}.t()" if order == "a b -> b a" else f"rearrange({tensor}, {order!r}{more})"
+
+
+def _some(line: Line, tensor: str) -> str:
+    """Return the expression for a tensor whose axes change for some texts only."""
+    some = line.steps.some
+    return f"{_rearranged(tensor, some.axes)} if name in {some.names!r} else {tensor}" if some else tensor
 
 
 def _split(cut: Cut, count: int) -> str:

@@ -11,11 +11,12 @@ from itertools import groupby
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Bounds, Part, Shape, full
+from ckptfix.core.parts import Bounds, Part, Shape, extent, full
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
 from ckptfix.maps.inference import Inference, Match
-from ckptfix.maps.layout import Cut, Rearrange, Steps, normal, shares
+from ckptfix.maps.layout import Cut, Rearrange, Some, Steps, normal, shares
 from ckptfix.maps.names import segments
+from ckptfix.maps.patterns import parse
 from ckptfix.maps.resolving import Line, Shapes
 
 _DIGITS = re.compile(r"\d+")
@@ -91,7 +92,13 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
     sources = list(dict.fromkeys(part.source for pieces in parts.values() for part in pieces))
     own = {key: source[key] for key in sources}
     for steps, ours, theirs in _candidates(sources, keys, parts, source, target):
-        instance = _Instance(_named(ours, steps.stack), _named(theirs, steps.unstack), steps.texts(), tuple(keys))
+        source_pattern, target_pattern = _named(ours, steps.stack), _named(theirs, steps.unstack)
+        if steps.some:
+            row = ours[0] if steps.concat else theirs[0]
+            options = parse(_listed(row)).variables[0].options
+            texts = (text for key, text in zip(row, options, strict=True) if key in steps.some.names)
+            steps = replace(steps, some=replace(steps.some, names=tuple(texts)))
+        instance = _Instance(source_pattern, target_pattern, steps.texts(), tuple(keys))
         with suppress(ValueError):
             if _gives(Line.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, target):
                 return instance
@@ -103,7 +110,12 @@ def _candidates(
 ) -> Iterator[tuple[Steps, list[list[str]], list[list[str]]]]:
     """Yield what could be the steps, with the keys of both sides by their number in a stack and their place."""
     first = parts[keys[0]][0]
-    turned = first.axes == (1, 0) and not first.view
+    turned = all(part.axes == (1, 0) and not part.view for pieces in parts.values() for part in pieces)
+    some = None
+    if not turned and len(sources) != len(keys) == 1:
+        some = _some({part.source: (part, source[part.source], extent(part.place)) for part in parts[keys[0]]})
+    elif not turned and len(keys) != len(sources) == 1:
+        some = _some({key: (pieces[0], extent(pieces[0].box), target[key]) for key, pieces in parts.items()})
     axes = Rearrange((("a",), ("b",)), (("b",), ("a",))) if turned else None
     if len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 1 and first.axes and not turned:
         with suppress(ValueError):
@@ -114,19 +126,28 @@ def _candidates(
         pieces = sorted((parts[key][0].box, key) for key in keys)
         boxes = [box[::-1] if turned else box for box, _ in pieces]
         for unstack, split, rows in _cuts(boxes, [key for _, key in pieces], {len(target[key]) for key in keys}):
-            yield Steps(rearrange=axes, unstack=unstack, split=split), [sources], rows
+            yield Steps(rearrange=axes, unstack=unstack, split=split, some=some), [sources], rows
     elif len(keys) == 1:
         placed = sorted(parts[keys[0]], key=lambda part: part.place)
         boxes = [part.place[::-1] if turned else part.place for part in placed]
         for stack, concat, rows in _cuts(
             boxes, [part.source for part in placed], {len(source[key]) for key in sources}
         ):
-            yield Steps(concat=concat, stack=stack, rearrange=axes), rows, [keys]
+            yield Steps(concat=concat, stack=stack, rearrange=axes, some=some), rows, [keys]
     else:
         ours = list(dict.fromkeys(part.source for key in keys for part in parts[key]))
         sizes = [[shapes[key][0] for key in side] for shapes, side in ((source, ours), (target, keys))]
         concat, split = (Cut(shares(rows)) for rows in sizes)
         yield Steps(concat=concat, split=split), [ours], [keys]
+
+
+def _some(parts: Mapping[str, tuple[Part, Shape, Shape]]) -> Some | None:
+    """Return the axes that some of the keys have in another order, if it is one order for all of these."""
+    with suppress(ValueError):
+        orders = {key: _permuted(*each) for key, each in parts.items() if each[0].axes}
+        if len(set(orders.values())) == 1:
+            return Some(next(iter(orders.values())), tuple(orders))
+    return None
 
 
 def _cuts(boxes: list[Bounds], keys: list[str], ndims: set[int]) -> Iterator[tuple[bool, Cut | None, list[list[str]]]]:
@@ -232,7 +253,8 @@ def _named(grid: list[list[str]], is_stack: bool) -> str:
     numbers = [_numbers(row) for row in rows]
     place = next((at for at, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1), -1)
     found = list(_DIGITS.finditer(rows[0]))[place]
-    return f"{rows[0][: found.start()]}{{e}}{rows[0][found.end() :]}"
+    number = f"{{e+{found[0]}}}" if int(found[0]) else "{e}"  # experts of a second kind may be numbered on
+    return f"{rows[0][: found.start()]}{number}{rows[0][found.end() :]}"
 
 
 def _listed(keys: Sequence[str]) -> str:

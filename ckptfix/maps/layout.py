@@ -4,6 +4,7 @@
     stack             the numbers of {e} on a new first axis
     (h d 2) … -> …    the axes in another order, in the notation of einops: `(h d 2) ... -> (h 2 d) ... with d=64`
     unstack, split    the inverse of stack and concat: `split 3`, `split 3:1:1`, `split 2 dim 1`
+    … -> … for q,k    the axes of these texts only, before the concat or after the split
 
 What a step does is computed on boxes of the tensors, never on values."""
 
@@ -52,6 +53,9 @@ class Rearrange(Struct, frozen=True):
     before: tuple[tuple[str, ...], ...]
     after: tuple[tuple[str, ...], ...]
     sizes: tuple[tuple[str, int], ...] = ()
+
+    def inverse(self) -> Rearrange:
+        return Rearrange(self.after, self.before, self.sizes)
 
     def expanded(self, ndim: int) -> Rearrange:
         """Return the same with an axis for each that ``...`` stands for."""
@@ -110,6 +114,17 @@ def _rearrange(text: str) -> Rearrange | None:
     return Rearrange(sides[0], sides[1], sizes)
 
 
+class Some(Struct, frozen=True):
+    """Axes in another order for some of the tensors that are joined or that one is split into: those of these texts."""
+
+    axes: Rearrange
+    names: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return f"{self.axes.text} for {','.join(self.names)}"
+
+
 class Steps(Struct, frozen=True):
     """What is done to the tensors of a rule."""
 
@@ -118,13 +133,15 @@ class Steps(Struct, frozen=True):
     rearrange: Rearrange | None = None
     unstack: bool = False
     split: Cut | None = None
+    some: Some | None = None
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Steps:
         """Return the steps of their texts. Raises ``ValueError`` for one that is unknown or in the wrong place."""
         steps, last = cls(), -1
         for text in texts:
-            words = "a b -> b a" if text.strip() == "transpose" else text.strip()
+            words, _, names = text.strip().partition(" for ")
+            words = "a b -> b a" if words == "transpose" else words
             if found := _CUT.fullmatch(words):
                 shares = tuple(int(share) for share in (found[2] or "").split(":") if share)
                 if len(shares) == 1:
@@ -135,41 +152,57 @@ class Steps(Struct, frozen=True):
                 name, step = words, cls(stack=words == "stack", unstack=words == "unstack")
             elif made := _rearrange(words):
                 name, step = "rearrange", cls(rearrange=made)
+                if names:
+                    name = ORDER[-1] if last >= 0 else ORDER[0]
+                    step = cls(some=Some(made, tuple(each.strip() for each in names.split(","))))
             else:
                 raise ValueError(
                     f"there is no step {text!r:.60}; the steps are concat, stack, transpose, axes as in 'a b -> b a', "
                     "unstack and split"
                 )
             if ORDER.index(name) <= last:
-                raise ValueError(f"the step {text!r:.60} comes too late; the order is {', '.join(ORDER)}")
+                raise ValueError(f"the step {text!r:.60} comes too late; the order is {', '.join(ORDER[1:-1])}")
             last = ORDER.index(name)
-            steps = replace(steps, **{name: getattr(step, name)})
+            field = name.partition(" ")[0]
+            steps = replace(steps, **{field: getattr(step, field)})
+        is_first = bool(texts) and " for " in texts[0]
+        if steps.some and (bool(steps.concat), bool(steps.split)) != (is_first, not is_first):
+            raise ValueError("axes for some of the texts need a concat after them, or a split before them")
         return steps
 
     def texts(self) -> tuple[str, ...]:
         """Return the steps as text."""
         axes = self.rearrange.text if self.rearrange else ""
+        some = self.some.text if self.some else ""
         return tuple(filter(None, (
+            some if self.concat else "",
             self.concat.text("concat") if self.concat else "",
             "stack" if self.stack else "",
             "transpose" if axes == "a b -> b a" else axes,
             "unstack" if self.unstack else "",
             self.split.text("split") if self.split else "",
+            some if self.split else "",
         )))  # fmt: skip
 
     def inverse(self) -> Steps:
         """Return the steps that undo these."""
-        axes = self.rearrange
-        back = Rearrange(axes.after, axes.before, axes.sizes) if axes else None
-        return Steps(self.split, self.unstack, back, self.stack, self.concat)
+        some = Some(self.some.axes.inverse(), self.some.names) if self.some else None
+        back = self.rearrange.inverse() if self.rearrange else None
+        return Steps(self.split, self.unstack, back, self.stack, self.concat, some)
 
     def apply(
-        self, grid: Grid, names: int, wanted: Sequence[int | None] | None = None
+        self, grid: Grid, texts: Sequence[str], wanted: Sequence[int | None] | None = None
     ) -> list[list[tuple[Shape, tuple[Part, ...]]]]:
         """Return the tensors that the steps make of a grid of tensors: their shapes and parts.
 
-        ``names`` is how many parts a split has to give, ``wanted`` the shape after ``rearrange`` as far as it is known.
-        Raises ``ValueError`` if the shapes do not allow it."""
+        ``texts`` are those of what is joined, or of what a split has to give, ``wanted`` the shape after ``rearrange``
+        as far as it is known. Raises ``ValueError`` if the shapes do not allow it."""
+        changed: dict[str, tuple[Shape, Shape]] = {}  # the shapes of tensors before and after their own change of axes
+        if self.some and self.concat:
+            for tensors in grid:
+                for key, shape in (each for at, each in enumerate(tensors) if texts[at] in self.some.names):
+                    changed[key] = shape, _turned(Part(key, full(shape), full(shape)), shape, self.some.axes)[0]
+            grid = [[(key, changed[key][1] if key in changed else shape) for key, shape in tensors] for tensors in grid]
         boxes, shape = self._joined(grid)
         if self.rearrange:
             rearrange = self.rearrange.expanded(len(shape))
@@ -178,11 +211,21 @@ class Steps(Struct, frozen=True):
             rearrange = Rearrange(axes, axes)
         sizes = rearrange.factors(shape, wanted)
         result = []
-        for row in self._taken_apart(tuple(prod(sizes[name] for name in group) for group in rearrange.after), names):
+        count = len(texts) if self.split else 1
+        for row in self._taken_apart(tuple(prod(sizes[name] for name in group) for group in rearrange.after), count):
             made = []
-            for into, out in row:
-                parts = (part for key, box, own in boxes for part in _moved(key, box, own, into, out, rearrange, sizes))
-                made.append((extent(out), merged(parts)))
+            for at, (into, out) in enumerate(row):
+                parts = merged(
+                    part for key, box, own in boxes for part in _moved(key, box, own, into, out, rearrange, sizes)
+                )
+                shape = extent(out)
+                if self.some and changed:
+                    parts = tuple(each for part in parts for each in _before(part, changed, self.some.axes))
+                elif self.some and self.split and texts[at] in self.some.names:
+                    if len(parts) != 1:
+                        raise ValueError(f"only what one tensor is split into has axes for {','.join(self.some.names)}")
+                    shape, parts = _turned(parts[0], shape, self.some.axes)
+                made.append((shape, parts))
             result.append(made)
         return result
 
@@ -235,7 +278,34 @@ class Steps(Struct, frozen=True):
             yield row
 
 
-ORDER = ("concat", "stack", "rearrange", "unstack", "split")
+ORDER = ("some before", "concat", "stack", "rearrange", "unstack", "split", "some after")
+
+
+def _turned(part: Part, shape: Shape, axes: Rearrange) -> tuple[Shape, tuple[Part, ...]]:
+    """Return the shape and the parts of what a part fills, a tensor of this shape, with its axes in another order."""
+    if part.axes or part.view or part.place != full(shape) or extent(part.box)[len(part.box) - len(shape) :] != shape:
+        raise ValueError("axes that change for some texts cannot change again for all")
+    (((made, parts),),) = Steps(rearrange=axes).apply([[("", shape)]], [""])
+    lead = part.box[: len(part.box) - len(shape)]  # the place in a stack
+    begins = [start for start, _ in part.box[len(lead) :]]
+    return made, tuple(
+        replace(
+            each,
+            source=part.source,
+            view=each.view or (extent(each.box) if each.axes else ()),
+            box=(*lead, *((at + start, at + stop) for at, (start, stop) in zip(begins, each.box, strict=True))),
+        )
+        for each in parts
+    )
+
+
+def _before(part: Part, changed: dict[str, tuple[Shape, Shape]], axes: Rearrange) -> Iterator[Part]:
+    """Yield the parts of a source whose axes change before it becomes the part: undone, backwards."""
+    if part.source not in changed:
+        yield part
+        return
+    _, parts = _turned(part.inverse(""), changed[part.source][1], axes.inverse())
+    yield from (_simple(each.inverse(part.source)) for each in parts)
 
 
 def _moved(

@@ -59,6 +59,9 @@ class Line(Struct, frozen=True):
             theirs = [variable for variable in _distinct(target) if variable.name not in source.names]
         joined, stacked = _only(mine, bool(steps.concat), steps.stack, "concat", "stack")
         parted, unstacked = _only(theirs, bool(steps.split), steps.unstack, "split", "unstack")
+        several = joined or parted
+        if steps.some and several and (unknown := set(steps.some.names) - set(several.options)):
+            raise ValueError(f"{min(unknown)} is not one of {{{several.name}}}")
         return cls(rule, source, target, steps, joined, stacked, parted, unstacked)
 
     @property
@@ -133,8 +136,9 @@ class Line(Struct, frozen=True):
         if first is not None:
             wanted = [None if self.steps.split and at == self.steps.split.axis else n for at, n in enumerate(first)]
             wanted = [None, *wanted] if self.steps.unstack else wanted
-        names = len(self.parted.options) if self.parted else 1
-        for number, row in enumerate(self.steps.apply(grid, names, wanted)):
+        several = self.parted or self.joined
+        texts = several.options if several else ("",)
+        for number, row in enumerate(self.steps.apply(grid, texts, wanted)):
             for at, (shape, parts) in enumerate(row):
                 own = {each.name: n for each, n in ((self.unstacked, number), (self.parted, at)) if each}
                 yield pattern.key({**values, **own}), Move(shape, parts, self.rule)

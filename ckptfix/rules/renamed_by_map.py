@@ -9,7 +9,8 @@ always applied as it is written. The leading `module.` of a wrapper need not be 
 A rule is `from → to` with patterns of keys: `{n}` is a number (`{n+1}`, `{2n+1}` are computed from it), `{a,b}` one of
 several texts, and `*` any text. What only one side has is joined or taken apart by the steps: `concat`, `stack`, axes
 in another order as einops writes them (`(h d t) ... -> (h t d) ... with d=64 t=2`, or `transpose`), `unstack`,
-`split 3` (or the shares: `split 4:1:1`). Of two rules that name a key, the one with fewer variables applies.
+`split 3` (or the shares: `split 4:1:1`); axes that end with `for q,k` change in these texts only. Of two rules that
+name a key, the one with fewer variables applies.
 
 ## Why it matters
 Nothing else brings the layers of another implementation under the names of a model if neither names nor shapes say

@@ -149,7 +149,7 @@ PERMUTED = {
 
 @pytest.mark.parametrize(("step", "shape"), PERMUTED.values(), ids=PERMUTED)
 def test_a_permutation_that_is_known_becomes_a_step(step, shape):
-    (((wanted, parts),),) = Steps.parse([step]).apply([[("w", shape)]], 1)
+    (((wanted, parts),),) = Steps.parse([step]).apply([[("w", shape)]], [""])
     known = Inference({"v": Match(parts, Label.CERTAIN)}, {"w": shape}, {"v": wanted})
     found = fold(known)
     assert not found.missing

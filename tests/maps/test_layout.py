@@ -78,6 +78,10 @@ CASES = [
     pytest.param(a_map("w", "{q,k,v}", "(n 3 d) i -> (3 n d) i with d=2", "split"), {"w": BIG},
                  dict(zip("qkv", BIG.view(2, 3, 2, 3).transpose(0, 1).reshape(3, 4, 3), strict=True)),
                  id="heads, each with its query, key and value"),
+    pytest.param(a_map("w", "{q,k,v}", "split", "(d t) ... -> (t d) ... with t=2 for q,k"), {"w": BIG},
+                 {"q": BIG[[0, 2, 1, 3]], "k": BIG[[4, 6, 5, 7]], "v": BIG[8:]}, id="permuted in part"),
+    pytest.param(a_map("{n}.{q,k}", "w", "a b -> b a for k", "concat", "stack"), {"0.q": A, "0.k": C.reshape(3, 4)},
+                 {"w": torch.cat([A, C.reshape(3, 4).t()])[None]}, id="transposed in part"),
     pytest.param(a_map("w", "c", "o (i h w) -> o i h w with h=1 w=3"), {"w": A}, {"c": A.view(4, 1, 1, 3)}, id="conv"),
     pytest.param(a_map("w", "c", "o i -> 1 o 1 i"), {"w": A}, {"c": A.view(1, 4, 1, 3)}, id="axes of one element"),
 ]  # fmt: skip
@@ -109,6 +113,8 @@ def test_a_map_applied_backwards_and_the_inverse_plan_give_the_source_back(renam
         (("a a -> a a",), "each once"),
         (("a b -> b a with c=2",), "sizes of its axes"),
         (("split 0",), "there is no step"),
+        (("a b -> b a for q",), "need a concat"),
+        (("a b -> b a for q", "split"), "need a concat|comes too late"),
     ],
 )
 def test_steps_without_a_meaning(steps, says):
@@ -133,6 +139,8 @@ def compositions(draw: st.DrawFn) -> Made:
     steps, source = [], "x"
     if len(names) > 1:
         source += f".{{{','.join(names)}}}"
+        some = draw(st.booleans())
+        steps += ["(u 2) ... -> (2 u) ... for a"] * some
         steps.append(f"concat{draw(st.sampled_from(['', ' dim 1', ' 1:1', ' 2:1:1']))}")
     if number:
         source += ".{e}"
@@ -155,6 +163,8 @@ def compositions(draw: st.DrawFn) -> Made:
     if draw(st.booleans()):
         target += ".{p,q}"
         steps.append(f"split{draw(st.sampled_from(['', ' 2', ' 2:1', ' dim 1']))}")
+        if len(names) == 1 and draw(st.booleans()):
+            steps.append(draw(st.sampled_from(["a b -> b a for q", "(u 2) ... -> (2 u) ... for p,q"])))
     ends = [f".{at}" for at in range(number)] or [""]
     keys = [f"x{'.' * bool(name)}{name}{end}" for name in names for end in ends]
     return Made(a_map(source, target, *steps), dict(zip(keys, numbered(*[shape] * len(keys)), strict=True)))
