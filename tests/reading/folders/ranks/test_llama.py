@@ -40,9 +40,11 @@ COLUMNS = ("wo.weight", "w2.weight")
 COPIES = ("norm.weight", "rope.freqs")
 
 
-def write_llama(folder: Path, ranks: int, groups: int = HEADS, by_columns: bool = False, **params: Any) -> Any:
+def write_llama(
+    folder: Path, ranks: int, groups: int = HEADS, by_columns: bool = False, whole: Any = None, **params: Any
+) -> Any:
     """Write a model as Meta does; Llama 1 and 2 divide the token embeddings by columns."""
-    whole = model(groups)
+    whole = model(groups) if whole is None else whole
     for rank in range(ranks):
         state = {}
         for key, value in whole.items():
@@ -128,3 +130,61 @@ def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
 def test_a_shard_stands_for_all(tmp_path: Path) -> None:
     whole = write_llama(tmp_path, 2)
     assert ckptfix.open_checkpoint(tmp_path / "consolidated.01.pth").keys() == list(whole)
+
+
+def meta_logits(state: dict[str, torch.Tensor], tokens: torch.Tensor, heads: int, groups: int) -> torch.Tensor:
+    """Meta's arithmetic: neighbouring elements of a head are turned together, as one complex number."""
+    width = state["tok_embeddings.weight"].shape[1] // heads
+    angles = torch.outer(torch.arange(len(tokens)), 1 / 10000 ** (torch.arange(0, width, 2) / width))
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def norm(hidden: torch.Tensor, name: str) -> torch.Tensor:
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5) * state[name]
+
+    def turned(value: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(value.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2)
+
+    hidden = state["tok_embeddings.weight"][tokens]
+    mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)
+    for layer in range(2):
+        at = f"layers.{layer}."
+        seen = norm(hidden, f"{at}attention_norm.weight")
+        q, k, v = (
+            (seen @ state[f"{at}attention.w{name}.weight"].T).unflatten(-1, (count, width))
+            for name, count in (("q", heads), ("k", groups), ("v", groups))
+        )
+        q, k, v = turned(q), *(part.repeat_interleave(heads // groups, 1) for part in (turned(k), v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / width**0.5 + mask
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        hidden = hidden + mixed @ state[f"{at}attention.wo.weight"].T
+        seen = norm(hidden, f"{at}ffn_norm.weight")
+        w1, w2, w3 = (state[f"{at}feed_forward.w{number}.weight"] for number in (1, 2, 3))
+        hidden = hidden + (torch.nn.functional.silu(seen @ w1.T) * (seen @ w3.T)) @ w2.T
+    return norm(hidden, "norm.weight") @ state["output.weight"].T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_the_model_of_transformers_answers_as_metas_arithmetic(tmp_path: Path, ranks: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads, groups, hidden, words = 8, 2, 512, 96
+    sizes: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": groups, "vocab_size": words}
+    config = LlamaConfig(**sizes, hidden_size=hidden, intermediate_size=640, num_hidden_layers=2, rms_norm_eps=1e-5)
+    torch.manual_seed(0)
+    shapes = {key: value.shape for key, value in model(groups).items()}
+    scale = {DIM: hidden, HIDDEN: 640, VOCABULARY: words, DIM // HEADS * groups: hidden // heads * groups}
+    whole = {key: 0.02 * torch.randn([scale.get(size, 32) for size in shape]) for key, shape in shapes.items()}
+    (tmp_path / "meta").mkdir()
+    write_llama(tmp_path / "meta", ranks, groups, whole=whole, dim=hidden, n_heads=heads, vocab_size=words)
+    out = tmp_path / "whole.pth"
+    ckptfix.repair(tmp_path / "meta", output=out, rename_map="meta-llama-64_transformers")
+    moved = torch.load(out, weights_only=True)
+    moved.pop("rope.freqs", None)
+    net = LlamaForCausalLM(config).eval()
+    net.load_state_dict(moved)
+    tokens = torch.randint(words, (9,))
+    with torch.no_grad():
+        logits = net(tokens[None]).logits[0]
+    torch.testing.assert_close(logits, meta_logits(whole, tokens, heads, groups), rtol=0, atol=1e-6)
