@@ -502,19 +502,17 @@ def whole_module(
     module, shared = root["module"], root.get("shared_params") or {}
     views = {entry.view: name for name in trained if isinstance(entry := module.get(name), TensorSpec)}
     weights: OrderedDict[str, Any] = OrderedDict()
-    empty = []
+    whole, empty = {**frozen, **trained}, []
     for name, entry in module.items():
-        if (name in trained) or (name in frozen):
-            weights[name] = trained.get(name, frozen.get(name))
-        elif shared.get(name) in trained:
-            weights[name] = trained[shared[name]]
+        if (holder := name if name in whole else shared.get(name)) in whole:
+            weights[name] = whole[holder]
         elif isinstance(entry, TensorSpec) and entry.numel and entry.view in views:
             weights[name] = trained[views[entry.view]]  # older releases do not list what is tied
         else:
             if isinstance(entry, TensorSpec) and entry.shape == (0,) and name not in root["buffer_names"]:
                 empty.append(name)
             weights[name] = entry
-    weights.update({name: spec for name, spec in {**trained, **frozen}.items() if name not in weights})
+    weights.update({name: spec for name, spec in whole.items() if name not in weights})
     weights.__dict__.update(getattr(module, "__dict__", {}))  # torch's _metadata
     if empty:
         raise UnreadableError(f"{path}: no rank holds the values of {first_names(empty)}; its files are damaged")

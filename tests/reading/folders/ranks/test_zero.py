@@ -416,3 +416,21 @@ def test_a_file_that_was_copied_over_another_is_named(tmp_path: Path) -> None:
 def test_ranks_of_constant_weights_are_alike_by_right(tmp_path: Path, value: float) -> None:
     write_zero(tmp_path, {"w": torch.full((64,), value)}, world=2)
     assert not [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_REPEATED]
+
+
+def test_what_is_tied_to_a_frozen_parameter_of_stage_3_is_that(tmp_path: Path) -> None:
+    """As the output layer of a model with tied embeddings, of which only an adapter is trained."""
+    write_zero3(tmp_path, TENSORS, world=2)
+    frozen = torch.arange(7.0)
+    for rank in range(2):
+        file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        root = torch.load(file, weights_only=False)
+        root["module"].update(embed=torch.empty(0), head=torch.empty(0))
+        root["frozen_param_shapes"] = OrderedDict(embed=frozen.shape)
+        root["frozen_param_fragments"] = OrderedDict(embed=_share(frozen, rank, 2))
+        root["shared_params"] = {"head": "embed"} if rank == 0 else {}
+        torch.save(root, file)
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert list(got) == [*TENSORS, "embed", "head"]
+    assert torch.equal(got["head"], frozen)
+    assert got["head"].data_ptr() == got["embed"].data_ptr()
