@@ -114,7 +114,7 @@ def explained(error: Exception, where: str, verb: str) -> PlaceError:
     kind = final_kind(error) or PlaceError
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     advice = _ADVICE.get(kind)
-    return kind(f"{where}: cannot be {verb}: {said}" + (f"; {advice}" if advice else ""))
+    return kind(f"{where}: cannot be {verb}: {said.splitlines()[0]}" + (f"; {advice}" if advice else ""))
 
 
 def final_kind(error: BaseException) -> type[PlaceError] | None:
@@ -130,7 +130,7 @@ def final_kind(error: BaseException) -> type[PlaceError] | None:
     if isinstance(error, OSError) and error.errno in _FINAL:
         return _FINAL[error.errno]
     status = _status(error)
-    if status is not None and 400 <= status < 500 and status not in _PASSING:
+    if status is not None and 300 <= status < 500 and status not in _PASSING:
         return _STATUS.get(status, PlaceError)
     return None
 
@@ -379,9 +379,10 @@ class _HttpRanges(Struct, frozen=True):
                 elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # the whole of a small file
                     return Answer(data[:stop], len(data), stamp)
         except HTTPError as error:
-            if error.code == 416 and start == 0:
+            if error.code == 416 and start == 0 and error.headers.get("Content-Range") == "bytes */0":
                 return Answer(b"", 0, "")
-            raise _explained(self.name, error) from error
+            if error.code != 416 or start:
+                raise _explained(self.name, error) from error
         except URLError as error:  # what it is about is inside
             raise error.reason if isinstance(error.reason, OSError) else error from error
         raise UnreadableError(

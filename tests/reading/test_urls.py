@@ -255,6 +255,21 @@ def test_a_member_that_is_not_where_the_directory_says(web, tmp_path):
         ckptfix.check(f"{web.url}/odd.pth", values=True)
 
 
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (416, "its server sends files as a whole only, and no ranges of them; download it first: curl -LO"),
+        ((302, "Location", "/a.pth"), r"would lead to an infinite loop\.$"),
+    ],
+)
+def test_a_server_that_refuses_ranges_or_redirects_in_a_circle_is_not_asked_again(trouble, said, web, tmp_path):
+    small(tmp_path)
+    web.troubles = [trouble] * 40
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.check(f"{web.url}/a.pth")
+    assert len(web.requests) < 12
+
+
 def test_an_empty_file(web, tmp_path):
     (tmp_path / "a.pth").touch()
     with pytest.raises(UnreadableError, match="the file is empty"):
