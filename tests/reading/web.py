@@ -67,7 +67,8 @@ class Web:
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", to.headers["Range"] or "") if self.ranges else None
         start, stop = (int(wanted[1]), min(int(wanted[2]) + 1, size)) if wanted else (0, size)
         if wanted and start >= size:
-            self.send(to, 416, **{"Content-Range": f"bytes */{size}"})
+            empty: dict[str, Any] = {"Content-Range": f"bytes */{size}"}
+            self.send(to, 416, **empty)
             return
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"} if wanted else {}
         with file.open("rb") as content:
