@@ -4,7 +4,7 @@
 A file that a single rank wrote: weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or
 `save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, tensors that are one rank's part of a larger
 one (ShardedTensor, DTensor), and one rank of a Megatron model that several ranks share. A single empty tensor, and the
-empty ranges of quantisation observers, are left alone.
+empty ranges of quantisation observers, are left alone. Tensors of the meta device, which have no values at all.
 
 A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
 its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
@@ -59,6 +59,13 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
             remedies=advise(shard.remedy),
             blocks=Blocks.FILLING,
+        )
+    if empty := tuple(key for key, spec in checkpoint.specs.items() if not spec.has_data):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(empty), 'tensor')} saved from the meta device: a name and a shape without values",
+            keys=empty,
+            remedies=advise("save the model again after its weights are loaded"),
         )
     yield from _strange_masters(rule, context)
     yield from _merged(rule, checkpoint)

@@ -85,3 +85,9 @@ def test_flattened_parameters(tmp_path: Path) -> None:
 def test_model_states_that_are_whole(corpus: Path) -> None:
     path = corpus / "2.6.0" / "deepspeed_module_key.pt"
     assert ckptfix.check(path, weights="module", select=(CODE,)).findings == ()
+
+
+def test_some_tensors_have_no_values():
+    state = {"a.weight": torch.ones(3, 3), "b.weight": torch.empty(3, 3, device="meta")}
+    (finding,) = ckptfix.check(state).findings
+    assert (finding.code, finding.keys) == ("FIL105", ("b.weight",))

@@ -190,9 +190,10 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
 
 
 def _holds_more(value: Any) -> bool:
-    """Return whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them."""
+    """Return whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them. The
+    array of a random generator is no weight."""
     if isinstance(value, Opaque):
-        return True
+        return not value.cls.module.startswith("numpy.random")
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return any(isinstance(member, (TensorSpec, NumpyArray, dict, list, tuple, Opaque)) for member in members)
 

@@ -150,6 +150,15 @@ def test_running_statistics_and_a_random_state_are_no_weights(tmp_path):
         opened(path)
 
 
+def test_a_random_state_beside_figures_is_no_weights(tmp_path):
+    path = tmp_path / "state.pkl"
+    path.write_bytes(pickle.dumps({"w": {"a.weight": np.ones((3, 3))}, "rng": np.random.RandomState(0)}))
+    assert opened(path).container == ("w",)
+    path.write_bytes(pickle.dumps({"rng": np.random.RandomState(0)}))
+    with pytest.raises(UnreadableError, match="no weights found"):
+        opened(path)
+
+
 def test_a_plain_dict_of_arrays_is_weights(tmp_path):
     path = tmp_path / "params.pkl"
     path.write_bytes(pickle.dumps({"mean": np.zeros(3), "var": np.ones(3)}))
