@@ -124,6 +124,10 @@ def _document(files: RankFiles) -> Document:
     frozen: Mapping[str, Any] = {}
     if masters is not None and masters.stage == 3:
         parts = [frozen_parameters(root, found, masters.world, path) for root, found in zip(roots, states, strict=True)]
+        for rank, root in zip(tensor, roots, strict=True):
+            if root.get("frozen_param_shapes"):
+                present = {data: file for (data, model), file in models.items() if model == rank}
+                files.note_missing(masters.world, present, f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_model_states.pt")
         frozen = joining.whole(parts, split_of)
     root = {**roots[0], "module": joining.whole([root["module"] for root in roots], split_of)}
     weights = whole_module(root, masters.tensors if masters else {}, frozen, path)

@@ -434,3 +434,8 @@ def test_what_is_tied_to_a_frozen_parameter_of_stage_3_is_that(tmp_path: Path) -
     assert list(got) == [*TENSORS, "embed", "head"]
     assert torch.equal(got["head"], frozen)
     assert got["head"].data_ptr() == got["embed"].data_ptr()
+    (tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 2: zero_pp_rank_1_mp_rank_00_model_states\.pt"):
+        ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert list(salvaged.specs) == list(TENSORS)
