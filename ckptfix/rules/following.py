@@ -209,6 +209,14 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     return list(found.values())
 
 
+def is_named(optimizer: Optimizer, change: Change) -> bool:
+    """Return whether the parameters have names, and one each, so that only the groups of the result are in doubt."""
+    found = named_by_itself(optimizer, change.before) or [
+        naming for scope in scopes(change) for naming in namings(optimizer, scope.layout)
+    ]
+    return bool(found) and all(naming.names == found[0].names for naming in found)
+
+
 def _inside(optimizer: Optimizer, naming: Naming) -> str:
     """Return of which module the names that a state has itself are."""
     number, key = next(iter(naming.names.items()))

@@ -63,7 +63,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
 from ckptfix.reading.weights.containers import AVERAGED
-from ckptfix.rules.following import Followed, ways
+from ckptfix.rules.following import Followed, is_named, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -222,14 +222,16 @@ def _out_of_step(
         reason = (
             f"{counted(len(found), 'way')} to name its parameters fit and differ"
             if found
-            else "nothing tells which parameter has which state, or which group a new one belongs to"
+            else "nothing tells which group of it a new parameter belongs to, or at which place"
+            if is_named(optimizer, change)
+            else "its parameters cannot be named"
         )
         sources = [way.source for way in found]
         why = "which other edits change" if plan.edits else "which the model has in another order"
         yield stays(
             f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
             "moments to the wrong weights",
-            _with_model(context, found),
+            _with_model(context, found, is_named(optimizer, change)),
             **({"recipes": sources} if sources else {}),
         )
         return
@@ -284,10 +286,11 @@ def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
         )
 
 
-def _with_model(context: Context, found: list[Followed]) -> tuple[Remedy, ...]:
+def _with_model(context: Context, found: list[Followed], is_named: bool) -> tuple[Remedy, ...]:
     if context.target is not None and context.target.modules is not None:
-        known = "the script's own optimizer tells them apart: ckptfix.load(model, file, optimizer=optimizer)"
-        return advise("train a step with the old model and save it, with names in the optimizer" if found else known)
+        if is_named and not found:
+            return advise("the script's own optimizer knows that: ckptfix.load(model, file, optimizer=optimizer)")
+        return advise("train a step with the old model and save it, with names in the optimizer") if found else ()
     return (Remedy((("model", MODEL),), "gives the order of the parameters"),)
 
 
