@@ -98,9 +98,6 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
         for part in pieces:
             if part.source not in source:
                 raise PartsError(key, f"{part.source} is not a key of the source")
-            seen = part.view or extent(part.box)
-            if prod(seen) != part.numel or (part.axes and sorted(part.axes) != list(range(len(seen)))):
-                raise PartsError(key, f"the view or the axes of the part of {part.source} do not fit its box")
             if part.numel != prod(extent(part.place)):
                 raise PartsError(key, f"the part of {part.source} has {part.numel} elements, its place another number")
             taken[part.source].append(part.box)
