@@ -19,7 +19,7 @@ from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import bag, module, roles, segments, similarity, told_apart, weights
-from ckptfix.maps.trees import Choice, Label, Matcher, reordered
+from ckptfix.maps.trees import Choice, Label, Matcher
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Specs = Mapping[str, Sequence[int]]
 
 ORDER_WEIGHT = 0.6
-SORTED_WEIGHT, REORDERED_WEIGHT = 0.12, 0.3
-"""Keys sorted by name say less about the order of the layers; more again, if those that are certain show it."""
+SORTED_WEIGHT = 0.12
+"""Keys sorted by name say less about the order of the layers."""
 
 Converters = tuple["Converter | None", "Converter | None"]
 """Those of the model that the file is from, and of the target."""
@@ -81,11 +81,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
     matcher = Matcher(min(weight, other), without)
-    matcher.match(*pairs)
-    if weight != other:  # one side is sorted: what is certain says in which order its layers are
-        pairs = reordered(*pairs, matcher.decisions, is_source=weight < other)
-        matcher = Matcher(REORDERED_WEIGHT, without)
-        matcher.match(*pairs)
+    matcher.match(*pairs, sorted_side=None if weight == other else int(weight > other))
     found: dict[str, list[tuple[Part, Label, tuple[str, ...]]]] = defaultdict(list)
     for decision in matcher.decisions:
         for at, (one, into, label) in enumerate(zip(decision.source, decision.target, decision.labels, strict=True)):

@@ -20,6 +20,7 @@ from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import STATISTICS, bag, conflicts, kind, module, numbers, similarity, template, weights
 
 FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
+REORDERED_WEIGHT = 0.3  # of the order that the layers of the other side show
 NARROW = 0.05  # a choice that is better by less than this is none
 
 # What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
@@ -105,9 +106,15 @@ class Matcher(Struct):
     _others: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
     _shown: set[tuple[Key, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
 
-    def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
-        """Match twice: the second time with the choices that the other templates made for modules of the same names."""
-        for _ in range(2):
+    def match(self, source: Sequence[Leaf], target: Sequence[Leaf], sorted_side: int | None = None) -> None:
+        """Match twice: the second time with the choices that the other templates made for modules of the same names.
+
+        ``sorted_side`` is the side (0, 1) whose keys are sorted by name, if only one is: what is certain then says in
+        which order its layers are."""
+        for at in range(2):
+            if at and sorted_side is not None:
+                source, target = _reordered((source, target), sorted_side, self.decisions)
+                self.order_weight = REORDERED_WEIGHT
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
             self.decisions.clear()
             self.choices.clear()
@@ -360,31 +367,30 @@ def _ranks(nodes: list[Node]) -> list[float]:
     return [each / 2 / max(len(nodes) - 1, 1) for each in sums]
 
 
-def reordered(
-    source: Sequence[Leaf], target: Sequence[Leaf], decisions: Sequence[Decision], is_source: bool
-) -> tuple[list[Leaf], list[Leaf]]:
-    """Give the leaves of the source, or of the target, the order of those on the other side that are certain, or else
-    the mean of their module's."""
+def _reordered(
+    sides: tuple[Sequence[Leaf], Sequence[Leaf]], which: int, decisions: Sequence[Decision]
+) -> list[Sequence[Leaf]]:
+    """Give the leaves of one side the order of those on the other side that are certain, or else the mean of their
+    module's."""
     shown: dict[tuple[str, Bounds], float] = {}
     for each in decisions:
-        for one, other, label in zip(each.source, each.target, each.labels, strict=True):
+        for *pair, label in zip(each.source, each.target, each.labels, strict=True):
             if label >= Label.CERTAIN:
-                leaf, into = (one, other) if is_source else (other, one)
-                shown[leaf.key, leaf.box] = into.order
+                shown[pair[which].key, pair[which].box] = pair[1 - which].order
     inside: dict[Path, list[float]] = defaultdict(list)
-    leaves = source if is_source else target
-    for leaf in leaves:
-        for depth in range(len(leaf.path)):
-            if (leaf.key, leaf.box) in shown:
+    for leaf in sides[which]:
+        if (leaf.key, leaf.box) in shown:
+            for depth in range(len(leaf.path)):
                 inside[leaf.path[:depth]].append(shown[leaf.key, leaf.box])
+    means = {front: sum(orders) / len(orders) for front, orders in inside.items()}
 
     def order(leaf: Leaf) -> float:
         fronts = (leaf.path[:depth] for depth in range(len(leaf.path) - 1, -1, -1))
-        nearest = next((inside[front] for front in fronts if front in inside), [leaf.order])
-        return shown.get((leaf.key, leaf.box), sum(nearest) / len(nearest))
+        nearest = next((means[front] for front in fronts if front in means), leaf.order)
+        return shown.get((leaf.key, leaf.box), nearest)
 
-    moved = [replace(leaf, order=order(leaf)) for leaf in leaves]
-    return (moved, list(target)) if is_source else (list(source), moved)
+    moved = [replace(leaf, order=order(leaf)) for leaf in sides[which]]
+    return [moved if side == which else leaves for side, leaves in enumerate(sides)]
 
 
 def _places(leaves: list[Pooled]) -> Places:

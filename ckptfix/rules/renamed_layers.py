@@ -91,6 +91,11 @@ OTHER_MODELS = advise(
     " --source-model the map is not proved"
 )
 
+OTHER_MAP = advise(
+    "the map that you gave does not compute the same: correct it, or leave --rename and --rename-map out to have one"
+    " inferred and proved"
+)
+
 PROOF = (
     Remedy((("rename_layers", True),), "applies the map; ckptfix map FILE REFERENCE prints it"),
     Remedy((("source_model", MODEL),), "proves it, with the model that the file was saved from"),
@@ -127,6 +132,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"the keys are those of the target; {fitting}",
                 keys=fitting.open,
                 evidence=_figures(fitting),
+                remedies=() if not fitting.is_refuted else OTHER_MAP if _has_map(context) else OTHER_MODELS,
             )
         return
     proof: Equivalence | None = None
@@ -192,6 +198,10 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 " --output-format json, and give it to --rename-map"
             ),
         )
+
+
+def _has_map(context: Context) -> bool:
+    return bool(context.settings.rename or context.settings.rename_map)
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:
