@@ -495,3 +495,4 @@ def test_a_map_of_the_user_is_proved_too(order):
     (proved,) = (finding for finding in report.findings if finding.code == "KEY106")
     assert ("verified" in proved.message) is (order == 1)
     assert proved.level is (Level.NOTE if order == 1 else Level.WARNING)
+    assert any("the map that you gave" in str(remedy) for remedy in proved.remedies) is (order == -1)
