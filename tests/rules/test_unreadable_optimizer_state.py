@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.core.rename_map import MapRule, RenameMap
+from ckptfix.smoke.exam import read_state_dict
 
 subclass_8bit = pytest.importorskip("torchao.optim.subclass_8bit", reason="pip install torchao")
 
@@ -135,3 +137,16 @@ def test_blocks_of_bitsandbytes_are_carried_and_never_cut(tmp_path, monkeypatch)
         assert all(torch.equal(found[name].view_as(wanted[name]), wanted[name]) for name in wanted)
         assert found["state1"].shape == shape
         assert found["qmap1"].shape == (256,)
+
+
+def test_the_forward_test_does_not_need_torchao(tmp_path):
+    """Its process has not imported it, and torch then allows none of its classes."""
+    torch.save({"model": nn.Linear(32, 16).state_dict(), "optimizer": state(low_bit())}, tmp_path / "a.pth")
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with pytest.raises(pickle.UnpicklingError, match="OptimState8bit"):
+            torch.load(tmp_path / "a.pth", weights_only=True)
+        assert set(read_state_dict(str(tmp_path / "a.pth"))) == {"weight", "bias"}
+    finally:
+        torch.serialization.add_safe_globals(known)
