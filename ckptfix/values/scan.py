@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
@@ -337,14 +338,15 @@ class Kernel:
 
     @cached_property
     def merges(self) -> bool:
-        """Return whether it adds up products as torch does: with fused multiply-adds, which old processors lack."""
+        """Return whether it adds up products as torch does: with fused multiply-adds, which old processors lack, and on
+        the kind of processor for which torch is built with MKL."""
         import numpy as np
 
         power = 2.0**-12
         two, one = np.array([[1, 1 + power]], np.float32), np.zeros((2, LANES), np.float32)
         one[:, 0] = -(1 + 2 * power), 1 + power
         found = bytearray(4)
-        if self._has_merge:
+        if self._has_merge and platform.machine() in ("x86_64", "AMD64"):
             self.merge("float32", found, two, one, 1, 1.0, rounds=False)
         return bool(struct.unpack("f", found)[0] == power**2)
 
