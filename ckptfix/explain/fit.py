@@ -18,10 +18,10 @@ from ckptfix.core.finding import Finding, counted
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
+from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
 from ckptfix.rules.adapting import POSITIONS, cases
-from ckptfix.rules.wrapper_segment import MODULE, WRAPPER_SEGMENTS
 
 Shape = tuple[int, ...]
 
@@ -164,14 +164,6 @@ def _shape(text: str) -> Shape:
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
-
-_WRAPPERS = {
-    MODULE: "DataParallel or DistributedDataParallel",
-    "_orig_mod": "torch.compile",
-    "_fsdp_wrapped_module": "FSDP",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-    "_forward_module": "a strategy of Lightning",
-}
 
 _FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")  # keys that fit: most of a model does, and is not in the message
 
@@ -316,7 +308,7 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
 
 
 def _wrapper_names(parts: Iterable[str]) -> str:
-    return ", ".join(f"`{part}` of {_WRAPPERS.get(part, 'a wrapper')}" for part in sorted(parts))
+    return ", ".join(f"`{part}` of {WRAPPERS.get(part, 'a wrapper')}" for part in sorted(parts))
 
 
 def _computed(findings: Mapping[str, Finding]) -> tuple[str, ...]:

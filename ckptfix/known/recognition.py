@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.core.wrappers import bare, colliding, segments_in, strip_segments
 from ckptfix.known.table import (
     NAMES,
     OF_CLIP,
@@ -31,7 +32,6 @@ from ckptfix.known.table import (
     starred,
     table,
 )
-from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, strip_segments, without_segments
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
@@ -175,7 +175,7 @@ def _views(shapes: Shapes) -> Iterator[tuple[_View, _Candidates]]:
     plain = {key: strip_segments(key) for key in shapes}
     if colliding(shapes, plain) is not None:
         plain = {key: key for key in shapes}
-    segments = sorted({part for key in without_segments(shapes) for part in key.split(".")} & WRAPPER_SEGMENTS)
+    segments = segments_in(shapes)
     solid = _solid(shapes)
     yield from _shorter(solid, plain, segments)
     modern = {key: modern_name(bare(key)) for key in shapes}

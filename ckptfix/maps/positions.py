@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import bare
 
 Shape = tuple[int, ...]
 NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes names certain
@@ -175,7 +176,6 @@ class Layout(Struct, frozen=True):
         return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
 
 
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_forward_module)\.")
 _HF_PATTERNS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 _UNDECAYED = re.compile(
     r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
@@ -185,11 +185,6 @@ OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")
 """Tables and heads, which scripts with Muon leave to Adam."""
 _STEM = re.compile(r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)")
 _BLOCK = re.compile(r"(.*\.)?(blocks|layers?|h)\.(\d+)\.")
-
-
-def bare(key: str) -> str:
-    """Return a key without the segments of wrappers: the name that the optimizer's own training knew."""
-    return _WRAPPERS.sub(r"\1", key)
 
 
 def _is_flat(layout: Layout, key: str) -> bool:

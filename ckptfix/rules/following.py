@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ckptfix.core.edits import Edit, Moments, Regroup
 from ckptfix.core.parts import Part
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import bare
 from ckptfix.maps.positions import (
     BLOCKWISE,
     NAMED,
@@ -25,7 +26,6 @@ from ckptfix.maps.positions import (
     Naming,
     Optimizer,
     Recipe,
-    bare,
     beginning,
     fits,
     logical_shape,

@@ -35,9 +35,9 @@ from ckptfix.core.edits import renames
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.core.wrappers import two_sets
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.rules.several_state_dicts import choice
-from ckptfix.rules.wrapper_segment import two_sets
 
 # Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
 # no prefix is what is wrong.
@@ -83,6 +83,10 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             chosen[prefixes] = _with_followers(prefixes, matches, free, known - placed)
             free = {key: entry for key, entry in free.items() if key not in chosen[prefixes]}
             placed |= set(chosen[prefixes].values())
+    for key in _shifted(chosen, free, known - placed):
+        for matches in chosen.values():
+            placed -= {matches.pop(key, "")}
+    chosen = {prefixes: matches for prefixes, matches in chosen.items() if matches}
     if chosen and _explains(len(placed), checkpoint, target):
         yield _under_another_prefix(rule, chosen, is_safe=sum(map(len, chosen.values())) >= in_place)
     if rivals and _explains(len(placed) + len(matches), checkpoint, target):

@@ -30,8 +30,8 @@ from ckptfix.core.edits import Fill, renames
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.core.wrappers import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, two_sets
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrapper_segment import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, two_sets
 
 
 @rule("KEY103", "missing-wrapper-prefix")

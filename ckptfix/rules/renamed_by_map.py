@@ -44,10 +44,10 @@ from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.core.wrappers import leading_modules, shared_modules, without_first
 from ckptfix.errors import UsageError
 from ckptfix.maps.resolving import resolve
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.wrapper_segment import leading_modules, shared_modules, without_first
 
 
 @rule("KEY107", "renamed-by-map")

@@ -64,6 +64,7 @@ from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
+from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, others
@@ -71,7 +72,6 @@ from ckptfix.maps.library import each_of, look_up
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.rules.transient_buffer import is_superfluous
-from ckptfix.rules.wrapper_segment import two_sets
 from ckptfix.values.alike import by_values
 
 if TYPE_CHECKING:

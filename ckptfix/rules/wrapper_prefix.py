@@ -32,10 +32,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Drop, renames
 from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.reading.weights.prefixed_sets import copied_under
-from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.rules.several_state_dicts import choice_of_copies
-from ckptfix.rules.wrapper_segment import (
+from ckptfix.core.wrappers import (
     COUNTER,
     bare,
     colliding,
@@ -46,6 +43,9 @@ from ckptfix.rules.wrapper_segment import (
     two_sets,
     without_first,
 )
+from ckptfix.reading.weights.prefixed_sets import copied_under
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.several_state_dicts import choice_of_copies
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Target

@@ -22,12 +22,12 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind as FactKind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.progress import Task
+from ckptfix.core.wrappers import bare, colliding, segments_in
 from ckptfix.errors import CkptfixError, HostileError
 from ckptfix.known.recognition import Shapes, modern_name
 from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import is_module, module_parts
-from ckptfix.rules.wrapper_segment import WRAPPER_SEGMENTS, bare, colliding, has_wrapper_segment
 from ckptfix.zoo.listing import Item, Kind, fetch_item
 from ckptfix.zoo.naming import compile_patterns, literal
 from ckptfix.zoo.places import Place
@@ -186,7 +186,7 @@ def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
     """Return names as the model itself has them, and the prefix that was removed."""
     new = {key: bare(key) for key in shapes}
     prefix = ""
-    if segments := {part for key in shapes if has_wrapper_segment(key) for part in key.split(".")} & WRAPPER_SEGMENTS:
+    if segments := segments_in(shapes):
         prefix = ", ".join(sorted(segments))
     elif shapes and all(key.startswith("module.") for key in shapes):
         prefix = "module."

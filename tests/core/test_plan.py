@@ -41,11 +41,11 @@ from ckptfix.core.edits import (
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
+from ckptfix.core.wrappers import bare
 from ckptfix.engine.applying import apply_plan
 from ckptfix.engine.changes import Supplies
 from ckptfix.errors import PlanError
 from ckptfix.reading.memory import open_state_dict
-from ckptfix.rules.wrapper_segment import bare
 from tests.checks import assert_same
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import ckptfix
-from ckptfix.rules.wrapper_segment import (
+from ckptfix.core.wrappers import (
     bare,
     colliding,
     leading_modules,
@@ -272,3 +272,9 @@ def test_shared_modules(keys: list[str], shared: int) -> None:
 def test_without_segments() -> None:
     paths = ["", "a.weight", "a._orig_mod.weight", "_orig_mod", "a._other.weight", "_forward_module.a"]
     assert without_segments(paths) == {"a._orig_mod.weight": "a.weight", "_orig_mod": "", "_forward_module.a": "a"}
+
+
+def test_the_names_that_an_optimizer_knew_are_those_without_wrappers():
+    """Activation checkpointing inside of FSDP, with an optimizer that was made by the names of the bare model."""
+    keys = ["_fsdp_wrapped_module.a._checkpoint_wrapped_module.weight", "module._orig_mod.a.bias"]
+    assert [bare(key) for key in keys] == ["a.weight", "a.bias"]

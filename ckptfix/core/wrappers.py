@@ -1,0 +1,105 @@
+"""The segments that wrappers of modules put into keys, and keys without them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+# The attribute under which DataParallel, DistributedDataParallel and AveragedModel keep the model; users use the name
+# too.
+MODULE = "module"
+
+# Segments that wrappers make, and which wrapper does.
+WRAPPERS: Mapping[str, str] = {
+    MODULE: "DataParallel or DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "a strategy of Lightning",
+}
+WRAPPER_SEGMENTS = WRAPPERS.keys() - {MODULE}  # no module of a user is called so
+
+_LEADING = f"{MODULE}."
+COUNTER = "n_averaged"  # AveragedModel's own buffer, beside its `module`: 0-d, int64, zero in a fresh one
+
+
+def has_wrapper_segment(path: str) -> bool:
+    """Return whether a reserved segment stands anywhere in the key or module path."""
+    return _may_have_segment(path) and not WRAPPER_SEGMENTS.isdisjoint(path.split("."))
+
+
+def strip_segments(path: str) -> str:
+    """Return the key or module path without its reserved segments."""
+    if not _may_have_segment(path):
+        return path
+    return ".".join(part for part in path.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def without_segments(paths: Iterable[str]) -> dict[str, str]:
+    """Return the keys or module paths that have reserved segments, each with its name without them."""
+    suspects = [path for path in paths if "._" in path or path.startswith("_")]
+    return {path: strip_segments(path) for path in suspects if has_wrapper_segment(path)}
+
+
+def _may_have_segment(path: str) -> bool:
+    # A look at the text alone, because nearly all of a hundred thousand keys have none.
+    return "._" in path or path.startswith("_")
+
+
+def bare(key: str) -> str:
+    """Return the key without reserved segments and without ``module``: the same for every wrapping."""
+    if MODULE not in key and not _may_have_segment(key):
+        return key
+    *path, name = strip_segments(key).split(".")
+    return ".".join((*(part for part in path if part != MODULE), name))
+
+
+def is_counter(key: str) -> bool:
+    """Return whether the key is where an AveragedModel around the whole model keeps its counter."""
+    return key.endswith(COUNTER) and bare(key) == COUNTER
+
+
+def leading_modules(key: str) -> int:
+    """Return how many segments ``module`` the key begins with, its last segment not counted."""
+    count = 0
+    while key.startswith(_LEADING, count * len(_LEADING)):
+        count += 1
+    return count
+
+
+def shared_modules(keys: Collection[str]) -> int:
+    """Return how many segments ``module`` all of the keys begin with."""
+    # What the first and the last of a sorted list begin with, all between them begin with.
+    return min(leading_modules(min(keys)), leading_modules(max(keys))) if keys else 0
+
+
+def without_first(key: str, count: int) -> str:
+    """Return the key without its first ``count`` segments."""
+    return ".".join(key.split(".", count)[count:])
+
+
+def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
+    """Return a name that two keys would have after the renames; None if all stay apart."""
+    keys = tuple(keys)
+    names = [new.get(key, key) for key in keys]
+    if all(names) and len(set(names)) == len(names):
+        return None
+    seen: set[str] = set()
+    for key, name in zip(keys, names, strict=True):
+        if name in seen or not name:
+            return name or key
+        seen.add(name)
+    return None
+
+
+def two_sets(keys: Iterable[str]) -> str | None:
+    """Return a name that two keys would have without their reserved segments: then the file holds a wrapped set of
+    weights and another one, and no rule may move either of them out of the other's way."""
+    keys = tuple(keys)
+    new = without_segments(keys)
+    return colliding(keys, new) if new else None
+
+
+def segments_in(paths: Iterable[str]) -> list[str]:
+    """Return the reserved segments in keys or module paths, sorted."""
+    suspects = (path for path in paths if _may_have_segment(path))
+    return sorted({part for path in suspects for part in path.split(".")} & WRAPPER_SEGMENTS)
