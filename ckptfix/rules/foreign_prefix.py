@@ -5,7 +5,8 @@ A prefix of whole segments (`model.`, `net.`, `backbone.`, `encoder.` or any oth
 of the file equal to keys of the target with the same shapes. Prefixes are found by counting the evidence, not from a
 list: one key alone proves nothing, unless there is no other. Keys of another shape (another head) and entries that are
 no tensors follow the prefix that the rest confirms. What a prefix explains has to be most of the file or of the target.
-Layers whose names differ by more than a prefix are the matter of KEY106.
+Layers whose names differ by more than a prefix are the matter of KEY106, and so are lists of which some layers would
+get a place and others not, while the target has layers of their shapes beside the list.
 
 ## Why it matters
 A trainer that keeps the network in an attribute (Lightning's `self.model`, a detector's `backbone`) saves it under that
@@ -83,9 +84,9 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             chosen[prefixes] = _with_followers(prefixes, matches, free, known - placed)
             free = {key: entry for key, entry in free.items() if key not in chosen[prefixes]}
             placed |= set(chosen[prefixes].values())
-    for key in _shifted(chosen, free, known - placed):
-        for matches in chosen.values():
-            placed -= {matches.pop(key, "")}
+    for prefixes, matches in chosen.items():
+        for key in _by_chance(prefixes, matches, free, known - placed, target):
+            placed.remove(matches.pop(key))
     chosen = {prefixes: matches for prefixes, matches in chosen.items() if matches}
     if chosen and _explains(len(placed), checkpoint, target):
         yield _under_another_prefix(rule, chosen, is_safe=sum(map(len, chosen.values())) >= in_place)
@@ -182,6 +183,34 @@ def _with_followers(
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
     return {key: name for key, name in names.items() if key in matches or name in wanted}
+
+
+def _by_chance(
+    prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: Iterable[str], target: Target
+) -> list[str]:
+    """Return the keys of lists of layers whose numbers agree with the target's by chance: another layer of the list is
+    on one side only, and the other side has one of its shape beside the list, under a name of its own.
+
+    So `proj_in`, `layers.0` and `proj_out` of the target are not `layers.0` to `layers.2` of the file."""
+    taken, put = prefixes
+    file = {put + key[len(taken) :]: entry for key, entry in free.items() if key.startswith(taken)}
+    left = {name: entry.shape for name, entry in file.items() if isinstance(entry, TensorSpec)}
+    sides = left, {name: target.slots[name].shape for name in wanted if name in target.slots}
+    lists: set[str] = set()
+    for these, others in (sides, sides[::-1]):
+        beside = {(outer, rest, shape) for name, shape in others.items() for outer, _, rest in _splits(name)}
+        for name, shape in these.items():
+            for outer, each, rest in _splits(name):
+                if rest[:1].isdigit() and (outer, rest.partition(".")[2], shape) in beside:
+                    lists.add(outer + each)
+    return [key for key, name in matches.items() if any(outer + each in lists for outer, each, _ in _splits(name))]
+
+
+def _splits(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each segment of a name but the last, with what is before it and after it."""
+    segments = name.split(".")
+    for at, segment in enumerate(segments[:-1]):
+        yield "".join(f"{each}." for each in segments[:at]), segment, ".".join(segments[at + 1 :])
 
 
 def _suffixes(key: str) -> Iterator[str]:

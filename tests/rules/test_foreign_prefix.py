@@ -224,3 +224,33 @@ def test_a_prefix_of_its_own_for_each_of_many_layers_is_none(layers: int, count:
     model = within(**{f"layer{number}": nn.Linear(2, 2) for number in range(layers)})
     state = {f"m{key.partition('.')[0]}.{key}": value for key, value in model.state_dict().items()}
     assert len(propose(foreign_prefix, state, model)) == count
+
+
+class Ends(nn.Module):
+    """An MLP whose first and last layers have names of their own, as transformers writes the heads of SAM."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        self.proj_in, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+        self.proj_out = nn.Linear(4, 4)
+
+
+def listed(depth: int) -> Any:
+    """The same MLP as one list."""
+    return within(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(depth)))
+
+
+@pytest.mark.parametrize(("file", "target"), [(listed(3), Ends()), (Ends(), listed(3))])
+def test_a_number_that_both_sides_have_by_chance_is_no_layer_of_the_same_place(file, target):
+    state = within(body=net(), head=file).state_dict()
+    proposed = propose(foreign_prefix, state, within(model=within(body=net(), head=target)))
+    renamed = {key for finding in proposed for key in finding.keys}
+    assert renamed == {key for key in state if key.startswith("body.")}
+
+
+def test_a_longer_list_keeps_its_places():
+    """Layers that the target does not have, and a head of its own, of another shape."""
+    target = within(model=within(body=net(), **dict(Ends(1).named_children()), extra=nn.Linear(9, 9)))
+    state = within(body=net(), **dict(Ends(3).named_children())).state_dict()
+    (proposed,) = propose(foreign_prefix, state, target)
+    assert set(state) - set(proposed.keys) == {f"layers.{n}.{leaf}" for n in (1, 2) for leaf in ("weight", "bias")}
