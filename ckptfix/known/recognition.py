@@ -85,11 +85,17 @@ class _Match(Struct, frozen=True):
     differing: tuple[str, ...]
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """The smaller, the better: fit, keys that differ, sizes that are not the usual ones."""
+    def rank(self) -> tuple[int, int, int, int]:
+        """The smaller, the better: fit, keys that differ, those that stand in the place of no other, sizes that are not
+        the usual ones."""
         unusual = min(len(_unusual(model, self.sizes)) for model in self.structure.models)
         keys = len(self.missing) + len(self.added) + len(self.differing) + self.view.outside
-        return (_ORDER[self.fit], keys, unusual)
+        strange = len(self.added)
+        if self.fit is Fit.OTHER_HEAD:  # of a layer that another one has the place of, nothing else is missing
+            places = Counter(f"{key.rpartition('.')[0]}." for key in self.missing)
+            keys -= sum(n for place, n in places.items() if any(key.startswith(place) for key in self.added))
+            strange -= sum(key.startswith(tuple(places)) for key in self.added)
+        return (_ORDER[self.fit], keys, strange, unusual)
 
 
 _Candidates = Iterable[tuple[int, bool]]  # numbers of structures, and whether none is more similar

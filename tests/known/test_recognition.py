@@ -229,3 +229,13 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "nump
 def test_no_torch_is_needed():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stderr, done.stdout.split()) == ("", [])
+
+
+def test_a_head_with_a_layer_in_its_place_decides_between_models_of_one_trunk():
+    """A causal model has no key of its own beside the trunk, as its head is tied: a new `score` is not its own."""
+    own = shapes("transformers/Gemma2ForSequenceClassification")
+    del own["score.weight"]
+    found = recognise({**own, "score.1.weight": (7, 33), "score.1.bias": (7,)})
+    assert found is not None
+    assert found.fit is Fit.OTHER_HEAD
+    assert all(name.endswith("Classification") for name in found.names)
