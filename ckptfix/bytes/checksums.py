@@ -7,7 +7,6 @@ every other view of it is read without a second look. One that is read from end 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -155,6 +154,8 @@ def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
 
 def sha256_of_file(path: Path) -> str:
     """Return the sha256 of a file, in hex. It runs without Python's lock."""
+    import hashlib  # it loads OpenSSL, which a first answer does not need
+
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:  # hashlib.file_digest needs Python 3.11, and its buffer is small
         buffer = memoryview(bytearray(max(1, min(1 << 20, os.fstat(file.fileno()).st_size))))
