@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
@@ -340,14 +341,21 @@ class TensorStatistics(NamedTuple):
         return self.numel > 1 and not self.nonfinite and self.minimum == self.maximum
 
 
-def ties(specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
+def ties(specs: Mapping[str, TensorSpec]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of keys that are one tensor: the same view of the same storage. Empty tensors are not tied."""
-    by_storage: dict[int, list[str]] = {}
-    for key, spec in specs.items():
-        if spec.storage is not None and spec.numel:
-            by_storage.setdefault(id(spec.storage), []).append(key)
+    views = Counter([id(spec.storage) for spec in specs.values()])  # most storages have one, which is not worked out
+    return grouped(
+        {
+            key: spec.view
+            for key, spec in specs.items()
+            if spec.storage is not None and views[id(spec.storage)] > 1 and spec.numel
+        }
+    )
+
+
+def grouped(identities: Mapping[str, tuple[object, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of two or more keys with equal identities, in the order of their first keys."""
     groups: dict[tuple[object, ...], list[str]] = {}
-    for keys in by_storage.values():
-        for key in keys if len(keys) > 1 else ():  # as of few storages
-            groups.setdefault(specs[key].view, []).append(key)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
+    for key, identity in identities.items():
+        groups.setdefault(identity, []).append(key)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

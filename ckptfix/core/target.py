@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from ckptfix.core.buffers import is_buffer_name
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import TensorSpec, grouped, ties
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         slots={key: _slot_of(tensor, is_parameter[key]) for key, tensor in tensors.items()},
         entries=frozenset(state) - frozenset(tensors),
         transient=frozenset(transient),
-        ties=_groups({key: _identity(tensor) for key, tensor in tensors.items()}),
+        ties=grouped({key: _identity(tensor) for key, tensor in tensors.items()}),
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
         library=type(module).__module__.partition(".")[0],
@@ -250,7 +250,7 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
         label=checkpoint.path,
         slots={key: Slot(spec.dtype, spec.shape, _kind_of(key, spec)) for key, spec in specs.items()},
         entries=frozenset(checkpoint.entries) - frozenset(specs),
-        ties=_groups({key: spec.view for key, spec in specs.items() if spec.storage is not None and spec.numel}),
+        ties=ties(specs),
         library="transformers" if "transformers_version" in config else "timm" if "pretrained_cfg" in config else "",
         grids={}
         if (grid := grid_of_config(config, {k: spec.shape for k, spec in specs.items()})) is None
@@ -284,13 +284,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
         return (id(tensor),)
     storage = tensor.untyped_storage()._cdata
     return (storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _groups(identities: Mapping[str, tuple[object, ...]]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for key, identity in identities.items():
-        groups.setdefault(identity, []).append(key)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -201,10 +201,10 @@ def _delivered(
 
 def _lost_ties(result: Checkpoint) -> Iterator[str]:
     """Say what the readers of a safetensors file do not get of tensors that share memory."""
-    if ties := tied_keys(result):
+    if tied := tied_keys(result):
         yield (
-            f"safetensors stores a tied tensor once, so a plain load_file lacks {counted(len(ties), 'key')} "
-            f"({first_names(list(ties))}); ckptfix reads all of them, and --untie writes each"
+            f"safetensors stores a tied tensor once, so a plain load_file lacks {counted(len(tied), 'key')} "
+            f"({first_names(list(tied))}); ckptfix reads all of them, and --untie writes each"
         )
     regions = Regions(result.specs.values())
     views: dict[int, dict[tuple[object, ...], str]] = {}

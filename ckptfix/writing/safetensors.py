@@ -17,7 +17,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
 from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task, tell_slower
-from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.spec import Storage, TensorSpec, ties
 from ckptfix.errors import HostileError, Opt, WriteError
 from ckptfix.reading.lazy_tensors import contiguous_blocks, is_range
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
@@ -117,23 +117,19 @@ def lost_extras(checkpoint: Checkpoint) -> list[str]:
 
 
 def tied_keys(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the keys that are the same view of the same storage as an earlier key, with that key."""
-    stored: dict[tuple[object, ...], str] = {}
-    ties = {}
-    for key, spec in checkpoint.specs.items():
-        if spec.numel and stored.setdefault(spec.view, key) != key:
-            ties[key] = stored[spec.view]
-    return ties
+    """Return the keys that are tied to an earlier key, in the order of the state_dict, with that key."""
+    first = {key: group[0] for group in ties(checkpoint.specs) for key in group[1:]}
+    return {key: first[key] for key in checkpoint.specs if key in first}
 
 
 def untied(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with tied tensors as tensors of their own, which hold the same values."""
-    ties = tied_keys(checkpoint)
-    if not ties:
+    tied = tied_keys(checkpoint)
+    if not tied:
         return checkpoint
     entries = {
         key: replace(entry, storage=replace(entry.storage))
-        if key in ties and isinstance(entry, TensorSpec) and entry.storage is not None
+        if key in tied and isinstance(entry, TensorSpec) and entry.storage is not None
         else entry
         for key, entry in checkpoint.entries.items()
     }
@@ -151,7 +147,7 @@ def _note(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
 def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
     """Return the header, with the keys in the order of the state_dict, and the tensors in that of their bytes: those of
     large elements first, so that each is aligned, as the reference writer has them."""
-    ties = tied_keys(checkpoint)
+    tied = tied_keys(checkpoint)
     stored: dict[str, tuple[TensorSpec, str]] = {}
     for key, spec in checkpoint.specs.items():
         dtype = DTYPES[spec.dtype]
@@ -166,7 +162,7 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
                 f"{checkpoint.path}: safetensors reserves the key __metadata__; rename the tensor, or write it with ",
                 Opt("format", "pth"),
             )
-        if key not in ties:
+        if key not in tied:
             stored[key] = spec, dtype.safetensors
     offsets: dict[str, list[int]] = {}
     order, position = sorted(stored, key=lambda key: -stored[key][0].itemsize), 0
@@ -180,12 +176,12 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
         }
         for key, (spec, name) in stored.items()
     }
-    return {"__metadata__": _notes(checkpoint, ties), **records}, [stored[key][0] for key in order]
+    return {"__metadata__": _notes(checkpoint, tied), **records}, [stored[key][0] for key in order]
 
 
-def _notes(checkpoint: Checkpoint, ties: dict[str, str]) -> dict[str, str]:
+def _notes(checkpoint: Checkpoint, tied: dict[str, str]) -> dict[str, str]:
     notes = {fact.place: fact.data["text"] for fact in checkpoint.remarks if fact.kind is Kind.NOTE} | {"format": "pt"}
-    for name, value in ((METADATA, checkpoint.metadata), (TIES, ties), (CONTAINER, _note(checkpoint)[0])):
+    for name, value in ((METADATA, checkpoint.metadata), (TIES, tied), (CONTAINER, _note(checkpoint)[0])):
         if value:
             try:
                 notes[name] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)

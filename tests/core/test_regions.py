@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.bytes.sources import MemoryBytes
-from ckptfix.core.spec import Regions, Storage, TensorSpec
+from ckptfix.core.spec import Regions, Storage, TensorSpec, ties
 
 STORAGE = Storage("0", MemoryBytes(bytes(1000)))
 
@@ -55,6 +55,18 @@ views = st.builds(
     st.lists(st.integers(0, 3), max_size=3),
     st.lists(st.integers(0, 7), min_size=3, max_size=3),
 )
+
+
+def test_ties_are_in_the_order_of_their_first_keys():
+    other = Storage("1", MemoryBytes(bytes(1000)))
+    specs = {"a": view(0, 9), "b": view(0, 9, storage=other), "c": view(9, 9), "d": view(0, 9, storage=other)}
+    assert ties({**specs, "e": view(9, 9), "f": view(0, 9)}) == (("a", "f"), ("b", "d"), ("c", "e"))
+
+
+def test_tensors_without_a_storage_are_not_tied():
+    meta = TensorSpec("float32", (3,), (1,))
+    sparse = TensorSpec("float32", (3,), layout="sparse_coo", parts={"indices": view(0, 3), "values": view(3, 3)})
+    assert ties({"a": meta, "b": meta, "c": sparse, "d": sparse, "e": view(0, 0), "f": view(0, 0)}) == ()
 
 
 @given(st.lists(views, min_size=1, max_size=8))

@@ -17,6 +17,7 @@ from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.errors import WriteError
 from ckptfix.reading.opening import open_file
+from ckptfix.writing.safetensors import tied_keys
 from tests.checks import bytes_of
 from tests.reading.files import opened, write
 from tests.reading.state_dicts import same
@@ -154,6 +155,13 @@ def test_untied_tensors_are_written_each(settings: dict[str, Any], tmp_path):
     assert {key: bytes_of(value) for key, value in found.items()} == {
         key: bytes_of(value) for key, value in state_dict.items()
     }
+
+
+def test_interleaved_ties_come_back_in_the_order_of_the_state_dict(tmp_path):
+    one, two = torch.ones(3), torch.zeros(4)
+    torch.save(OrderedDict(a=one, b=two, c=one, d=two, e=one, f=torch.empty(2, device="meta")), tmp_path / "a.pth")
+    assert tied_keys(opened(tmp_path / "a.pth")) == {"c": "a", "d": "b", "e": "a"}
+    assert list(tied_keys(opened(tmp_path / "a.pth"))) == ["c", "d", "e"]
 
 
 def test_more_metadata_than_the_header_can_be_read_with_is_refused_before_writing(tmp_path, monkeypatch):
