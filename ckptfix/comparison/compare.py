@@ -18,6 +18,7 @@ from ckptfix.comparison.gap import EXACT, Tolerance, measure_gap, row_major_bloc
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
+from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import UsageError
@@ -42,19 +43,6 @@ def find_renames(only_a: Mapping[str, TensorSpec], only_b: Mapping[str, TensorSp
             a_keys.setdefault(digest, []).append(key)
     found = dict(pair for digest, keys in a_keys.items() for pair in _match(keys, b_keys[digest]))
     yield from ((key, found[key]) for key in only_a if key in found)
-
-
-def rename_modules(renamed: Mapping[str, str]) -> dict[str, str]:
-    """Return the modules of A by their names in B, as the renamed keys tell: ``module.bn1`` is ``bn1``."""
-    modules: dict[str, str] = {}
-    for key, other in renamed.items():
-        old, new = key.split("."), other.split(".")
-        while old and new and old[-1] == new[-1]:
-            old, new = old[:-1], new[:-1]
-            if ".".join(old) in modules:
-                break
-            modules[".".join(old)] = ".".join(new)
-    return modules
 
 
 def _kind(spec: TensorSpec) -> Form:
@@ -153,7 +141,7 @@ def compare(
         ties_a=ties_a,
         ties_b=ties_b,
         entries=compare_entries(a, b, values),
-        metadata=compare_metadata(a, b, rename_modules(renamed)),
+        metadata=compare_metadata(a, b, renamed),
         extras=compare_extras(a, b, values, tolerance),
         equal=sum(gap.is_equal and pair.a.dtype == pair.b.dtype for pair, gap in gaps),
         cast=sum(gap.is_equal and pair.a.dtype != pair.b.dtype for pair, gap in gaps),
@@ -224,13 +212,13 @@ def compare_entries(a: Checkpoint, b: Checkpoint, read_values: bool) -> Texts:
     return _texts(_differences(left, right, (), read_values))
 
 
-def compare_metadata(a: Checkpoint, b: Checkpoint, modules: Mapping[str, str]) -> Texts:
-    """Return the rows of ``_metadata`` that differ, under the names of B; ``modules`` maps the names of modules."""
+def compare_metadata(a: Checkpoint, b: Checkpoint, renamed: Mapping[str, str]) -> Texts:
+    """Return the rows of ``_metadata`` that differ, under the names of B; ``renamed`` maps keys of A to those of B."""
     if a.metadata is None or b.metadata is None:
         whole = (_count(a), _count(b))
         return {} if whole[0] == whole[1] else {"_metadata": whole}
-    left = {_renamed(module, modules): dict(row) for module, row in a.metadata.items()}
-    right = {module: dict(row) for module, row in b.metadata.items()}
+    left = rename_metadata(a.metadata, {key: renamed.get(key, key) for key in a.entries}) or {}
+    right = b.metadata
     return {
         module: (_row(left.get(module)), _row(right.get(module)))
         for module in {**left, **right}
@@ -244,16 +232,6 @@ def _count(checkpoint: Checkpoint) -> str | None:
 
 def _row(row: Mapping[str, object] | None) -> str | None:
     return None if row is None else ", ".join(f"{name} {value!r:.40}" for name, value in row.items()) or "no version"
-
-
-def _renamed(module: str, modules: Mapping[str, str]) -> str:
-    """Return the name of a module in B. One without keys of its own goes where the module around it went."""
-    above, below = module.split("."), list[str]()
-    while above:
-        if (to := modules.get(".".join(above))) is not None:
-            return ".".join([*to.split("."), *below]) if to else ".".join(below)
-        below.insert(0, above.pop())
-    return module
 
 
 def _texts(differences: Iterator[tuple[Place, Text]]) -> Texts:

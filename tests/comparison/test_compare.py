@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
-from ckptfix.comparison.compare import find_renames, rename_modules
+from ckptfix.comparison.compare import find_renames
 from ckptfix.comparison.difference import difference_lines, difference_to_json
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.report.style import Paper
@@ -267,11 +267,3 @@ def test_one_side_has_fewer_of_the_same():
 
 def test_empty_tensors_are_paired():
     assert renames({"a": torch.empty(0)}, {"b": torch.empty(0)}) == {"a": "b"}
-
-
-def test_modules_follow_their_keys():
-    assert rename_modules({"module.bn.weight": "bn.weight", "a.conv1.weight": "a.conv2.weight"}) == {
-        "module.bn": "bn",
-        "module": "",
-        "a.conv1": "a.conv2",
-    }
