@@ -98,8 +98,8 @@ def _with_state(
     from ckptfix.reading.opening import open_source
     from ckptfix.reading.tensors import revive_tree
     from ckptfix.rules.following import ways
+    from ckptfix.rules.opt101_stale_optimizer import stale_optimizer, with_owners
     from ckptfix.rules.origins import Change
-    from ckptfix.rules.stale_optimizer import stale_optimizer, with_owners
 
     checked = checked_settings(settings, model, function="load")
     if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):

@@ -97,8 +97,11 @@ def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: 
 
 def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):
     modules = imported("check", "--no-values", "a.safetensors", cwd=folder)
-    assert "ckptfix.rules.wrapper_prefix" in modules
-    assert not modules & {f"ckptfix.rules.{name}" for name in ("missing_key", "decayed", "storage_damage", "tie")}
+    assert "ckptfix.rules.key102_wrapper_prefix" in modules
+    assert not modules & {
+        f"ckptfix.rules.{name}"
+        for name in ("fit101_missing_key", "val201_decayed", "fil201_storage_damage", "fit105_tie")
+    }
 
 
 def test_an_option_that_needs_a_check_still_gets_one(folder: Path):

@@ -1,4 +1,6 @@
-"""The rules, in the order in which they run. Each sees the checkpoint after the edits of those before it."""
+"""The rules, in the order in which they run. Each sees the checkpoint after the edits of those before it.
+
+A module that begins with a code is the rule of that code; the others hold what rules share."""
 
 from __future__ import annotations
 
@@ -57,9 +59,9 @@ class Listed(Struct, frozen=True, dict=True):
 
     @cached_property
     def rule(self) -> Rule:
-        """The rule itself: the function of its name in the module of its name."""
+        """The rule itself: KEY106 is ``renamed_layers`` in the module ``key106_renamed_layers``."""
         name = self.name.replace("-", "_")
-        rule: Rule = getattr(import_module(f"{__name__}.{name}"), name)
+        rule: Rule = getattr(import_module(f"{__name__}.{self.code.lower()}_{name}"), name)
         return rule
 
     @property

@@ -83,18 +83,19 @@ class Rule(Struct, frozen=True):
         return Finding(self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks, is_accepted)
 
 
-def rule(code: str, name: str) -> Callable[[Callable[[Rule, Context], Iterator[Finding]]], Rule]:
-    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module, with its docstring."""
-
-    def wrap(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
-        manual = (sys.modules[generator.__module__].__doc__ or "").strip()
-        made = Rule(code, name, manual, lambda context: generator(made, context))
-        return made
-
-    return wrap
+def rule(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
+    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module."""
+    made = _of_module(generator.__module__, lambda context: generator(made, context))
+    return made
 
 
-def found_later(code: str, name: str, manual: str | None) -> Rule:
+def found_later(module: str) -> Rule:
     """Return a rule that says nothing of names and values: what it finds shows when the file is run, or hashed, and the
     room that does so makes the finding (``ckptfix.smoke``, ``ckptfix.zoo``)."""
-    return Rule(code, name, (manual or "").strip(), lambda context: iter(()))
+    return _of_module(module, lambda context: iter(()))
+
+
+def _of_module(module: str, propose: Callable[[Context], Iterator[Finding]]) -> Rule:
+    """``ckptfix.rules.key106_renamed_layers`` is KEY106 renamed-layers, and its docstring is the manual."""
+    code, _, name = module.rpartition(".")[2].partition("_")
+    return Rule(code.upper(), name.replace("_", "-"), (sys.modules[module].__doc__ or "").strip(), propose)

@@ -17,12 +17,12 @@ from ckptfix.core.finding import FILE, Finding, Level, Placeholder, Remedy, advi
 from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.engine.delivery import ForwardTest
-from ckptfix.rules.forward_devices_differ import forward_devices_differ
-from ckptfix.rules.forward_fails import forward_fails
-from ckptfix.rules.forward_in_training import forward_in_training
-from ckptfix.rules.forward_incomparable import forward_incomparable
-from ckptfix.rules.forward_non_finite import forward_non_finite
-from ckptfix.rules.forward_odd_input import forward_odd_input
+from ckptfix.rules.run101_forward_fails import forward_fails
+from ckptfix.rules.run102_forward_non_finite import forward_non_finite
+from ckptfix.rules.run103_forward_in_training import forward_in_training
+from ckptfix.rules.run104_forward_devices_differ import forward_devices_differ
+from ckptfix.rules.run105_forward_odd_input import forward_odd_input
+from ckptfix.rules.run106_forward_incomparable import forward_incomparable
 from ckptfix.smoke.exam import Job
 from ckptfix.smoke.forward import check_device_name
 from ckptfix.smoke.inputs import parse_inputs

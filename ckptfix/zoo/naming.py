@@ -14,7 +14,7 @@ from string import Formatter
 
 from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.errors import UsageError
-from ckptfix.rules.wrong_name_hash import wrong_name_hash
+from ckptfix.rules.fil107_wrong_name_hash import wrong_name_hash
 
 MIRRORED = "{folder}/{stem}{suffix}"  # the template that mirrors the tree of the sources
 

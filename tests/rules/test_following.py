@@ -14,7 +14,7 @@ from ckptfix.core.target import target_from_module
 from ckptfix.maps.positions import optimizers_of
 from ckptfix.rules.following import Followed, ways
 from ckptfix.rules.origins import Change
-from tests.rules.test_optimizer_of_another_model import run
+from tests.rules.test_opt104_optimizer_of_another_model import run
 
 
 def net(**layers: tuple[int, int]) -> nn.Module:

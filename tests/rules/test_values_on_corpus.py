@@ -6,10 +6,10 @@ from pathlib import Path
 from ckptfix.core.finding import Level
 from ckptfix.errors import CkptfixError
 from ckptfix.reading.opening import open_file
-from ckptfix.rules.all_zero import all_zero
-from ckptfix.rules.decayed import decayed
-from ckptfix.rules.non_finite import non_finite
-from ckptfix.rules.running_stats import running_stats
+from ckptfix.rules.val101_non_finite import non_finite
+from ckptfix.rules.val103_running_stats import running_stats
+from ckptfix.rules.val201_decayed import decayed
+from ckptfix.rules.val202_all_zero import all_zero
 from tests.rules.proposals import loud, propose
 
 BROKEN = {"report_nonfinite": (non_finite, running_stats), "report_decayed": (decayed, all_zero)}

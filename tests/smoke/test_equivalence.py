@@ -17,7 +17,7 @@ import ckptfix
 from ckptfix.core.finding import Applicability, Finding, Level
 from ckptfix.errors import TargetError, UsageError
 from ckptfix.reading.memory import open_state_dict
-from ckptfix.rules import renamed_layers
+from ckptfix.rules import key106_renamed_layers
 from ckptfix.smoke.equivalence import TOLERANCE, _units
 from ckptfix.smoke.exchanges import unobservable
 from tests.cli.programs import run_here
@@ -140,7 +140,7 @@ def findings(source: nn.Module, target: nn.Module, **settings: Any) -> list[Find
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_map_between_two_libraries_is_verified(pair, is_shipped, monkeypatch):
     if not is_shipped:
-        monkeypatch.setattr(renamed_layers, "look_up", lambda *_: None)
+        monkeypatch.setattr(key106_renamed_layers, "look_up", lambda *_: None)
     source, target = (make() for make in PAIRS[pair])
     for one, other in ((source, target), (target, source)):
         proposed, *notes = findings(one, other)

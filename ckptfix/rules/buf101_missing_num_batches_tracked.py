@@ -1,0 +1,112 @@
+"""BUF101 missing-num-batches-tracked: a BatchNorm without its counter, as before torch 0.4.1.
+
+## What it finds
+
+Modules whose `running_mean` and `running_var` are in the file and whose `num_batches_tracked` is not. With a
+target, those where the target wants the counter. Without one, those where `_metadata` says version 2, where another
+norm of the same version has its counter, and, in a file without `_metadata`, all that look like a BatchNorm: not the
+statistics of a reinforcement learner, with a `count` beside them or without any norm that has a weight. Where such a
+file is in safetensors, or has a counter elsewhere, it is not that old: the norms are frozen ones, as in DETR.
+
+## Why it matters
+
+The counter came with torch 0.4.1 and raised the version of BatchNorm in `_metadata` to 2. Torch supplies a missing
+counter to a module of version 1 or none; at version 2, and in every reader that compares keys, it is a missing key.
+
+## Fix safety
+
+Safe: a 0-d int64 zero is what torch itself would supply. It is used only by a BatchNorm with `momentum=None`. A
+stored count is never touched. Left alone under `--for-torch` older than 0.4.1, and without a target where `_metadata`
+gives another version than 2: torchvision's FrozenBatchNorm2d has 1 and detectron2's 3, and a strict load of either
+refuses the counter, while torch supplies it to an old BatchNorm.
+
+## Example
+
+    ckptfix repair resnet-2017.pth
+    # + bn1.num_batches_tracked  int64[]  zeros
+
+## Sources
+
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/batchnorm.py (`_load_from_state_dict`)
+- https://github.com/pytorch/pytorch/issues/110361
+- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Fill
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
+
+SAFETENSORS = "safetensors"  # a format that came years after the counter, and has no room for `_metadata`
+_COUNTING_VERSION = 2  # the version of BatchNorm in `_metadata` that has the counter
+
+
+@rule
+def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Supplies the counter, as torch would."""
+    if context.settings.is_for_torch_before(COUNTED_SINCE):
+        return
+    checkpoint, target = context.checkpoint, context.target
+    fills = []
+    if target is None:
+        fills = [Fill(module + NUM_BATCHES_TRACKED, "int64", (), "zeros") for module in _incomplete(checkpoint)]
+    else:
+        for module in _uncounted(checkpoint):
+            slot = target.slots.get(key := module + NUM_BATCHES_TRACKED)
+            if slot is not None and slot.shape is not None:
+                fills.append(Fill(key, slot.dtype, slot.shape, "zeros"))
+    if not fills:
+        return
+    fails = sum(_version(checkpoint, split_key(fill.key)[0]) >= _COUNTING_VERSION for fill in fills)
+    yield rule.finding(
+        Level.ERROR if fails else Level.WARNING,
+        f"{counted(len(fills), 'BatchNorm module')} without num_batches_tracked, as saved before torch {COUNTED_SINCE}",
+        keys=tuple(fill.key for fill in fills),
+        evidence={"modules": len(fills), "strict_load_fails": fails},
+        fix=Fix(tuple(fills), Applicability.SAFE),
+    )
+
+
+def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield paths of modules with the running statistics of a BatchNorm and no counter, each with its closing dot."""
+    specs = checkpoint.specs
+    for module in _with_leaf(checkpoint, "running_mean"):
+        mean, variance = specs[module + "running_mean"], specs.get(module + "running_var")
+        is_norm = variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
+        counter = module + NUM_BATCHES_TRACKED
+        # A damaged file may have lost one that was not zero, with or without a wrapper's prefix.
+        is_lost = any(f".{key}".endswith(f".{counter}") for key in checkpoint.lost)
+        if is_norm and counter not in checkpoint.entries and not is_lost:
+            yield module
+
+
+def _with_leaf(checkpoint: Checkpoint, name: str) -> list[str]:
+    """Return paths of the modules that have a tensor of this name, each with its closing dot."""
+    candidates = [key for key in checkpoint.specs if key.endswith(name)]
+    return [module for module, leaf in map(split_key, candidates) if leaf == name]
+
+
+def _incomplete(checkpoint: Checkpoint) -> list[str]:
+    """Return the uncounted modules that are a BatchNorm by what the file alone says."""
+    uncounted = list(_uncounted(checkpoint))
+    if not uncounted:
+        return []
+    if not checkpoint.metadata:
+        if checkpoint.format == SAFETENSORS or _with_leaf(checkpoint, NUM_BATCHES_TRACKED):
+            return []
+        has_weights = any(module + "weight" in checkpoint.specs for module in _with_leaf(checkpoint, "running_mean"))
+        return [module for module in uncounted if has_weights and module + "count" not in checkpoint.entries]
+    counted_versions = {_version(checkpoint, module) for module in _with_leaf(checkpoint, NUM_BATCHES_TRACKED)}
+    # A frozen BatchNorm has version 1 or 3, and no counter of its own: those of version 2 beside it say nothing of it.
+    versions = {_COUNTING_VERSION} | {version for version in counted_versions if version < _COUNTING_VERSION}
+    return [module for module in uncounted if _version(checkpoint, module) in versions]
+
+
+def _version(checkpoint: Checkpoint, module: str) -> int:
+    """Return the version that ``_metadata`` gives a module, 0 if it says nothing."""
+    version = (checkpoint.metadata or {}).get(module.removesuffix("."), {}).get("version")
+    return version if isinstance(version, int) else 0

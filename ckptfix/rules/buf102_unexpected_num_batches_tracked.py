@@ -1,0 +1,56 @@
+"""BUF102 unexpected-num-batches-tracked: a BatchNorm's counter where the target has none.
+
+## What it finds
+
+`num_batches_tracked` of modules that have running statistics in the target, but no counter: a frozen BatchNorm, or
+a file of a torch older than 0.4.1. With `--for-torch` older than 0.4.1, every one in the file.
+
+## Why it matters
+
+A strict load fails with `Unexpected key(s) in state_dict: "bn1.num_batches_tracked"`.
+
+## Fix safety
+
+Safe: the counter is of use only to a BatchNorm that is trained on with `momentum=None`, and the target has no place
+for it. It is dropped; no other tensor changes.
+
+## Example
+
+    ckptfix repair resnet50.pth --for-torch 0.4.0
+    # - bn1.num_batches_tracked
+
+## Sources
+
+- https://github.com/pytorch/pytorch/issues/8481
+- https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Drops the counters that the target, or the release that is aimed at, has no place for."""
+    is_before_counters = context.settings.is_for_torch_before(COUNTED_SINCE)
+    if not is_before_counters and context.target is None:
+        return
+    counters = [key for key in context.checkpoint.specs if split_key(key)[1] == NUM_BATCHES_TRACKED]
+    if is_before_counters:
+        reason = f"torch {context.settings.for_torch} does not know num_batches_tracked"
+    elif context.target is not None:
+        reason = "the target has these modules without num_batches_tracked"
+        slots = context.target.slots
+        counters = [key for key in counters if key not in slots and split_key(key)[0] + "running_mean" in slots]
+    if counters:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(counters), 'counter')} without a place: {reason}",
+            keys=tuple(counters),
+            fix=Fix(tuple(Drop(key) for key in counters), Applicability.SAFE),
+        )

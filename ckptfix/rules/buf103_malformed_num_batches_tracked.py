@@ -1,0 +1,128 @@
+"""BUF103 malformed-num-batches-tracked: a BatchNorm's counter that is no 0-d int64.
+
+## What it finds
+
+`num_batches_tracked` of one element but of shape `[1]`, or of another dtype than int64: what conversions through
+other formats, a `.half()` applied to every tensor, or averaging over checkpoints leave behind.
+
+## Why it matters
+
+Torch's own load forgives both, others do not: a float counter breaks averaging and exports, and a shape of `[1]`
+fails in every reader that compares shapes.
+
+## Fix safety
+
+Safe where the counter is a whole number that the new dtype holds: the shape and the dtype become those that
+`load_state_dict` itself gives the value. For this the one element is read, with `--no-values` too. A counter that is
+NaN, infinite, fractional or too large counts nothing: it is replaced by zero, which is unsafe. No other stored count is
+ever overwritten.
+
+## Example
+
+    ckptfix repair converted.pth
+    # bn1.num_batches_tracked  float32[1] → int64[]
+
+## Sources
+
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`: one element into
+  0-d)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.rule import Context, Rule, rule
+
+_DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())  # what BatchNorm gives a counter
+
+# Binary digits up to which a dtype holds every whole number.
+_DIGITS = {
+    **{"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8},
+    **{f"int{bits}": bits - 1 for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": bits for bits in (8, 16, 32, 64)},
+}
+
+
+@rule
+def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Gives counters the shape and the dtype that BatchNorm gives them, or the target, where it differs."""
+    edits: list[Edit] = []
+    forms: dict[str, int] = {}
+    keys = []
+    broken: dict[str, str] = {}
+    zeros: list[Edit] = []
+    for key, spec in context.checkpoint.specs.items():
+        if not key.endswith(NUM_BATCHES_TRACKED) or split_key(key)[1] != NUM_BATCHES_TRACKED:
+            continue  # most are told by the end of the text alone
+        slot = context.target.slots.get(key) if context.target else None
+        dtype, shape = (slot.dtype, slot.shape) if slot is not None else _DEFAULT
+        if not (cure := _cure(key, spec, dtype, shape)):
+            continue
+        if spec.dtype != dtype and not _holds(dtype, value := _value(spec)):
+            broken[key] = f"{value:g}"
+            zeros += (Drop(key), Fill(key, dtype, shape or (), "zeros"))
+            continue
+        form = f"{spec.dtype}{list(spec.shape)}"
+        forms[form] = forms.get(form, 0) + 1
+        keys.append(key)
+        edits.extend(cure)
+    if keys:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(keys), 'counter')} of batches in another form than int64[] ({', '.join(forms)})",
+            keys=tuple(keys),
+            evidence={"forms": forms},
+            fix=Fix(tuple(edits), Applicability.SAFE),
+        )
+    if broken:
+        shown = ", ".join(dict.fromkeys(broken.values()))
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(broken), 'counter')} of batches with a value that counts nothing ({shown})",
+            keys=tuple(broken),
+            evidence={"values": broken},
+            fix=Fix(tuple(zeros), Applicability.UNSAFE),
+        )
+
+
+def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None) -> list[Edit]:
+    """Return the edits that give a counter this form; none for what is fine, or for what is no counter at all."""
+    cure: list[Edit] = []
+    if spec.numel != 1 or spec.storage is None:
+        return cure
+    if shape is not None and len(shape) <= 1 and spec.shape != shape:
+        cure.append(Assemble.reshape(key, spec.dtype, spec.shape, shape))
+    if spec.dtype != dtype:
+        cure.append(Cast(key, spec.dtype, dtype))
+    return cure if cure and _is_number(spec.dtype) else []
+
+
+def _is_number(dtype: str) -> bool:
+    from ckptfix.values.decode import encoding  # what decodes values comes with it, and most counters are well formed
+
+    return not (DTYPES[dtype].is_complex or DTYPES[dtype].is_quantized) and encoding(dtype) is not None
+
+
+def _value(spec: TensorSpec) -> float:
+    """Return the value of a counter. It is one element, so that a rule may read it without asking for the values."""
+    import numpy as np
+
+    from ckptfix.values.decode import encoding
+
+    form = encoding(spec.dtype)
+    assert form is not None, "a value that is not a number cannot be repaired"
+    assert spec.storage is not None, "a counter without a value has no cure"
+    start = spec.offset * spec.itemsize
+    raw = spec.storage.source.read(start, start + spec.itemsize)
+    return float(form.decode(np.frombuffer(raw, form.unit))[0])
+
+
+def _holds(dtype: str, value: float) -> bool:
+    """Return whether a dtype holds a value, and the value is a whole number."""
+    is_signed = not dtype.startswith("uint")
+    return value.is_integer() and abs(value) < 2 ** _DIGITS.get(dtype, 0) and (is_signed or value >= 0)

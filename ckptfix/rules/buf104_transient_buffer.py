@@ -1,0 +1,197 @@
+"""BUF104 transient-buffer: buffers that one release saves and the next does not.
+
+## What it finds
+
+Position ids, index tables, masks, rotary frequencies, metric states and their like, which a model works out from
+its own configuration, where the file has one that the target does not want, or lacks one that it does. Also running
+statistics of an InstanceNorm that does not track them, in files from before torch 0.4.0.
+
+## Why it matters
+
+Whether such a buffer is saved changes between releases of a library. A strict load then fails over a tensor that
+carries no learned value: `Missing key(s): "embeddings.position_ids"`, or the same as unexpected, or `Unexpected
+running stats buffer(s)`. A model for other images or longer texts has them in another shape, and it fails with `size
+mismatch`.
+
+## Fix safety
+
+Safe, with one exception. A buffer is dropped where the target has one of the same name that it does not save, or
+has none at all and the name is known for one of these. It is filled only from the model's own initialisation, which
+is not random here, and only under a known name; one of another shape is replaced in the same way. A buffer that the
+target wants in the shape that it has is kept as stored, whatever its name: ESM's `inv_freq` differs from a fresh one.
+InstanceNorm statistics are dropped only where the file is older than 0.4.0, as evaluation did not use them then.
+
+Unsafe, and a warning, where the target works out a buffer of floats, such as `inv_freq`, with other values than those
+stored: then the model may be configured in another way (the base or the scaling of its rotary embedding), and give
+other results. Masks, counters and indices are not compared, nor is anything under `--no-values`, or where the model
+has more than 4 GB of weights to be built for it.
+
+## Example
+
+    ckptfix repair bert.bin --model my_models:bert
+    # - embeddings.position_ids
+
+## Sources
+
+- https://github.com/huggingface/transformers/issues/6882, https://github.com/huggingface/transformers/issues/24921
+- https://github.com/huggingface/transformers/pull/24576 (ESM)
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/instancenorm.py (`_load_from_state_dict`)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Drop, Fill
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import BUFFER, Target
+from ckptfix.errors import TargetError
+from ckptfix.rules.rule import Context, Rule, rule
+
+# The known transient buffers whose values depend on more than a size.
+_ROTARY = frozenset({"inv_freq", "cos_cached", "sin_cached"})
+_AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at its buffers
+
+
+@rule
+def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Drops or fills buffers that the target can work out for itself."""
+    if context.target is None:
+        return
+    checkpoint, target = context.checkpoint, context.target
+    if stale := [key for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(stale), 'running statistic')} that InstanceNorm tracked before torch 0.4.0 only",
+            keys=tuple(stale),
+            fix=Fix(tuple(Drop(key) for key in stale), Applicability.SAFE),
+        )
+    extra = [key for key in checkpoint.specs if is_superfluous(key, checkpoint, target)]
+    if different := _different(extra, context, target):
+        extra = [key for key in extra if key not in different]
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(different), 'buffer')} with other values than this model works out for itself",
+            keys=tuple(different),
+            evidence={"largest_difference": different},
+            fix=Fix(tuple(Drop(key) for key in different), Applicability.UNSAFE),
+            remedies=(
+                Remedy(text="check first that the model is configured as the one that was saved"),
+                Remedy((UNSAFE_FIXES,), "drops them"),
+            ),
+        )
+    if extra:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(extra), 'buffer')} too many: this model does not save what it works out for itself",
+            keys=tuple(extra),
+            evidence={
+                "known": {
+                    leaf: TRANSIENT[leaf] for leaf in sorted({split_key(key)[1] for key in extra}) if leaf in TRANSIENT
+                }
+            },
+            fix=Fix(tuple(Drop(key) for key in extra), Applicability.SAFE),
+        )
+    if resized := list(_resized(checkpoint, target)):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(resized), 'buffer')} of another shape that the model works out for itself",
+            keys=tuple(fill.key for fill in resized),
+            evidence={
+                "shapes": {
+                    fill.key: {"file": list(checkpoint.specs[fill.key].shape), "target": list(fill.shape)}
+                    for fill in resized
+                }
+            },
+            fix=Fix((*(Drop(fill.key) for fill in resized), *resized), Applicability.SAFE),
+        )
+    if fills := [fill for fill in _known(target) if fill.key not in checkpoint.entries]:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(fills), 'buffer')} missing that the model works out for itself",
+            keys=tuple(fill.key for fill in fills),
+            fix=Fix(tuple(fills), Applicability.SAFE),
+        )
+
+
+def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
+    """Return whether the target does not want a stored buffer and can do without its values."""
+    if key in target.slots or key in target.entries:
+        return False
+    spec = checkpoint.specs[key]
+    return key in target.transient or (is_transient(key, spec.shape) and not spec.is_parameter)
+
+
+def _different(extra: list[str], context: Context, target: Target) -> dict[str, float]:
+    """Return the superfluous buffers whose values are not the model's own, with the largest difference of each.
+
+    Compared to a few units of the coarser dtype, and no closer than 1e-3: the cosine of a large angle depends on the
+    device that worked it out."""
+    comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
+    nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
+    if not comparable or not context.settings.values or target.initial is None or nbytes > _AFFORDABLE:
+        return {}
+    from ckptfix.bytes.checksums import is_sound  # nothing else here reads a byte
+
+    specs = context.checkpoint.specs
+    # What fails its checksum has other values than were saved, and tells nothing of the model's configuration.
+    comparable = [key for key in comparable if all(map(is_sound, specs[key].storages))]
+    import torch
+
+    try:
+        initial = target.initial()
+    except TargetError:  # the factory works on the meta device only: there is nothing to compare with
+        return {}
+    different = {}
+    for key in comparable:
+        stored, own = context.checkpoint.read(key).detach().cpu(), initial.get(key)
+        if own is None or own.shape != stored.shape or not own.is_floating_point() or not own.numel():
+            continue
+        tolerance = max(1e-3, 4 * torch.finfo(stored.dtype).eps, 4 * torch.finfo(own.dtype).eps)
+        if not torch.allclose(stored.double(), own.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+            different[key] = float((stored.double() - own.double()).abs().max())
+    return different
+
+
+def _is_computed(key: str, spec: TensorSpec) -> bool:
+    """Return whether a buffer's values follow from the configuration and matter: floats, no mask or counter."""
+    leaf = split_key(key)[1]
+    is_dense_float = DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1 and spec.storage is not None
+    return is_dense_float and "mask" not in leaf and (leaf in _ROTARY or not is_transient(key, spec.shape))
+
+
+def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) -> bool:
+    """Return whether a key holds a running statistic that InstanceNorm saved before 0.4.0 and does not track in the
+    target.
+
+    Later files have a version in ``_metadata`` or a counter; theirs were in use: to drop them would change the results.
+    """
+    head, leaf = split_key(key)
+    module = head.removesuffix(".")
+    return (
+        leaf in {"running_mean", "running_var"}
+        and key not in target.slots
+        and "InstanceNorm" in (target.modules or {}).get(module, "")
+        and "version" not in (checkpoint.metadata or {}).get(module, {})
+        and head + NUM_BATCHES_TRACKED not in checkpoint.entries
+    )
+
+
+def _resized(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
+    """Return buffers of a known name that the file has for another size of the model, such as another window."""
+    return (
+        fill
+        for fill in _known(target)
+        if fill.key in checkpoint.specs and checkpoint.specs[fill.key].shape != fill.shape
+    )
+
+
+def _known(target: Target) -> Iterator[Fill]:
+    """Yield fills for the buffers of a known name that a fresh model has."""
+    if target.initial is not None:
+        for key, slot in target.slots.items():
+            if slot.kind == BUFFER and slot.shape is not None and is_transient(key, slot.shape):
+                yield Fill(key, slot.dtype, slot.shape, "target")

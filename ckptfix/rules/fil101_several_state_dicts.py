@@ -1,0 +1,141 @@
+"""FIL101 several-state-dicts: the file holds more than one set of weights.
+
+## What it finds
+Two or more state_dicts of comparable size in one file: raw weights beside their moving average (EMA), a generator
+beside a discriminator, a student beside a teacher. Also two sets in one state_dict, whose keys begin with `student.`
+and `teacher.`, `encoder_q.` and `encoder_k.`, or with nothing and `ema_model.`: where no model is named, these are a
+note, as a model may well have both. Another note names what lies beside the weights in fewer tensors: a smaller
+network, or other parts of a model whose state_dict is nested, as of Megatron-LM. If most tensors of the file are in no
+set of weights and in no optimizer, that is a warning: nothing was said about them.
+
+## Why it matters
+Taking the wrong set loads without an error and gives poor results (MeanFlow#12), and which one the authors evaluated is
+not in the file.
+
+## Fix safety
+The choice is yours. Without `--weights` the raw set under the most usual name of the container is taken, and the
+finding remains; of two sets in one state_dict none is taken. `--weights PREFIX` takes the keys under a prefix alone,
+without it, and leaves all others out; what stands in front of nearly all keys (`module.`) need not be typed.
+`--weights plain` takes those that stand under no prefix beside a set that does.
+
+## Example
+`{state_dict, state_dict_ema}`: repair with `--weights state_dict_ema` for the averaged weights.
+`{student.fc.weight, teacher.fc.weight}`: `--weights teacher` makes `fc.weight` of the second.
+
+## Sources
+Field reports: MeanFlow#12, actionformer_release#103; DINO, MoCo and BYOL save two networks in one state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from ckptfix.core.checkpoint import path_name
+from ckptfix.core.edits import Drop, renames
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import NAME, Applicability, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.wording import clause
+from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, sets_of
+from ckptfix.rules.rule import Context, Rule, rule
+
+MOST = 6  # sets that are named
+
+
+_KEEPING = "repairs this set, and keeps the others as they are"
+
+
+def choice(names: Sequence[str], effect: str = "takes only this set") -> tuple[Remedy, ...]:
+    """Return a remedy for each set, and say what it does; those that follow another one last."""
+    ordered = sorted(names, key=is_follower)
+    named = tuple(Remedy((("weights", name),), effect) for name in ordered[:MOST])
+    rest = (Remedy((("weights", NAME),), "takes another one"),) if len(names) > MOST else ()
+    return (*named, *rest)
+
+
+def choice_of_copies(keys: Collection[str]) -> tuple[Remedy, ...]:
+    """Return the same for sets of which one has the plain names, and each of the others a prefix."""
+    copies = copied_under(keys)
+    names = [PLAIN, *(prefix[:-1] for prefix in copies)]
+    return choice(names) if copies else advise("remove one of the two sets of weights")
+
+
+@rule
+def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
+    """List the sets of weights where none was picked; take the picked one out of its state_dict."""
+    if context.checkpoint.picked is not None:
+        yield from _picked(rule, context)
+    elif context.settings.weights is None:
+        yield from _in_container(rule, context)
+        yield from _in_state_dict(rule, context)
+        yield from _beside(rule, context)
+        yield from _unread(rule, context)
+
+
+def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
+    checkpoint, picked = context.checkpoint, context.checkpoint.picked or {}
+    taken = {key: name for key, name in picked.items() if key in checkpoint.entries}
+    others = [key for key in checkpoint.entries if key not in taken]
+    edits = (*renames(taken), *(Drop(key) for key in others))
+    if edits:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(taken), 'key')} of the set {context.settings.weights}, which --weights picks, "
+            f"and {counted(len(others), 'key')} beside it, which it leaves out",
+            fix=Fix(edits, Applicability.UNSAFE, asked=True),
+        )
+
+
+def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
+    checkpoint = context.checkpoint
+    if len(checkpoint.candidates) < 2:
+        return
+    taken = path_name(checkpoint.container)
+    names = [candidate.name for candidate in checkpoint.candidates]
+    yield rule.finding(
+        Level.WARNING,
+        f"the file holds {len(names)} sets of weights ({', '.join(names)}); {taken} was taken",
+        evidence={
+            candidate.name: {"tensors": candidate.tensors, "numel": candidate.numel}
+            for candidate in checkpoint.candidates
+        },
+        remedies=choice([taken, *(name for name in names if name != taken)], _KEEPING),
+    )
+
+
+def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Without a target alone: with one, what does not fit is found by the rules on names."""
+    names = () if context.target is not None else sets_of(context.checkpoint.specs)
+    if names:
+        yield rule.finding(
+            Level.NOTE,
+            f"the state_dict holds two networks of the same tensors, {' and '.join(names)}, and both are kept: "
+            f"{' or '.join(f'--weights {name}' for name in names)} takes one of them",
+            evidence={"sets": list(names)},
+        )
+
+
+def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say that most of the file was not looked at: the weights may be what was passed over."""
+    for fact in context.checkpoint.remarks:
+        if fact.kind is Kind.MOST_UNREAD:
+            names = fact.data["others"]
+            yield rule.finding(
+                Level.WARNING,
+                clause(fact),
+                remedies=choice(names, _KEEPING)
+                if names
+                else advise("save the weights as one state_dict, each under its name"),
+            )
+
+
+def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Yield what may be weights too and is no set of its own: torch reads it, and a strict load does not see it."""
+    checkpoint = context.checkpoint
+    others = {fact.place: clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE}
+    if others:
+        listed = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
+        yield rule.finding(
+            Level.NOTE,
+            f"{path_name(checkpoint.container)} was taken, and there are other tensors beside it ({listed}): parts of "
+            "the same model where its state_dict is nested, or of another one; --weights NAME takes one of them",
+            evidence={"beside": others},
+        )

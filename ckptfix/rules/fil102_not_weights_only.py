@@ -1,0 +1,200 @@
+"""FIL102 not-weights-only: the file holds things that `torch.load` refuses since 2.6.
+
+## What it finds
+Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
+modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, text of Python 2 that is not
+UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
+were packed again in another layout, without their version or by a method that torch does not unpack, and those whose
+directory or small records torch's reader refuses.
+
+## Why it matters
+`torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
+global`; its message sends people to turn the safety off. A class that has moved or vanished fails even then: `No module
+named 'models'`.
+
+## Fix safety
+Safe: every tensor stays bit for bit. Plain data of known classes takes its natural form (Namespace → dict, Path → str,
+numpy scalar → number, numpy array → tensor, module or TorchScript → state_dict); an object of an unknown class becomes
+a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
+afterwards.
+
+Some things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
+(`torch.ScriptObject` in the state_dict), tensors that a class makes of others (torchao's quantised weights) or that an
+unknown function makes of a storage, which are kept as data that no module loads, and the parameters of lazy modules
+that never ran, which hold nothing. From a file with torchao's weights nothing is written: torch.load reads it as it is
+after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken apart already, the file
+that is left says so.
+
+Attributes that the user's class keeps in a module (class names, strides, a configuration) are listed in a note: they
+are in no state_dict.
+
+Keys of the state_dict that are numbers or tuples are a note: torch.load reads them. So are nested tensors, which
+ckptfix cannot write: it leaves the file alone.
+
+Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
+
+## Example
+`{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
+
+## Sources
+https://pytorch.org/docs/stable/notes/serialization.html#weights-only; piper#718, bark#653, open-retina#186,
+SketchKit#90, ultralytics#19778."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Plain
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clause, first_names
+from ckptfix.reading.weights.loose_tensors import own_attributes, value_at
+from ckptfix.reading.weights.quantized_modules import (
+    SCRIPT_OBJECT,
+    composed_class,
+    is_low_bit_moment,
+    is_packed,
+    part_names,
+    rebuilding_call,
+)
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.writing.plain import plain_root
+
+_BEFORE = {
+    Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
+    Kind.PLAIN_PICKLE: ("{}", "torch.save"),
+    Kind.TORCHSCRIPT: ("{}", "state_dict"),
+    Kind.TORCH_PACKAGE: ("{}", "torch.save"),
+    Kind.TORCH_EXPORT: ("{}", "state_dict"),
+    Kind.UNPACKED_FOLDER: ("{}", "torch.save"),
+    Kind.TORCH_TAR: ("{}", "torch.save"),
+    Kind.NUMPY_WEIGHTS: ("{}", "torch tensors"),
+    Kind.TENSOR_SUBCLASS: ("{}", "torch.Tensor"),
+    Kind.ODD_METADATA: ("{} in _metadata", "text"),
+    Kind.ODD_LAYOUT: ("{}", "the layout of torch.save"),
+    Kind.PYTHON2_TEXT: ("{} that is not UTF-8", "text, read as Latin-1"),
+}
+
+
+def _is_taken_apart(entry: Any) -> bool:
+    """Return whether an entry is what this rule makes of packed weights."""
+    return isinstance(entry, dict) and entry.get("class") == SCRIPT_OBJECT
+
+
+def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Name the entries of the state_dict that no file for ``weights_only=True`` can hold as they are."""
+    others = {key: entry for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorSpec)}
+    taken_apart = tuple(key for key, entry in others.items() if _is_taken_apart(entry))
+    packed = taken_apart or tuple(key for key, entry in others.items() if is_packed(entry))
+    if packed:
+        yield rule.finding(
+            Level.ERROR,
+            f"weights packed for a quantised kernel in {counted(len(packed), 'entry')} of the state_dict "
+            f"({SCRIPT_OBJECT}), which no file for weights_only=True can hold: as plain data they do not load into the "
+            "model",
+            keys=packed,
+            remedies=advise(
+                "quantise the float model again after loading its weights; the tensors stay in the file as data"
+                + (", and the file that this one was made of loads into the model" if taken_apart else "")
+            ),
+        )
+    composed = {key: name for key, entry in others.items() if (name := composed_class(entry))}
+    if composed:
+        classes = list(dict.fromkeys(composed.values()))
+        package = classes[0].partition(".")[0]
+        names = list(dict.fromkeys(name for key in composed for name in part_names(checkpoint.entries[key])))
+        parts = f" ({', '.join(names)})" if names else ""
+        is_taken_apart = all(isinstance(checkpoint.entries[key], dict) for key in composed)
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which that class alone makes of several "
+            f"tensors{parts}: as plain data they do not load into the model",
+            keys=tuple(composed),
+            evidence={} if is_taken_apart else {"parts": names},
+            remedies=advise(
+                "the tensors were taken apart when this file was written: use the file that it was made of"
+                if is_taken_apart
+                else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "
+                f"without {package}, load the model there, dequantise it, and save its state_dict"
+            ),
+            blocks=Blocks.NOTHING if is_taken_apart else Blocks.WRITING,
+        )
+    rebuilt = {key: name for key, entry in others.items() if (name := rebuilding_call(entry))}
+    if rebuilt:
+        calls = ", ".join(dict.fromkeys(rebuilt.values()))
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(rebuilt), 'weight')} that the unknown function {calls} alone makes of a storage: as plain "
+            "data they do not load into the model",
+            keys=tuple(rebuilt),
+            remedies=advise(
+                "if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
+                "tensors of torch.Tensor"
+            ),
+        )
+    empty = tuple(fact.place for fact in checkpoint.remarks if fact.kind is Kind.UNINITIALIZED)
+    if empty:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(empty), 'tensor')} of lazy modules never got a shape or value and cannot be written",
+            keys=empty,
+            remedies=advise("run the model once on an input before it is saved"),
+        )
+
+
+# What nested tensors pickle as, strided and jagged; `weights_only` knows both.
+_NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
+
+
+def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:
+    """Name the nested tensors, which torch.load reads as they are and ckptfix cannot write."""
+    nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
+    if nested:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(nested), 'nested tensor')}: torch.load reads this file as it is, and a written file would "
+            "hold the tensors that they are made of in their place",
+            keys=nested,
+            remedies=advise("keep this file"),
+            blocks=Blocks.WRITING,
+        )
+
+
+@rule
+def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Convert everything beside the weights into plain data."""
+    checkpoint = context.checkpoint
+    yield from _not_carried(rule, checkpoint)
+    names = [clause(remark) for remark in checkpoint.remarks if remark.kind is Kind.NON_STRING_KEY]
+    if names:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load "
+            "reads them, no module has them, and in safetensors they are text",
+        )
+    if attributes := own_attributes(value_at(checkpoint.root, checkpoint.container)):
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(attributes), 'attribute')} of the module that no state_dict has, nor a file written from it",
+            evidence={"left_out": attributes},
+        )
+    conversions = list(plain_root(checkpoint)[1])
+    yield from _left_alone(rule, conversions)
+    conversions = [edit for edit in conversions if edit.before not in _NESTED]
+    for remark in checkpoint.remarks:
+        if remark.kind in _BEFORE and not is_low_bit_moment(str(remark.data.get("name"))):
+            before, after = _BEFORE[remark.kind]
+            conversions.append(Plain(remark.place, before.format(clause(remark)), after))
+    if not conversions:
+        return
+    classes = list(dict.fromkeys(edit.before for edit in conversions))
+    shown = ", ".join(classes[:4]) + (f" and {len(classes) - 4} more" if len(classes) > 4 else "")
+    yield rule.finding(
+        Level.WARNING,
+        f"torch.load refuses this file with its default weights_only=True, because of {shown}",
+        evidence={edit.where: f"{edit.before} → {edit.after}" for edit in conversions},
+        fix=Fix(tuple(conversions), Applicability.SAFE),
+    )

@@ -1,0 +1,39 @@
+"""FIL103 device-tag: the tensors were saved from a device that the reader may not have.
+
+## What it finds
+Location tags other than `cpu` on the file's storages: `cuda:3`, `mps`, `xla:0`, `npu:0`, `hpu` and the like.
+
+## Why it matters
+Without `map_location`, torch.load wants that very device: `Attempting to deserialize object on a CUDA device`,
+`Attempting to deserialize object on CUDA device 3 but torch.cuda.device_count() is 1`, `don't know how to restore data
+location … (tagged with xla:0)`. Where it exists, the weights fill its memory a second time.
+
+## Fix safety
+Safe: only the tag changes; the bytes of every tensor stay. A note: it never makes a healthy file count as broken.
+
+## Example
+Tensors tagged `cuda:3` are written with the tag `cpu`; `model.to(device)` moves them where they are used.
+
+## Sources
+`torch/serialization.py` (`validate_cuda_device`, `default_restore_location`); RoMaV2#50."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.edits import Retag
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def device_tag(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Write the tensors for the CPU."""
+    devices = context.checkpoint.devices
+    if devices:
+        yield rule.finding(
+            Level.NOTE,
+            f"the tensors are tagged {', '.join(devices)}: torch.load without map_location needs that device",
+            evidence={"devices": list(devices)},
+            fix=Fix(tuple(Retag(device) for device in devices), Applicability.SAFE),
+        )

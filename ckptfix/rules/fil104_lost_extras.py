@@ -1,0 +1,57 @@
+"""FIL104 lost-extras: what stands beside the weights and does not fit into the format to be written.
+
+## What it finds
+Members of the container that safetensors cannot carry: tensors outside of the state_dict, such as those of an optimizer
+or of a second set of weights. Numbers, texts, lists and dicts are carried in the header, and ckptfix restores them.
+Entries of the state_dict itself that are no tensors but hold some: the packed weight and bias of a quantised layer, an
+`_extra_state`.
+
+## Why it matters
+The new file is whole as far as the weights go, but training cannot be resumed from it: momentum and second moments
+would begin anew. Without an entry of the state_dict it is not whole: a strict load fails. That is an error, and no file
+is written.
+
+## Fix safety
+There is no fix, and nothing in the source changes: `--format pth` keeps everything. A note: leaving the optimizer
+behind is what most conversions want.
+
+## Example
+`{"state_dict": …, "optimizer": …, "epoch": 90}` written as safetensors keeps `epoch` and leaves `optimizer` out.
+
+## Sources
+https://github.com/huggingface/safetensors#format: one flat table of tensors, and text beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.finding import Blocks, Finding, Level, Remedy, counted
+from ckptfix.core.objects import holds_tensors
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name what a safetensors file will not have."""
+    if context.settings.format != "safetensors":
+        return
+    from ckptfix.writing.safetensors import lost_extras as places_lost
+
+    lost = places_lost(context.checkpoint)
+    if weights := tuple(place for place in lost if holds_tensors(context.checkpoint.entries.get(place))):
+        yield rule.finding(
+            Level.ERROR,
+            f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict that hold tensors without "
+            "names of their own, and a strict load would miss them",
+            keys=weights,
+            remedies=(Remedy((("format", "pth"),), "keeps them"),),
+            blocks=Blocks.WRITING,
+        )
+    if lost := [place for place in lost if place not in weights]:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        yield rule.finding(
+            Level.NOTE,
+            f"safetensors cannot carry {', '.join(lost[:4])}{more}, and the file to be written does not have it",
+            evidence={"places": lost},
+            remedies=(Remedy((("format", "pth"),), "keeps it"),),
+        )

@@ -1,0 +1,155 @@
+"""FIL105 shard-of-weights: the file is one part of a checkpoint that lies in several.
+
+## What it finds
+A file that a single rank wrote: weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or
+`save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, tensors that are one rank's part of a larger
+one (ShardedTensor, DTensor), and one rank of a Megatron model that several ranks share. A single empty tensor, and the
+empty ranges of quantisation observers, are left alone. Tensors of the meta device, which have no values at all.
+
+A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
+its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
+choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out. A
+warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype, and
+files of two ranks that hold the same values.
+
+## Why it matters
+The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
+shape, or, with `strict=False`, leaves the model with the weights of its construction and says nothing. So does one
+shard of five, in the layers of the other four.
+
+## Fix safety
+There is no fix: what is not in the file cannot be repaired. Put the files of all ranks into one folder and name it: the
+folder is read as one checkpoint, and `ckptfix repair FOLDER -o model.pth` writes it.
+
+## Example
+`{'module': {'lm_head.weight': (0,), 'norm.weight': (0,)}, 'ds_version': …}`: `ckptfix repair global_step100 -o
+model.pth` with the files of all ranks in `global_step100`.
+
+## Sources
+Field reports: PhysRAG#3 (ZeRO-3), dinov2#544 (`_flat_param`). https://www.deepspeed.ai/docs/,
+https://huggingface.co/docs/transformers/big_models#sharded-checkpoint,
+https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distributed.checkpoint.html"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptfix.bytes.sources import is_torn
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
+from ckptfix.core.wording import clause
+from ckptfix.reading.folders.rank_shards import FLAT, FSDP, rank_shard
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say which part of what the file is."""
+    checkpoint = context.checkpoint
+    shard = rank_shard(checkpoint.root, checkpoint.entries)
+    if checkpoint.format == FSDP:
+        yield from _flattened(rule, context)
+    elif shard is not None:
+        yield rule.finding(
+            Level.ERROR,
+            f"the file is a part of a distributed checkpoint: it {shard.what}",
+            keys=shard.keys,
+            evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
+            remedies=advise(shard.remedy),
+            blocks=Blocks.FILLING,
+        )
+    if empty := tuple(key for key, spec in checkpoint.specs.items() if not spec.has_data):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(empty), 'tensor')} saved from the meta device: a name and a shape without values",
+            keys=empty,
+            remedies=advise("save the model again after its weights are loaded"),
+        )
+    yield from _strange_masters(rule, context)
+    yield from _merged(rule, checkpoint)
+    name = Path(checkpoint.member or checkpoint.path).name
+    if "-of-" not in name:
+        return
+    from ckptfix.reading.folders.shard_index import Numbering
+
+    numbering = Numbering.of(name)
+    if numbering is not None and numbering.count > 1:
+        yield rule.finding(
+            Level.NOTE,
+            f"the file is by its name one of {numbering.count} shards and holds a part of the weights; for the whole,"
+            " name the folder that holds all of them",
+            evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
+            remedies=advise(f"name the folder that holds all of {numbering}, or the index beside them"),
+        )
+
+
+def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say that merged ranks of FSDP have no names or no shapes, which only a target knows (FIT106)."""
+    checkpoint = context.checkpoint
+    flat = tuple(key for key in checkpoint.specs if key.rpartition(".")[2] in FLAT)
+    if context.target is None and (flat or any(fact.kind is Kind.FLATTENED for fact in checkpoint.remarks)):
+        lacking = "names and shapes" if flat else "shapes"
+        yield rule.finding(
+            Level.ERROR,
+            f"the weights were flattened by FSDP (LOCAL_STATE_DICT): their {lacking} are not in the files",
+            keys=flat,
+            remedies=(Remedy((("model", MODEL),), "takes them from the model"),),
+            blocks=Blocks.FILLING,
+        )
+
+
+def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the fp32 masters that, rounded, are not the weights that the training used."""
+    specs, copies = context.checkpoint.specs, context.checkpoint.copies
+    if not context.settings.values or not copies:
+        return
+    from ckptfix.values.casting import is_cast_of
+
+    pairs = {key: (specs[key], copy) for key, copy in copies.items() if key in specs}
+    whole = {key: pair for key, pair in pairs.items() if not any(map(is_torn, pair))}
+    if odd := tuple(key for key, pair in whole.items() if not is_cast_of(*pair, context.checkpoint.path)):
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(odd), 'fp32 master')} of {len(whole)} differ from the weights that the training used, by"
+            " more than rounding: its files are of different saves, or the weights were changed beside the optimizer",
+            keys=odd,
+            evidence={"compared": len(whole), "differ": len(odd)},
+            remedies=advise("compare the dates of the files; a run that resumes goes on from the masters"),
+        )
+
+
+def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Say which choices were made when ranks were merged."""
+    places: dict[Kind, list[str]] = {}
+    for fact in checkpoint.remarks:
+        places.setdefault(fact.kind, []).append(fact.place)
+        if fact.kind is Kind.MASTERS:
+            dtype = fact.data["dtype"]
+            yield rule.finding(
+                Level.NOTE,
+                clause(fact),
+                evidence={"trained in": dtype},
+                remedies=(Remedy((("dtype", dtype),), "writes them as the training used them"),),
+            )
+    if repeated := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarks if fact.kind is Kind.RANK_REPEATED]:
+        yield rule.finding(
+            Level.WARNING,
+            f"{'; '.join(repeated)}: each rank has a part of its own, so one file was copied over the other, and the"
+            " weights made of it are wrong",
+            evidence={"repeated": len(repeated)},
+            remedies=advise("fetch the files of these ranks again"),
+        )
+    if copies := places.get(Kind.RANK_COPIES):
+        yield rule.finding(
+            Level.NOTE,
+            f"the ranks hold different copies of {counted(len(copies), 'tensor')}; those of the first were taken",
+            keys=tuple(copies),
+        )
+    if left_out := places.get(Kind.RANK_LEFT_OUT):
+        yield rule.finding(
+            Level.NOTE,
+            f"what each rank has of its own cannot be merged and is left out: {', '.join(left_out)}",
+            evidence={"left out": left_out},
+        )

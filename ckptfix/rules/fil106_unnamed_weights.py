@@ -1,0 +1,60 @@
+"""FIL106 unnamed-weights: tensors of a module that its state_dict has no names for.
+
+## What it finds
+In a whole model and in TorchScript: tensors in plain attributes, neither parameter nor buffer (`self.anchors =
+torch.…`, `stride` of YOLO's head, lists and dicts of tensors, modules in a plain list). In TorchScript also constants
+of the code: what `torch.jit.freeze` and `optimize_for_inference` make of the weights, and `torch.jit.trace` of tensors
+made on the way.
+
+Not named are non-persistent buffers, what shares the storage of a parameter (`_flat_weights` of an LSTM), what a hook
+works out of one (`weight` of weight_norm, spectral_norm and pruning), caches, gradients, metrics and optimizers.
+
+## Why it matters
+`state_dict()` passes them over, so that the file that is written does not have them: whoever loads it has to make them
+again, as the model's own code does or does not.
+
+## Fix safety
+There is no fix: a key that no module has would fail every strict load. A warning where these tensors hold more numbers
+than the state_dict, since then it is the smaller part of the module; else a note.
+
+## Example
+A detector whose backbone was frozen: 53 tensors of 23.5 M elements are constants, and the state_dict has the head.
+
+## Sources
+https://pytorch.org/docs/stable/generated/torch.jit.freeze.html,
+https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md,
+https://pytorch.org/docs/stable/notes/modules.html#module-state (what a state_dict holds)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import Finding, Level, advise, counted
+from ckptfix.core.wording import clause
+from ckptfix.rules.rule import Context, Rule, rule
+
+_FROZEN = "the weights were frozen into constants of the code, which have no names; the state_dict does not have them"
+_CONSTANTS = "constants of the code have no names, and the state_dict does not have them"
+
+
+@rule
+def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say what of a module its state_dict leaves out."""
+    remarks = context.checkpoint.remarks
+    for kind, level in ((Kind.FROZEN, Level.WARNING), (Kind.CONSTANTS, Level.NOTE)):
+        for remark in remarks:
+            if remark.kind is kind:
+                remedies = advise("use the file that was frozen") if level is Level.WARNING else ()
+                said = _FROZEN if level is Level.WARNING else _CONSTANTS
+                yield rule.finding(level, f"{said}: {clause(remark)}", remedies=remedies)
+    attributes = tuple(remark.place for remark in remarks if remark.kind is Kind.TENSOR_ATTRIBUTE)
+    if attributes:
+        said = f"{counted(len(attributes), 'attribute')} with tensors, neither parameter nor buffer, left out"
+        outweighing = [clause(remark) for remark in remarks if remark.kind is Kind.MOST_IN_ATTRIBUTES]
+        yield rule.finding(
+            Level.WARNING if outweighing else Level.NOTE,
+            ": ".join([said, *outweighing]),
+            keys=attributes,
+            remedies=advise("register them as buffers or modules, and save the model again") if outweighing else (),
+        )

@@ -1,0 +1,219 @@
+"""FIL108 unmerged-adapter: weights that an adapter has still to change.
+
+## What it finds
+
+With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it, a model that was saved
+with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside them are `lora_A` and
+`lora_B`. And a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes.
+An error where no base can take it: a matrix that is missing, or a configuration that does not fit.
+
+## Why it matters
+
+The weights of the file are those from before the fine-tuning. A strict load fails over the names, and one that is not
+strict gives the base model, without a word. An adapter alone is not a model.
+
+## Fix safety
+
+`--adapter` asks for the merge, which changes stored values. The result has the same bits as that of peft's
+`merge_and_unload()`, without the model and its memory. The names, ranks and shapes of all layers are compared before
+anything is written. Without `--adapter` nothing is merged: the factor of the matrices' product is not in the file but
+in `adapter_config.json`.
+
+## Example
+
+    ckptfix repair model.safetensors --adapter my_lora
+    ckptfix repair whole.pth --adapter my_lora/adapter_config.json
+
+## Sources
+
+- https://huggingface.co/docs/peft/main/en/developer_guides/checkpoint
+- https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2402.09353 (DoRA)
+- https://arxiv.org/abs/2205.05638 (IA3)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, sqrt
+from pathlib import Path
+
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.edits import MergeAdapter
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.wording import first_names
+from ckptfix.errors import AdapterError
+from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, open_adapter
+from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.merging import is_merged, sampled_change
+
+_BASE = ".base_layer."
+_SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most
+
+
+@rule
+def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Merge what ``--adapter`` names; else report an adapter in the file."""
+    checkpoint, settings = context.checkpoint, context.settings
+    if settings.adapter:
+        if not is_merged(checkpoint):
+            yield _merge(rule, context)
+        return
+    config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
+    adapter = adapter_in(checkpoint, config=config)
+    if not adapter.layers:
+        return
+    kind = _kind(adapter)
+    if not _has_base(checkpoint, adapter):
+        yield from _alone(rule, context, adapter, kind)
+    else:
+        yield rule.finding(
+            Level.WARNING,
+            f"holds {kind} inside of its base, and was never merged",
+            keys=tuple(key for layer in adapter.layers for key in layer.keys.values()),
+            remedies=(Remedy((("adapter", _config_of(checkpoint.path)),), "merges it"),),
+            blocks=Blocks.FILLING,
+        )
+
+
+def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
+    """Return whether the base is in the file, too: the weight of each adapted layer, and weights of others.
+
+    With an adapter, peft saves ``base_layer`` of embeddings and of trained biases, and layers of modules_to_save."""
+    stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
+    bases = {key.partition(_BASE)[0] for key in stored}
+    within = [any(map(bases.__contains__, _modules(key))) for layer in adapter.layers for key in layer.keys.values()]
+    adapted = {key for layer in adapter.layers for key in layer.keys.values()}
+    others = (key for key in checkpoint.specs if key not in adapted and _BASE not in key)
+    return bool(bases) and all(within) and any(key.endswith(".weight") for key in others)
+
+
+def _modules(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
+def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterator[Finding]:
+    """Yield what an adapter is, if the file is nothing else."""
+    own = {key for layer in adapter.layers for key in layer.keys.values()}
+    if adapter.config is None and any(
+        key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
+    ):
+        return  # layers of a model that has matrices of low rank itself
+    targets = Counter(layer.module.rpartition(".")[2] for layer in adapter.layers if not adapter.is_kohya)
+    names = first_names(list(targets))
+    trained_on = (adapter.config or {}).get("base_model_name_or_path")
+    zero = _zero_ranks(adapter) if context.settings.values else {}
+    yield rule.finding(
+        Level.NOTE,
+        f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
+        f"{f', trained on {trained_on}' * bool(trained_on)}, and no model"
+        f"{f'; {sum(zero.values())} of its ranks do nothing' * bool(zero)}",
+        keys=tuple(zero),
+        evidence={"zero ranks": zero} if zero else {},
+    )
+    try:
+        check_alone(adapter)
+    except AdapterError as error:
+        yield rule.finding(Level.ERROR, str(error).removeprefix(f"{context.checkpoint.path}: "))
+
+
+def _zero_ranks(adapter: Adapter) -> dict[str, int]:
+    """Return how many ranks of a layer are zero, if not all are, by the key of its second matrix."""
+    found = {}
+    for layer in adapter.layers:
+        if not {"A", "B"} <= layer.keys.keys():
+            continue
+        one, two = (adapter.checkpoint.read(layer.keys[role]) for role in ("A", "B"))
+        if one.ndim < 2 or two.ndim < 2 or one.shape[0] != two.shape[1]:
+            continue
+        dead = ~(one.flatten(1).any(1) & two.transpose(0, 1).flatten(1).any(1))
+        if 0 < (number := int(dead.sum())) < len(dead):
+            found[layer.keys["B"]] = number
+    return found
+
+
+def _merge(rule: Rule, context: Context) -> Finding:
+    checkpoint, settings = context.checkpoint, context.settings
+    adapters = [open_adapter(text, checkpoint) for text in settings.adapter]
+    if len(adapters) == 1 and not adapters[0].path:
+        edits = tuple(edits_within(checkpoint, adapters[0]))
+        merge = Merge()
+    else:
+        merge = find_merge(checkpoint, adapters, settings.unmerge, context.target)
+        edits = tuple(merge_edits(checkpoint, merge, settings.unmerge))
+    merges = [edit for edit in edits if isinstance(edit, MergeAdapter)]
+    changed = tuple(edit.key for edit in merges)
+    sizes = _changes(context, adapters, merges) if context.settings.values else {}
+    elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in merge.left.items())
+    if merge.resized:
+        key, words = next(iter(merge.resized.items()))
+        elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
+    names = " and ".join(f"{_kind(adapter)}{f' ({adapter.label})' * bool(adapter.path)}" for adapter in adapters)
+    is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
+    one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
+    verb = "would change nothing in" if is_idle else one if len(adapters) == 1 else many
+    return rule.finding(
+        Level.WARNING if is_idle else Level.NOTE,
+        f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
+        keys=changed,
+        evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
+        fix=Fix(edits, Applicability.UNSAFE, asked=True),
+    )
+
+
+def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAdapter]) -> dict[str, float]:
+    """Return how large the changes are beside the weights, by the names of their modules: of some rows of each."""
+    files = {adapter.path: adapter.checkpoint for adapter in adapters}
+    sums: dict[str, list[float]] = {}
+    for edit in merges:
+        if any(delta.form in ("whole", "rows") for delta in edit.deltas):
+            continue
+        factors = [[files[delta.adapter].specs[key] for key in delta.factors] for delta in edit.deltas]
+        squares = sampled_change(context.checkpoint.specs[edit.key], edit, factors, context.checkpoint.path)
+        for at, square in enumerate(squares):
+            sums.setdefault(_group(edit.key), [0.0, 0.0])[at] += square
+    return {
+        name: round(sqrt(change / whole), 6)
+        for name, (change, whole) in sums.items()
+        if whole > 0 and isfinite(change / whole)
+    }
+
+
+def _group(key: str) -> str:
+    """Return the name of a tensor in its block: ``q_proj``, ``q_proj.bias``, ``experts.down_proj``."""
+    return ".".join(plain_name(key).split(".")[-2:]).removesuffix(".weight")
+
+
+def _in_words(sizes: Mapping[str, float]) -> str:
+    if not sizes:
+        return ""
+    if len(sizes) <= _SHOWN:
+        return f", of their norm: {', '.join(f'{name} by {size:.2g}' for name, size in sizes.items())}"
+    least, most = min(sizes.values()), max(sizes.values())
+    return f" by {least:.2g}" + (f" to {most:.2g}" if f"{least:.2g}" != f"{most:.2g}" else "") + " of their norm"
+
+
+def _kind(adapter: Adapter) -> str:
+    """Return what an adapter is, in words: its type, its ranks, and how many rows those of several experts take."""
+    roles = {role for layer in adapter.layers for role in layer.keys}
+    if "scale" in roles:
+        return "an IA3 adapter"
+    ranks: Counter[int] = Counter()
+    stacked: set[int] = set()
+    for layer in adapter.layers:
+        if (one := adapter.spec(layer, "A")) is not None and one.shape:
+            try:
+                rank = adapter.rank(layer)
+            except AdapterError:  # the configuration is wrong, which the merge says
+                rank = one.shape[0]
+            ranks[rank] += 1
+            stacked |= {one.shape[0]} - {rank}
+    common = ", ".join(str(rank) for rank, _ in ranks.most_common(3))
+    rows = f" ({' or '.join(map(str, sorted(stacked)[:3]))} rows: one rank after another for each expert)"
+    return f"a {'DoRA' if 'magnitude' in roles else 'LoRA'} adapter of rank {common}" + (rows if stacked else "")
+
+
+def _config_of(path: str) -> object:
+    file = Path(path).parent / CONFIG
+    return (str(file),) if file.is_file() else Placeholder(CONFIG)

@@ -1,0 +1,81 @@
+"""FIL201 storage-damage: a storage whose bytes are not those that were saved.
+
+## What it finds
+Tensors of a zip file in a storage that does not have the CRC-32 that the archive gives for it: bits flipped on a disk,
+in memory or on the way. A checksum of zero means that none was computed
+(`torch.serialization.set_crc32_options(False)`), and such a storage is healthy as far as anybody can tell.
+
+## Why it matters
+torch.load does not look at the checksum: the file loads, and the values are wrong. One flipped exponent bit makes a
+weight 2¹²⁸ times too large; a flipped bit of the mantissa is never noticed. ckptfix proves the checksum of a storage at
+its first read: a state_dict with damage in it is loaded into no model, and a single tensor is read with a warning.
+
+## Fix safety
+Unsafe, and done only on request: `--salvage` leaves these tensors out, and `--fill FILE` puts those of another copy or
+an earlier checkpoint in their place. Fetching the file again is better. `--ignore FIL201` beside `--salvage` accepts
+the loss; alone it accepts the bytes as they are.
+
+## Example
+`fc.weight` with one flipped bit: checksum 3a5c1d20 where the archive says 98bdda3b.
+
+## Sources
+APPNOTE.TXT 4.4.7 (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), `torch/serialization.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.bytes.checksums import soundness, storages_of
+from ckptfix.core.edits import Drop, Edit
+from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.rules.fil203_damaged_file import donor_fill
+from ckptfix.rules.rule import Context, Rule, rule
+
+REMEDIES = (
+    Remedy(text="fetch the file again"),
+    Remedy((("salvage", True),), "leaves these tensors out"),
+    Remedy((("salvage", True), ("fill", FILE)), "takes them from another copy"),
+)
+
+
+@rule
+def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the tensors whose storage fails its checksum; leave them out, or replace them, where that was asked for."""
+    keys_of = list(storages_of(context.checkpoint))
+    context.statistics.values()  # the scan of all proves most checksums on its way
+    are_sound = soundness([storage for storage, _ in keys_of])
+    if all(are_sound):
+        return
+    bad = {key for (_, keys), is_sound in zip(keys_of, are_sound, strict=True) if not is_sound for key in keys}
+    damaged = [key for key in context.checkpoint.entries if key in bad]
+    specs = context.checkpoint.specs
+    fills = {key: fill for key in damaged if key in specs and (fill := donor_fill(key, specs[key], context))}
+    if not context.settings.salvage:
+        fills = {}
+    left = [key for key in damaged if key not in fills]
+    if fills:
+        edits: list[Edit] = [*map(Drop, fills), *fills.values()]
+        yield rule.finding(
+            Level.ERROR,
+            f"{_said(len(fills))}; replaced from {context.settings.fill}",
+            keys=tuple(fills),
+            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+        )
+    if not left:
+        return
+    drop = Fix(tuple(map(Drop, left)), Applicability.UNSAFE, asked=True) if context.settings.salvage else None
+    # With a target the missing keys are a finding of their own afterwards; without one, this one has to stay.
+    yield rule.finding(
+        Level.ERROR,
+        _said(len(left)),
+        keys=tuple(left),
+        fix=drop if context.target is not None else None,
+        remedies=REMEDIES,
+        blocks=Blocks.NOTHING if context.settings.salvage else Blocks.WRITING,
+    )
+    if drop is not None and context.target is None:
+        yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=tuple(left), fix=drop)
+
+
+def _said(count: int) -> str:
+    return f"{counted(count, 'tensor')} with other bytes than were saved: the storage fails the checksum of the archive"

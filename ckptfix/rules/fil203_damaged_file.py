@@ -1,0 +1,193 @@
+"""FIL203 damaged-file: the file is cut short, unfinished, mangled, or has something in front of or behind it.
+
+## What it finds
+What `--salvage` had to get over to open the file: an end that is missing, space that was reserved and never filled, a
+shard that is not there, a transfer in text mode, bytes before or behind the checkpoint. The keys are the tensors that
+are lost, with their share of all numbers where that is known. Without `--salvage` such a file is refused, and the
+refusal names the same cause.
+
+## Why it matters
+A load of the whole file fails, and the messages of torch (`failed finding central directory`, `unexpected EOF`,
+`invalid load key`) do not say that most of the weights are still there.
+
+## Fix safety
+Every tensor that is kept is bit for bit what was saved: it lies whole in front of the damage. Writing the file anew
+without the damage is safe. Tensors that are lost stay lost, and the exit code is 1, unless `--fill FILE` supplies them:
+from another checkpoint under the same key and with the same shape, or, with `--model` or `--like`, by FIT101.
+
+A file may have lost or gained bytes elsewhere than at its end. Where its values tell the place, what lies behind it is
+read from there. Tensors of which nothing tells, and those of a packed file that fails its checksum, are kept and named,
+and that stays a warning.
+
+Where the list of the tensors (`data.pkl`) fails its own checksum, a key may be misspelt. That stays a warning, and no
+fix that adds, drops or changes a tensor counts as safe: what seems to be missing may be there under another name.
+
+## Example
+    ckptfix repair half.pth --salvage --fill yesterday.pth
+    # 11 tensors are whole, 4 are lost (69.8 % of the numbers), filled from yesterday.pth
+
+## Sources
+https://github.com/Lightning-AI/pytorch-lightning/issues/688 (a killed save),
+https://pytorch.org/docs/stable/notes/serialization.html"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Fill, Rewrite
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import clause, clauses
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
+    checkpoint = context.checkpoint
+    stale = (fact for fact in checkpoint.remarks if fact.kind is Kind.INDEX_STALE)
+    if damage := (*checkpoint.damage, *stale):
+        cause = clauses(damage)
+        fix = Fix((Rewrite(cause),), Applicability.SAFE)
+        evidence = {"damage": [clause(fact) for fact in damage]}
+        yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
+    doubts = [clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_NAMES]
+    if doubts:
+        yield rule.finding(
+            Level.WARNING,
+            f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may be others than were saved",
+            remedies=advise(
+                "fetch the file again, or name the model to compare with; nothing is added or left out unasked"
+            ),
+        )
+    yield from _doubtful_values(rule, checkpoint)
+    yield from _unnamed(rule, context)
+    trailing = [fact.data["nbytes"] for fact in checkpoint.remarks if fact.kind is Kind.TRAILING_BYTES]
+    if trailing:
+        keys = _of_last_storage(checkpoint)
+        doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
+        said = f"{trailing[0]} bytes after the checkpoint belong to nothing{doubt if keys else ''}"
+        yield rule.finding(Level.NOTE, said, keys=keys)
+    strays = [fact.place for fact in checkpoint.remarks if fact.kind is Kind.STRAY_FILE]
+    if strays:
+        files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
+        yield rule.finding(
+            Level.NOTE,
+            f"{files} nothing of this checkpoint: an earlier save left it here, or its metadata was not fetched",
+        )
+    fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
+    if fills:
+        yield rule.finding(
+            Level.ERROR,
+            f"{_lost(checkpoint, {key: checkpoint.lost[key] for key in fills})}; filled from {context.settings.fill}",
+            keys=tuple(fills),
+            fix=Fix(tuple(fills.values()), Applicability.UNSAFE, asked=True),
+        )
+    left = {key: spec for key, spec in checkpoint.lost.items() if key not in fills}
+    if left:
+        yield rule.finding(
+            # With a target, what is missing of it is the finding of another rule, and may be filled there.
+            Level.ERROR if context.target is None else Level.NOTE,
+            _lost(checkpoint, left),
+            keys=tuple(left),
+            evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
+            remedies=(
+                *advise("fetch the file again"),
+                Remedy((("salvage", True), ("fill", FILE)), "completes it from another checkpoint"),
+            ),
+        )
+
+
+def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield the tensors whose bytes may be wrong, by the reason; ``.`` stands for all without a checksum."""
+    reasons: dict[str, list[str]] = {}
+    for fact in checkpoint.remarks:
+        if fact.kind is Kind.DOUBTFUL_VALUES:
+            reasons.setdefault(clause(fact), []).append(fact.place)
+    for reason, places in reasons.items():
+        named = set(places)
+        keys = tuple(
+            key
+            for key, spec in checkpoint.specs.items()
+            if key in named or ("." in named and not all(storage.crc32 is not None for storage in spec.storages))
+        )
+        if keys:
+            yield rule.finding(
+                Level.WARNING,
+                f"{counted(len(keys), 'tensor')} may hold other values than were saved: {reason}",
+                keys=keys,
+                remedies=advise("fetch the file again, or compare the result with another copy (ckptfix diff)"),
+            )
+
+
+def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Yield what is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
+    of_kind: dict[Kind, list[Fact]] = {}
+    for fact in context.checkpoint.remarks:
+        of_kind.setdefault(fact.kind, []).append(fact)
+    for fact in of_kind.get(Kind.UNNAMED_LOSS, ()):
+        yield rule.finding(
+            # With a target, what is missing of it is the finding of another rule.
+            Level.ERROR if context.target is None else Level.NOTE,
+            f"tensors are lost whose names are not known: those of {clause(fact)}",
+            remedies=advise("fetch the missing files, or name the model to compare with"),
+        )
+    for fact in of_kind.get(Kind.DAMAGED_NOTE, ()):
+        yield rule.finding(
+            Level.WARNING,
+            f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing",
+            remedies=advise("write it again from the file that it was made of, or name the model to compare with"),
+        )
+    for fact in of_kind.get(Kind.INDEX_SIZE, ()):
+        if fact.place == ".":
+            yield rule.finding(Level.NOTE, f"{clause(fact)}: one of them may belong to another save")
+        else:
+            yield rule.finding(
+                Level.WARNING,
+                f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed",
+                remedies=advise("fetch all shards of one save again"),
+            )
+    for fact in of_kind.get(Kind.PACKED_MEMBERS, ()):
+        yield rule.finding(
+            Level.NOTE,
+            f"{clause(fact)} compressed, which torch.save never does: another program packed the file again, and"
+            " torch.load(mmap=True) refuses it",
+        )
+    if packed := of_kind.get(Kind.PACKED_SHARD):
+        files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
+        yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")
+
+
+def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the tensors in the storage that ends where bytes follow which belong to nothing."""
+    last = {fact.place for fact in checkpoint.remarks if fact.kind is Kind.LAST_STORAGE}
+    return tuple(
+        key
+        for key, spec in checkpoint.specs.items()
+        if any(part.key in last for storage in spec.storages for part in (storage, *storage.parts))
+    )
+
+
+def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
+    """Return how many tensors, and which share of all numbers of the file, where all sizes are known."""
+    said = f"{len(lost)} of {counted(len(checkpoint.specs) + len(checkpoint.lost), 'tensor')} lost"
+    sizes = [spec.numel for spec in lost.values() if spec is not None]
+    total = sum(spec.numel for spec in (*checkpoint.specs.values(), *checkpoint.lost.values()) if spec is not None)
+    if None in checkpoint.lost.values() or not total:
+        return said
+    return f"{said}, {100 * sum(sizes) / total:.3g} % of the numbers"
+
+
+def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | None:
+    """Return the fill from ``--fill FILE`` under the same key; None if the file does not have it in the shape of
+    ``spec``.
+
+    With a target the rule on missing keys fills, under the names that the target has."""
+    if context.donor is None or context.target is not None:
+        return None
+    stored = context.donor.specs.get(key)
+    if stored is None or not stored.has_data or (spec is not None and stored.shape != spec.shape):
+        return None
+    return Fill(key, stored.dtype, stored.shape, "donor", donor_key=key)

@@ -1,0 +1,87 @@
+"""FIL901 executable-payload: the pickle names functions that no checkpoint needs.
+
+## What it finds
+Globals such as `os.system`, `builtins.eval`, `runpy`, `subprocess`, `torch.load` in a pickle of the file, however they
+are spelled. Beside these, which no checkpoint even names, what is *called*: a healthy pickle calls classes and the few
+functions that pickle, torch and numpy write values with; a call of any other function of the standard library or of a
+package that everybody has (`pathlib.Path.write_text`), and a call of what a call gave (`functools.partial()`), is there
+to do something. Further pickles in the archive that torch.load never reads, where a scanner or another reader might,
+are a warning.
+
+So is the code that a `torch.fx.GraphModule` brings along as text, as long as it is what torch.fx writes: calls of
+submodules and of operations on tensors. Code that does more is an error like the rest.
+
+## Why it matters
+A pickle runs what it names. Loading such a file with `weights_only=False`, with an old torch (CVE-2025-32434) or with
+plain `pickle` hands the machine over. ckptfix reads it without running anything, so that looking is safe.
+
+## Fix safety
+A graph of torch.fx becomes its state_dict, without the code, which is safe. Otherwise there is no fix, and `repair`
+writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
+from somewhere else. Where the weights are all that you have, `--disarm` writes the tensors of the state_dict alone, and
+nothing of what stands beside them; that they are what they should be is for you to judge.
+
+## Example
+`posix.system('touch …')` in `data.pkl`.
+
+## Sources
+https://github.com/mmaitre314/picklescan and https://github.com/trailofbits/fickling, whose lists this one follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ckptfix.core.edits import Disarm, Plain
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise
+from ckptfix.reading.pickles.payload import GRAPH_CODE
+from ckptfix.rules.rule import Context, Rule, rule
+
+REMEDIES = (
+    *advise("do not load this file with anything; get it from a source that you trust"),
+    Remedy((("disarm", True),), "writes only its tensors"),
+)
+
+
+@rule
+def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name what the file would run."""
+    fix = None
+    if context.settings.disarm and context.checkpoint.specs:
+        armed = [remark for remark in context.checkpoint.remarks if remark.kind in (Kind.PAYLOAD, Kind.HIDDEN_PICKLE)]
+        names = ", ".join(remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed)
+        fix = Fix((Disarm(names),), Applicability.UNSAFE, asked=True)
+    remedies = REMEDIES if context.checkpoint.specs else REMEDIES[:1]
+    payload = [fact.data["name"] for fact in context.checkpoint.remarks if fact.kind is Kind.PAYLOAD]
+    if payload:
+        yield rule.finding(
+            Level.ERROR,
+            f"the file is built to run code when it is loaded: it names {', '.join(payload)}",
+            evidence={"globals": payload},
+            fix=fix,
+            remedies=remedies,
+            blocks=Blocks.WRITING | Blocks.LOADING,
+        )
+    if stored := [remark for remark in context.checkpoint.remarks if remark.kind is Kind.STORED_CODE]:
+        edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)
+        yield rule.finding(
+            Level.WARNING,
+            "the file holds Python code as text, and torch.load with weights_only=False runs it: a graph of torch.fx, "
+            "whose code calls operations on tensors and nothing else",
+            evidence={"globals": [remark.data["name"] for remark in stored]},
+            fix=Fix(edits, Applicability.SAFE) if fix is None else replace(fix, edits=() if payload else fix.edits),
+            remedies=advise("load the state_dict that ckptfix repair writes into the model's own class"),
+            blocks=Blocks.WRITING | Blocks.LOADING,
+        )
+    hidden = [fact.place for fact in context.checkpoint.remarks if fact.kind is Kind.HIDDEN_PICKLE]
+    if hidden:
+        yield rule.finding(
+            Level.WARNING,
+            f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
+            evidence={"members": hidden},
+            fix=fix and replace(fix, edits=() if payload or stored else fix.edits),
+            remedies=remedies,
+            blocks=Blocks.WRITING | Blocks.LOADING,
+        )

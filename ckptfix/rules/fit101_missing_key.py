@@ -1,0 +1,343 @@
+"""FIT101 missing-key: a key that the target wants and the file does not have.
+
+## What it finds
+
+Keys that are still missing after every other rule: a head that was left out, a part that the file's model did not
+have, or the wrong file. The message states their share of the target by number of elements.
+
+## Why it matters
+
+A strict load fails with `Missing key(s) in state_dict`. A load that is not strict leaves them at random values and
+says so only in its return value, and the results are wrong without any error.
+
+## Fix safety
+
+Nothing is filled unasked, nor where no key of the file belongs to the target. `--fill target` takes the model's own
+initial values (random, from `--seed`), `--fill FILE` takes those of another checkpoint under the same key with the same
+shape. Whatever was filled is listed in the report with its numel and does not count as coverage. Initial values are
+untrained and end with exit code 1; those of a checkpoint that was named are not.
+
+## Example
+
+    ckptfix repair backbone.pth --model my_models:classifier --fill target
+    # + head.weight  float32[10, 512]  target
+
+## Sources
+
+- https://github.com/microsoft/torchgeo/issues/4036 (a mismatch that strict=False swallowed)
+- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from msgspec import Struct, field
+
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Drop, Edit, Fill, Tie
+from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.target import PARAMETER, Target
+from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
+from ckptfix.rules.rule import Context, Rule, rule
+
+_ELSEWHERE = advise("fill nothing in: the file may have them in another form")
+
+
+@rule
+def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Lists what is missing; fills it where that was asked for, and counts what was filled apart from the rest."""
+    if context.target is None:
+        return
+    target = context.target
+    filled: list[str] = []
+    unfilled: list[str] = []
+    edits: list[Edit] = []
+    for group in _missing(context, target):
+        fill = _fill(group, context, target)
+        if fill is None:
+            unfilled.extend(group)
+            continue
+        filled.extend(group)
+        edits.append(fill)
+        edits.extend(Tie(key, fill.key) for key in group if key != fill.key)
+    if filled:
+        extent, evidence = _extent(filled, target)
+        yield rule.finding(
+            Level.ERROR,
+            f"{extent}, filled from {_origin(context)}",
+            keys=tuple(filled),
+            evidence=evidence,
+            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+        )
+    if unfilled:
+        extent, evidence = _extent(unfilled, target)
+        is_there = bool(other_layout(context, target))
+        yield rule.finding(
+            Level.ERROR,
+            extent,
+            keys=tuple(unfilled),
+            evidence=evidence,
+            remedies=_ELSEWHERE if is_there else tuple(_remedies(unfilled, context, target)),
+            blocks=Blocks.FILLING if is_there else Blocks.NOTHING,
+        )
+
+
+def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:
+    """Yield the missing keys, tied ones together. A key whose twin is in the file is left to the rule on ties."""
+    checkpoint = context.checkpoint
+    uncounted = context.settings.is_for_torch_before(COUNTED_SINCE)
+    seen: set[str] = set()
+    for key in (*target.slots, *sorted(target.entries)):
+        if key in checkpoint.entries or key in seen or (uncounted and split_key(key)[1] == NUM_BATCHES_TRACKED):
+            continue
+        group = target.tie_of.get(key, (key,))
+        seen.update(group)
+        if not any(twin in checkpoint.specs and target.accepts(twin, checkpoint.specs[twin].shape) for twin in group):
+            yield tuple(twin for twin in group if twin not in checkpoint.entries)
+
+
+def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | None:
+    """Return the fill for the first key of a tied group from where the user said, None if nothing fits."""
+    key = group[0]
+    slot = target.slots.get(key)
+    if slot is None or context.settings.fill is None:
+        return None
+    entries = context.checkpoint.entries
+    if entries and entries.keys().isdisjoint(target.slots.keys() | target.entries):
+        return None  # nothing of the file is for the target: a fill would make a model of fillings alone
+    if context.settings.fill == "target":
+        if target.initial is None or slot.shape is None:
+            return None
+        return Fill(key, slot.dtype, slot.shape, "target")
+    stored = context.donor.specs if context.donor else {}
+    for name in group:
+        if name in stored and stored[name].has_data and target.accepts(key, stored[name].shape):
+            return Fill(key, stored[name].dtype, stored[name].shape, "donor", donor_key=name)
+    return None
+
+
+def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
+    """Return how much of the target the keys are, in words and in figures. Tied keys count once."""
+    first = {key: target.tie_of.get(key, (key,))[0] for key in (*target.slots, *keys)}
+    parameters = {name for key, name in first.items() if key in target.slots and target.slots[key].kind == PARAMETER}
+    missing = {first[key] for key in keys} & parameters
+    numel = sum(target.slots[name].numel for name in missing)
+    total = sum(target.slots[name].numel for name in parameters)
+    share = f"{100 * numel / total:.3g} % of the target's parameters" if numel else "none of them a parameter"
+    return f"{counted(len(keys), 'key')} missing, {share}", {"parameters": numel, "of": total}
+
+
+def _origin(context: Context) -> str:
+    fill = context.settings.fill
+    return f"the model's initialisation (seed {context.settings.seed})" if fill == "target" else str(fill)
+
+
+def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Remedy]:
+    """Yield what to do about keys that were not filled, given what was asked for already."""
+    fill = context.settings.fill
+    if is_of_another_model(context.checkpoint, target):
+        yield from NAME_THE_MODEL
+    elif fill is not None and fill != "twin" and (fill != "target" or target.initial is not None):
+        yield Remedy(text=f"{_origin(context)} does not have them in the shape that the target wants")
+    else:
+        if target.initial is not None:
+            price = untrained(context.checkpoint, target)
+            lost = tuple((key, price[key]) for key in keys if key in price)
+            yield Remedy((("fill", "target"),), "takes the model's initial values, which are untrained", lost)
+        yield Remedy((("fill", FILE),), "takes them from another checkpoint")
+
+
+Shape = tuple[int, ...]
+
+_NEW = "parametrizations.{tensor}"
+
+# The tensors that a parametrization has in the place of one, in old releases of torch and in new ones.
+_PARTS = {
+    "weight_norm": (("{tensor}_g", "{tensor}_v"), (f"{_NEW}.original0", f"{_NEW}.original1")),
+    "spectral_norm": (("{tensor}_orig", "{tensor}_u"), (f"{_NEW}.original", f"{_NEW}.0._u")),
+    "pruning": (("{tensor}_orig", "{tensor}_mask"),),
+    "a parametrization": ((f"{_NEW}.original",), (f"{_NEW}.original0",)),
+}
+
+MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
+
+# Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept.
+DEEPEST = 32
+
+
+MOST = 0.5  # share of a model's parameters from which on a model without them is another one
+NAME_THE_MODEL = advise("name the model that the file belongs to: most parameters of this one are not in the file")
+
+
+def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
+    """Return the target's parameters that the file does not have in their shape, with their numel, ties once."""
+    found: dict[str, int] = {}
+    seen: set[str] = set()
+    for key, slot in target.slots.items():
+        if slot.kind != PARAMETER or key in seen:
+            continue
+        group = target.tie_of.get(key, (key,))
+        seen.update(group)
+        if not any(name in checkpoint.specs and target.accepts(name, checkpoint.specs[name].shape) for name in group):
+            found[key] = slot.numel
+    return found
+
+
+def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Collection[str] = ()) -> bool:
+    """Return whether half of the target's parameters or more are not in the file, nor among the ``adaptable`` keys."""
+    seen: set[str] = set()
+    total = 0
+    for key, slot in target.slots.items():
+        if slot.kind == PARAMETER and key not in seen:
+            seen.update(target.tie_of.get(key, (key,)))
+            total += slot.numel
+    lost = sum(numel for key, numel in untrained(checkpoint, target).items() if key not in adaptable)
+    return total > 0 and lost >= MOST * total
+
+
+def other_layout(context: Context, target: Target) -> str:
+    """Return how the leftover tensors of the file may hold the missing ones of the target, as a remedy; empty if
+    they do not seem to. What the file had under its name, in a shape that the user gave up, is not missing."""
+    checkpoint, known = context.checkpoint, target.slots.keys() | target.entries
+    given_up = {edit.key for edit in context.plan.edits if isinstance(edit, Drop)}
+    filled = {edit.key for edit in context.plan.edits if isinstance(edit, Fill)}  # they were missing, too
+    if wanted_layers(checkpoint.specs, target):
+        return DEQUANTISE
+    left = {key: spec.shape for key, spec in checkpoint.specs.items() if key not in known}
+    gone = {
+        key: slot.shape
+        for key, slot in target.slots.items()
+        if (key not in checkpoint.entries or key in filled) and key not in given_up and slot.shape is not None
+    }
+    adapted = {name for key in left if ".base_layer." in key for name in _without_adapter(key)}
+    if number := sum(key in adapted for key in gone):
+        return (
+            f"{counted(number, 'weight')} of the file with an adapter beside, which was not merged: merge it "
+            "first, by its configuration or with what made it, and repair the result"
+        )
+    for norm in _PARTS:
+        if number := sum(_has_parts(left, key, norm) for key in gone):
+            return (
+                f"the file has {counted(number, 'weight')} as {norm} splits it up: load it into the model with {norm} "
+                f"applied, remove that from the model, and save it again"
+            )
+        if number := sum(_has_parts(gone, key, norm) for key in left):
+            return (
+                f"the model has {norm} applied to {counted(number, 'weight')} that the file has as it is: load the "
+                f"file before {norm} is applied"
+            )
+    if told := _renamed(left, gone):
+        return told
+    modules = list(_rearranged(left, gone))
+    if not modules:
+        return _repacked(left, gone)
+    path, mine, theirs = modules[0]
+    return (
+        f"{counted(len(modules), 'module')} may have the missing weights in another layout, as fused or split "
+        f"projections are: {_shown(path, mine)} in the file has as many elements as {_shown(path, theirs)} of the "
+        "target; convert them with the code of the model"
+    )
+
+
+def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
+    """Return what to say where the missing tensors have the shapes of those left over."""
+    shapes, wanted = Counter(left.values()), Counter(gone.values())
+    is_telling = any(len(shape) > 1 for shape in wanted) and (shapes == wanted or len(gone) >= MANY)
+    if not is_telling or not wanted <= shapes:
+        return ""
+    if {_without_numbers(key) for key in gone} <= {_without_numbers(key) for key in left}:
+        return (
+            f"look at the numbers first: {next(iter(left))} is left over and {next(iter(gone))} missing, and where the "
+            "two sides count from different numbers, the keys that are in their places are wrong too"
+        )
+    alone = [key for key, shape in gone.items() if shapes[shape] == wanted[shape] == 1]
+    pairs = [f"{next(name for name in left if left[name] == gone[key])} of {key}" for key in alone[:1]]
+    return (
+        f"those left over have the shapes of the missing keys{''.join(f' ({pair})' for pair in pairs)}: give them the "
+        "model's names, as the code that loads such files does (in transformers: from_pretrained)"
+    )
+
+
+def _without_numbers(key: str) -> str:
+    return ".".join(part for part in key.split(".") if not part.isdigit())
+
+
+def _without_adapter(key: str) -> tuple[str, str]:
+    """Return what the layer was called before peft put an adapter to it, and before it wrapped the model."""
+    plain = key.replace(".base_layer.", ".")
+    return plain, plain.removeprefix("base_model.model.")
+
+
+def _has_parts(tensors: Mapping[str, Shape], key: str, norm: str) -> bool:
+    path, dot, name = key.rpartition(".")
+    return any(all(path + dot + part.format(tensor=name) in tensors for part in parts) for parts in _PARTS[norm])
+
+
+def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
+    """Return what to say if tensors with a name around that of a missing one have as many elements (`weight._data`,
+    `weight_packed`)."""
+    found = {key: other for other in left for key in _stems(other) if key in gone and key != other}
+    same = {key: other for key, other in found.items() if math.prod(left[other]) == math.prod(gone[key]) > 1}
+    if not same:
+        return ""
+    key, other = next(iter(same.items()))
+    return (
+        f"{counted(len(same), 'missing tensor')} may be in the file under a longer name: {other} has as many elements"
+        f" as {key}; take it out with what packed it, and save it again"
+    )
+
+
+def _stems(key: str) -> Iterator[str]:
+    """Yield what is before each dot and underscore of the last segments of a key: the names that it may be made of."""
+    last = key.rfind(".", 0, max(key.rfind("."), 0)) + 1
+    return (key[:at] for at in range(last, len(key)) if key[at] in "._")
+
+
+class _Sum(Struct):
+    """The tensors below a module on one side."""
+
+    numel: int = 0
+    keys: list[str] = field(default_factory=list)
+
+
+def _rearranged(
+    left: Mapping[str, Shape], gone: Mapping[str, Shape]
+) -> Iterator[tuple[str, Mapping[str, Shape], Mapping[str, Shape]]]:
+    """Yield the innermost modules in which as many elements are left over as missing, in other shapes."""
+    mine, theirs = _sums(left), _sums(gone)
+    equal = {path for path, own in mine.items() if path in theirs and own.numel == theirs[path].numel > 1}
+    outer = {above for path in equal for above in _paths(path)}
+    for path in mine:
+        if path in equal and path not in outer:
+            shapes = ({key: left[key] for key in mine[path].keys}, {key: gone[key] for key in theirs[path].keys})
+            if sorted(shapes[0].values()) != sorted(shapes[1].values()):
+                yield path, *shapes
+
+
+def _sums(tensors: Mapping[str, Shape]) -> dict[str, _Sum]:
+    """By the path of each module that has some of the tensors somewhere below it."""
+    sums: dict[str, _Sum] = defaultdict(_Sum)
+    for key, shape in tensors.items():
+        numel = math.prod(shape)
+        for path in _paths(key):
+            sums[path].numel += numel
+            sums[path].keys.append(key)
+    return sums
+
+
+def _paths(name: str) -> Iterator[str]:
+    at = name.find(".")
+    for _ in range(DEEPEST):
+        if at < 0:
+            return
+        yield name[:at]
+        at = name.find(".", at + 1)
+
+
+def _shown(path: str, keys: Iterable[str]) -> str:
+    names = [key.removeprefix(f"{path}.") for key in keys]
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{path}.{names[0]}" if len(names) == 1 else f"{path}.{{{listed}}}"

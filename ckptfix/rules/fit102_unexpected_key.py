@@ -1,0 +1,109 @@
+"""FIT102 unexpected-key: a key that the target has no place for.
+
+## What it finds
+
+Keys of the file that the target does not want, after the rules on names and buffers have had their turn.
+
+## Why it matters
+
+A strict load fails with `Unexpected key(s) in state_dict`. Such keys are a part that the target lacks, such as a
+decoder or an auxiliary head, or the file is of another model.
+
+## Fix safety
+
+Unsafe: `--unsafe-fixes` drops learned values. Of a LoRA that was never merged into its base they are what was trained:
+it has to be merged first. Where such keys may hold what the target misses in another layout (fused or split
+projections, stacked experts, `weight_norm` on one side alone), the report says so. Nothing is offered where no key of
+the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
+
+## Example
+
+    ckptfix repair googlenet.pth --model my_models:googlenet_without_aux --unsafe-fixes
+    # - aux1.fc1.weight
+
+## Sources
+
+- https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ckptfix.core.edits import Drop
+from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.reading.foreign.weightless import is_of_training
+from ckptfix.reading.weights.loose_tensors import value_at
+from ckptfix.reading.weights.prefixed_sets import copied_under
+from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
+from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
+from ckptfix.rules.rule import Context, Rule, rule
+
+# In the keys of low-rank adapters, beside or around the layers that they change.
+_ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
+
+_MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
+
+
+_MERGE_INTO_BASE = "an adapter is merged into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
+
+
+def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
+    """Return what to do with an adapter, inside of its base or alone; empty if there is none."""
+    if not any(map(_ADAPTER.search, keys)):
+        return ()
+    return advise(_MERGE if any(".base_layer." in key for key in keys) else _MERGE_INTO_BASE)
+
+
+@rule
+def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Lists what the target has no place for."""
+    if context.target is None:
+        return
+    checkpoint, target = context.checkpoint, context.target
+    members = value_at(checkpoint.root, checkpoint.container)
+    apart = [str(key) for key, value in members.items() if is_of_training(value)] if isinstance(members, dict) else []
+    if apart and context.settings.format != "safetensors":
+        yield rule.finding(
+            Level.NOTE,
+            f"{', '.join(apart)} among the keys of the weights, which stay: take them out before load_state_dict",
+            evidence={"places": apart},
+        )
+    unexpected = [key for key in checkpoint.entries if key not in target.slots and key not in target.entries]
+    if not unexpected:
+        return
+    numel = sum(checkpoint.specs[key].numel for key in unexpected if key in checkpoint.specs)
+    evidence = {"numel": numel, "of": sum(spec.numel for spec in checkpoint.specs.values())}
+    if len(unexpected) == len(checkpoint.entries):
+        yield rule.finding(
+            Level.ERROR,
+            f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
+            keys=tuple(unexpected),
+            evidence=evidence,
+            remedies=_of_adapter(unexpected)
+            or (*NAME_THE_MODEL, Remedy((("weights", NAME),), "takes another state_dict of the file")),
+            blocks=Blocks.FILLING,
+        )
+        return
+    copies = copied_under(checkpoint.entries)
+    is_copy = bool(copies) and all(key.startswith(copies) for key in unexpected)
+    hidden = "" if is_copy else _MERGE if any(map(_ADAPTER.search, unexpected)) else other_layout(context, target)
+    drops = Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE)
+    yield rule.finding(
+        Level.ERROR,
+        f"{counted(len(unexpected), 'key')} without a place in the target",
+        keys=tuple(unexpected),
+        evidence=evidence,
+        # What holds the model's weights in another form must not be dropped together with something else.
+        fix=replace(drops, applicability=Applicability.DISPLAY_ONLY) if hidden else drops,
+        remedies=choice_of_copies(checkpoint.entries)
+        if is_copy
+        else advise(hidden)
+        if hidden
+        else NAME_THE_MODEL
+        if is_of_another_model(checkpoint, target)
+        else (Remedy((UNSAFE_FIXES,), "drops them"),),
+        blocks=Blocks.FILLING if hidden else Blocks.NOTHING,
+    )

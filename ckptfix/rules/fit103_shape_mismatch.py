@@ -1,0 +1,282 @@
+"""FIT103 shape-mismatch: a key of the right name and another shape.
+
+## What it finds
+
+Keys that the file and the target both have, with different shapes, and keys under which the file holds no tensor at
+all.
+
+## Why it matters
+
+`size mismatch for fc.weight: copying a param with shape …`; `strict=False` does not help. The model is another one:
+another number of classes, vocabulary, resolution or number of input channels.
+
+## Fix safety
+
+Nothing is changed unless it is asked for, except axes of one element at the end or in front: they are put on or taken
+off, safely, as no value changes its place. That makes a 1x1 convolution `[64, 16, 1, 1]` of a linear layer `[64, 16]`,
+`[1]` of `[]`, and the reverse.
+
+`--adapt NAME=RECIPE` makes a tensor of the model's shape from the file's, by the formula of a library. It is unsafe:
+the values are not those that were trained, and the model should be fine-tuned. The message names the recipes that fit,
+that of the model's own library first.
+
+- `pos_embed=timm`, `plain` or `torchvision` resamples the position embeddings of images. The grid of patches and the
+  number of tokens beside it come from the model, or from the config.json beside `--like`, or else from the tokens that
+  the file has. The file's grid is that of its own config.json, or a square, or given by hand: `pos_embed=timm:12x24`
+  (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
+- `pos_embed=linear` or `cut` stretches or cuts the positions of texts. `linear:512:1024` leaves the first two of 514.
+- `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's. For
+  windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases` (TinyViT, LeViT).
+- `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers.
+- `in_chans=timm` or `mean` is for images with other channels.
+- `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
+- `inflate=mean` or `centre` makes convolutions over images and time of those over images.
+
+`pos_embed@visual.*=timm` is for the keys of that pattern only, and says what they are if their names do not.
+Grids that cannot be right and recipes that do not fit are refused.
+
+`--drop-mismatched` takes the other keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
+report lists with their numel. Where both shapes are those of a matrix and its transpose, the message says so.
+Where the axes of all such tensors are in another order, and only one order gives the target's shapes (spconv 1 has
+`[3, 3, 3, 16, 32]` where spconv 2 has `[32, 3, 3, 3, 16]`), `--unsafe-fixes` puts them in that order. Where other
+tensors have a shape that fits in either order, such as square matrices beside transposed ones, it is only reported.
+
+## Example
+
+    ckptfix repair imagenet.pth --model my_models:resnet18_10_classes --drop-mismatched --fill target
+    # fc.weight  file [1000, 512]  target [10, 512]
+    ckptfix repair vit.pth --model my_models:vit_384 --adapt pos_embed=timm
+    # adapt 1 key (443 k elements) by pos_embed=timm, 14x14 → 24x24: pos_embed  [1, 197, 768] → [1, 577, 768]
+
+## Sources
+
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`)
+- https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py
+- https://github.com/google-research/vision_transformer/pull/317 (a square root that took 196 positions for 195)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from typing import Any
+
+from ckptfix.core.adaptations import HEAD, adaptation
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Adapt, Assemble, Drop
+from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.parts import Part, extent, full
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target, grid_of_config
+from ckptfix.reading.adapters import model_config
+from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of, without_use
+from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.adapting import is_adaptable
+
+_TRANSPOSED = advise(
+    "convert the file with the code of the model: it keeps these tensors transposed, as Conv1D of GPT-2 does, "
+    "and those of the same layers that are square fit as they are and may be transposed too"
+)
+
+MOST_AXES = 6  # axes of a tensor up to which all orders are tried
+_DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
+
+
+@rule
+def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Shows both shapes; drops the keys where that was asked for."""
+    if context.target is None:
+        return
+    evidence: dict[str, Any] = {}
+    reshapes = []
+    for key, slot in context.target.slots.items():
+        entry = context.checkpoint.entries.get(key)
+        if key not in context.checkpoint.entries or slot.shape is None:
+            continue
+        if not isinstance(entry, TensorSpec):
+            evidence[key] = {"file": None, "target": list(slot.shape)}
+        elif _differ_by_ones(entry.shape, slot.shape) and _is_plain(entry):
+            reshapes.append(Assemble.reshape(key, entry.dtype, entry.shape, slot.shape))
+        elif entry.shape != slot.shape:
+            evidence[key] = {"file": list(entry.shape), "target": list(slot.shape)}
+    if reshapes:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(reshapes), 'key')} with axes of one element too many or too few",
+            keys=tuple(reshape.key for reshape in reshapes),
+            evidence={
+                "shapes": {
+                    edit.key: {"file": list(extent(edit.parts[0].box)), "target": list(edit.shape)} for edit in reshapes
+                }
+            },
+            fix=Fix(tuple(reshapes), Applicability.SAFE),
+        )
+    for axes, keys in _turned(evidence, context.checkpoint, context.target).items():
+        turned = {key: evidence.pop(key) for key in keys}
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
+            f"{', '.join(map(str, axes))} of the file",
+            keys=tuple(keys),
+            evidence={"shapes": turned},
+            fix=Fix(tuple(_turn(key, turned[key], axes, context.checkpoint) for key in keys), Applicability.UNSAFE),
+            remedies=(Remedy((UNSAFE_FIXES,), "puts the axes in the target's order"),),
+            blocks=Blocks.FILLING,
+        )
+    shapes = {
+        key: (tuple(pair["file"]), tuple(pair["target"]))
+        for key, pair in evidence.items()
+        if key in context.checkpoint.specs and is_adaptable(context.checkpoint.specs[key])
+    }
+    given = tuple(map(adaptation, context.settings.adapt))
+    tensors = {key: spec.shape for key, spec in context.checkpoint.specs.items()}
+    stored = grid_of_config(model_config(context.checkpoint), tensors) if shapes else None
+    known = cases(shapes, context.target, tensors, given, stored)
+    known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
+    is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
+    for case in known:
+        edits = adapt_edits(case, given, context.checkpoint.specs)
+        if edits or (case.name != HEAD and not is_other):
+            for edit in edits:
+                evidence.pop(edit.key, None)
+            left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
+            yield from _case_findings(rule, context, case, edits, left)
+    for said in without_use(given, known):
+        yield rule.finding(Level.NOTE, said)
+    if evidence:
+        heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
+        yield _unknown(rule, context, evidence, is_other, heads)
+
+
+def _case_findings(
+    rule: Rule,
+    context: Context,
+    case: Case,
+    edits: tuple[Adapt, ...],
+    left: Mapping[str, Any],
+) -> Iterator[Finding]:
+    """Yield what a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
+    for recipe in dict.fromkeys(edit.recipe for edit in edits):
+        mine = tuple(edit for edit in edits if edit.recipe == recipe)
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(mine), 'key')} of another shape, adapted by {recipe}: {case.words}",
+            keys=tuple(edit.key for edit in mine),
+            evidence={"shapes": {edit.key: {"file": list(edit.before), "target": list(edit.shape)} for edit in mine}},
+            fix=Fix(mine, Applicability.UNSAFE, asked=True),
+        )
+    if left:
+        drops = tuple(Drop(key) for key in left)
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(left), 'key')} of another shape than the target's: {case.words}",
+            keys=tuple(left),
+            evidence={"shapes": left},
+            fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
+            remedies=(*recipes_of(case), *_fillings(left, context)),
+        )
+
+
+def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
+    """Return the keys whose axes are in another order, by the order, if only one order makes the target's shapes of
+    all mismatched tensors with so many axes.
+
+    A tensor that has the
+    right shape in either order may have to be turned as well, so that there must be none."""
+    found = {}
+    for rank in sorted({len(shapes["target"] or ()) for shapes in mismatched.values()} & set(range(2, MOST_AXES + 1))):
+        keys = [key for key, shapes in mismatched.items() if len(shapes["target"] or ()) == rank]
+        pairs = [(mismatched[key]["file"] or [], mismatched[key]["target"]) for key in keys]
+        orders = [
+            axes
+            for axes in permutations(range(rank))
+            if all(len(file) == rank and [file[axis] for axis in axes] == shape for file, shape in pairs)
+        ]
+        telling = [file for file, _ in pairs if 1 not in file]  # a kernel of 1x3 is not one of 3x1
+        orders = [axes for axes in orders if telling and not _mixes_equal(axes, telling)]
+        if (
+            len(orders) == 1
+            and not any(
+                key not in mismatched and spec.shape == tuple(spec.shape[axis] for axis in orders[0])
+                for key, spec in checkpoint.specs.items()
+                if len(spec.shape) == rank and key in target.slots
+            )
+            and all(_is_plain(checkpoint.specs[key]) and checkpoint.specs[key].per_byte == 1 for key in keys)
+        ):
+            found[orders[0]] = keys
+    return found
+
+
+def _mixes_equal(axes: tuple[int, ...], shapes: list[list[int]]) -> bool:
+    """Return whether an order mixes axes that are beside each other on both sides and of one size in each tensor, such
+    as the sides of a kernel: nothing but their order tells them apart."""
+    runs = [[0]]
+    for axis in range(1, len(axes)):
+        if all(shape[axis] == shape[axis - 1] for shape in shapes):
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    places = [sorted(map(axes.index, run)) for run in runs]
+    return any(
+        places[at][-1] - places[at][0] == len(run) - 1 and [axes[place] for place in places[at]] != run
+        for at, run in enumerate(runs)
+    )
+
+
+def _turn(key: str, shapes: Mapping[str, Any], axes: tuple[int, ...], checkpoint: Checkpoint) -> Assemble:
+    part = Part(key, full(shapes["file"]), full(shapes["target"]), axes=axes)
+    return Assemble(key, checkpoint.specs[key].dtype, tuple(shapes["target"]), (part,))
+
+
+def _unknown(
+    rule: Rule, context: Context, shapes: Mapping[str, Any], is_other: bool, heads: tuple[Remedy, ...]
+) -> Finding:
+    drops = tuple(Drop(key) for key in shapes)
+    turned = sum(_is_transposed(pair["file"], pair["target"]) for pair in shapes.values())
+    # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
+    is_turned = 2 * turned > sum(len(pair["target"] or ()) > 1 for pair in shapes.values())
+    remedies = (
+        _TRANSPOSED
+        if is_turned
+        else NAME_THE_MODEL
+        if is_other
+        else (*_fillings(shapes, context), *heads, Remedy(text="name the model that the file belongs to"))
+    )
+    return rule.finding(
+        Level.ERROR,
+        f"{counted(len(shapes), 'key')} of another shape than the target's"
+        f"{f', {turned} of them transposed' if turned else ''}",
+        keys=tuple(shapes),
+        evidence={"shapes": shapes},
+        fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
+        remedies=remedies,
+        blocks=Blocks.FILLING if is_turned or is_other else Blocks.NOTHING,
+    )
+
+
+def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remedy]:
+    target = context.target
+    if target is not None and target.initial is not None:
+        price = untrained(context.checkpoint, target)
+        lost = tuple((key, price[key]) for key in mismatched if key in price)
+        yield Remedy((*_DROP, ("fill", "target")), "takes the model's initial values, which are untrained", lost)
+    yield Remedy((*_DROP, ("fill", FILE)), "takes them from another checkpoint")
+
+
+def _is_plain(spec: TensorSpec) -> bool:
+    """Return whether another shape leaves everything else as it is: the axis of a quantizer counts axes."""
+    return spec.layout == "strided" and spec.quantizer is None and spec.is_contiguous
+
+
+def _differ_by_ones(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
+    short, long = sorted((one, other), key=len)
+    ones = (1,) * (len(long) - len(short))
+    return bool(ones) and long in (short + ones, ones + short)
+
+
+def _is_transposed(file: list[int] | None, target: list[int] | None) -> bool:
+    """Return whether one has the axes of the other in another order. A vector in two dimensions has no order."""
+    if file is None or target is None:
+        return False
+    return file != target and sorted(file) == sorted(target) and sum(size > 1 for size in file) > 1

@@ -1,0 +1,134 @@
+"""FIT104 dtype-mismatch: a tensor of another dtype than the target's.
+
+## What it finds
+
+Tensors whose dtype differs from the target's in kind (a float where the target has integers), or floats of another
+width, such as a file in float16 for a model in float32. Integers of another width are not worth a word; integers in the
+place of a model's float parameters are a warning.
+
+## Why it matters
+
+`load_state_dict` converts silently, so that the load works; but the precision is the file's, or the model's,
+whichever is lower. Into a narrower dtype, values overflow: above 65504 float16 has infinity, and casting back does
+not restore it. A quantised tensor cannot be copied into any other. Parameters that are integers were rounded, most of
+them to zero, or are quantised by a scheme that the model does not know.
+
+## Fix safety
+
+Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. Nothing is offered where a value
+would overflow, which is looked up in the figures of the values, where a fraction or an imaginary part would be lost,
+or where the tensor is quantised or was rounded.
+
+## Example
+
+    ckptfix repair half.pth --model my_models:net --unsafe-fixes
+    # conv1.weight  float16 → float32
+
+## Sources
+
+- https://github.com/ultralytics/ultralytics/pull/24731 (a cast to float16 above 65504)
+- https://pytorch.org/docs/stable/type_info.html"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import inf
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Cast
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.target import PARAMETER, Target
+from ckptfix.rules.fit107_quantised_weights import wanted_layers
+from ckptfix.rules.rule import Context, Rule, rule
+
+# The largest finite number of each float dtype, as `torch.finfo(dtype).max` gives it.
+LARGEST = {
+    "float64": 1.7976931348623157e308,
+    "float32": 3.4028234663852886e38,
+    "bfloat16": 3.3895313892515355e38,
+    "float16": 65504.0,
+    "float8_e5m2": 57344.0,
+    "float8_e5m2fnuz": 57344.0,
+    "float8_e4m3fn": 448.0,
+    "float8_e4m3fnuz": 240.0,
+}
+
+_SORTS = (
+    ("overflow", Level.ERROR, "values would overflow"),
+    ("quantized", Level.ERROR, "a load cannot copy out of a quantised tensor"),
+    ("lossy", Level.WARNING, "a load drops a part of each value"),
+    ("rounded", Level.WARNING, "parameters in integers were rounded, or are quantised"),
+    ("plain", Level.NOTE, "a load converts"),
+)
+
+_AS_STORED = Remedy(text="build the model in the dtype of the file")
+
+_REMEDIES = {
+    "plain": Remedy((UNSAFE_FIXES,), "casts them"),
+    "rounded": Remedy(text="take these tensors from another copy, or turn them into floats with what quantised them"),
+}
+
+
+@rule
+def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Lists tensors of another dtype, apart by what a load does with them."""
+    if context.target is None:
+        return
+    casts = list(_casts(context.checkpoint, context.target))
+    for sort, level, what in _SORTS:
+        alike = tuple(cast for cast in casts if _sort(cast, context, context.target) == sort)
+        if not alike:
+            continue
+        dtypes = Counter(f"{cast.before} → {cast.dtype}" for cast in alike)
+        tensors = counted(len(alike), "tensor")
+        is_plain = sort == "plain"
+        yield rule.finding(
+            level,
+            f"{tensors} of another dtype than the target's ({', '.join(dtypes)}): {what}",
+            keys=tuple(cast.key for cast in alike),
+            evidence={"dtypes": dict(dtypes), **_largest(alike, sort, context)},
+            # A dtype that the user asked for is not to be cast away again.
+            fix=Fix(alike, Applicability.UNSAFE) if is_plain and context.settings.dtype is None else None,
+            remedies=(_REMEDIES.get(sort, _AS_STORED),),
+        )
+
+
+def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
+    """Yield a cast for every tensor whose dtype differs from the target's in a way that matters."""
+    quantised = {key for layer in wanted_layers(checkpoint.specs, target).values() for key in layer.parts.values()}
+    for key, spec in checkpoint.specs.items():
+        if key in quantised:
+            continue  # another rule says that these are codes
+        slot = target.slots.get(key)
+        if slot is not None and spec.dtype != slot.dtype and (_rank(spec.dtype), _rank(slot.dtype)) != (0, 0):
+            yield Cast(key, spec.dtype, slot.dtype)
+
+
+def _largest(casts: tuple[Cast, ...], sort: str, context: Context) -> dict[str, dict[str, float]]:
+    """Return what overflows, by key."""
+    if sort != "overflow":
+        return {}
+    return {"absmax": {cast.key: context.statistics[cast.key].absmax for cast in casts}}
+
+
+def _sort(cast: Cast, context: Context, target: Target) -> str:
+    if DTYPES[cast.before].is_quantized:
+        return "quantized"
+    # Of a file as the target, a parameter is but a guess.
+    if _rank(cast.before) == 0 and target.modules is not None and target.slots[cast.key].kind == PARAMETER:
+        return "rounded"
+    if _rank(cast.before) > _rank(cast.dtype):
+        return "lossy"
+    limit = LARGEST.get(cast.dtype, inf)
+    narrows = limit < LARGEST.get(cast.before, inf)
+    if narrows and cast.key in context.statistics:
+        return "overflow" if context.statistics[cast.key].absmax > limit else "plain"
+    return "plain"
+
+
+def _rank(dtype: str) -> int:
+    """Return where a kind of numbers stands: each can hold those before it, integers being the first."""
+    kind = DTYPES[dtype]
+    return 3 if kind.is_quantized else 2 if kind.is_complex else 1 if kind.is_float else 0

@@ -1,0 +1,99 @@
+"""FIT105 tie: one tensor under two names, of which the file has only one.
+
+## What it finds
+
+Keys that the target ties to another key, such as `lm_head.weight` to `embed_tokens.weight`, where the file has the
+one and not the other, or has both with different values. The values are compared unless `--no-values` is given, and
+only those of equal dtype.
+
+## Why it matters
+
+Some writers leave the twin out, as safetensors refuses to store a tensor twice. A strict load calls it a missing
+key, and a load that is not strict may leave the head at its random values if the tie is broken. Where the file has two
+different tensors for the one of the model, a load copies one over the other without a word: the model was trained
+untied, or one of the two is stale.
+
+## Fix safety
+
+Safe: in the target both names are one tensor, so that the stored one holds the values of both. The two share their
+storage in the result. Keys that are both in the file are left as they are, equal or not: which of two different ones
+is the right one, nothing in the file says.
+
+## Example
+
+    ckptfix repair gpt2.safetensors --model my_models:gpt2
+    # lm_head.weight = transformer.wte.weight
+
+## Sources
+
+- https://huggingface.co/docs/safetensors/torch_shared_tensors
+- https://github.com/huggingface/safetensors/issues/202
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`load_state_dict` copies module by module)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Tie
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.reading.lazy_tensors import contiguous_blocks
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def tie(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Supplies a tied key from its twin, and reports twins that differ."""
+    if context.target is None:
+        return
+    # A file of tied layers has one of them, and the target may have both: then the model of the file says which.
+    groups = (*context.target.ties, *(context.twin.ties if context.twin is not None else ()))
+    if ties := list({edit.key: edit for edit in _ties(context.checkpoint, context.target, groups)}.values()):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(ties), 'key')} missing whose tied twin is in the file",
+            keys=tuple(edit.key for edit in ties),
+            evidence={"twins": {edit.key: edit.to for edit in ties}},
+            fix=Fix(tuple(ties), Applicability.SAFE),
+        )
+    if not context.settings.values:
+        return
+    if unequal := list(_unequal(context.checkpoint, context.target)):
+        kept = {keys[-1]: list(keys[:-1]) for keys in unequal}
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(sum(map(len, unequal)), 'key')} with different values that are one tensor in the target",
+            keys=tuple(key for keys in unequal for key in keys),
+            evidence={"overwritten_by": kept},
+            remedies=advise(
+                f"a load keeps {', '.join(kept)} and loses the rest; drop what is not wanted, or untie the model"
+            ),
+        )
+
+
+def _ties(checkpoint: Checkpoint, target: Target, groups: Iterable[tuple[str, ...]]) -> Iterator[Tie]:
+    """Yield a tie for every missing key of a group that the file has a fitting member of."""
+    for group in groups:
+        stored = [key for key in group if key in checkpoint.specs and target.accepts(key, checkpoint.specs[key].shape)]
+        if stored:
+            wanted = (key for key in group if key not in checkpoint.entries and key in target.slots)
+            yield from (Tie(key, stored[0]) for key in wanted)
+
+
+def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]]:
+    """Yield the stored keys of every group whose values differ, in the model's order: the last is what a load keeps."""
+    for group in target.ties:
+        specs = {key: checkpoint.specs[key] for key in group if key in checkpoint.specs}
+        comparable = [spec for spec in specs.values() if spec.storage is not None and spec.quantizer is None]
+        if any(not _is_equal(comparable[0], other, checkpoint.path) for other in comparable[1:]):
+            yield tuple(specs)
+
+
+def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
+    """Return whether two tensors hold the same bytes. Those of another shape or dtype count as equal."""
+    if one.view == other.view or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return True
+    blocks = zip(contiguous_blocks(one, path), contiguous_blocks(other, path), strict=True)
+    return all(mine == theirs for mine, theirs in blocks)

@@ -1,0 +1,121 @@
+"""FIT106 flat-parameters: weights that FSDP flattened, of which the target knows the names and shapes.
+
+## What it finds
+
+The flat parameters (`_flat_param`) of FSDP 1 after the ranks of a `LOCAL_STATE_DICT` were merged, and, with
+`use_orig_params`, weights that have their names and one dimension. Each flat parameter holds all parameters of the
+modules below it that are not in a deeper one, one after another in the order of `named_parameters()`, tied ones once.
+
+## Why it matters
+
+No code but FSDP with the same wrapping and number of GPUs loads such weights.
+
+## Fix safety
+
+With `--model`, safe: the numbers of elements have to agree for each flat parameter, and no value is changed. With
+`--like FILE` it takes `--unsafe-fixes`: keys of a file are not always in the order of the model (safetensors files are
+sorted), and parameters of the same size would be exchanged. Weights that have their names are reshaped with either.
+If the numbers do not agree, there is no fix: the target is another model, or is wrapped in another way.
+
+## Example
+
+    ckptfix repair output/model_final.rank_0.pth --model my_models:dinov2 -o model.pth
+    # blocks.0._flat_param [7087872] → blocks.0.norm1.weight [768], blocks.0.norm1.bias [768], …
+
+## Sources
+
+- https://github.com/facebookresearch/dinov2/issues/487, /544
+- https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_flat_param.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Assemble
+from ckptfix.core.facts import Kind
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
+from ckptfix.core.parts import Part, full
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import PARAMETER, Target
+from ckptfix.reading.folders.rank_shards import FLAT
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def flat_parameters(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Takes the weights out of flat parameters, and gives flattened ones their shapes."""
+    checkpoint, target = context.checkpoint, context.target
+    if target is None:
+        return
+    edits: list[Assemble] = []
+    taken, odd = [], {}
+    for flat, names in _held(checkpoint, target).items():
+        spec, total = checkpoint.specs[flat], sum(target.slots[name].numel for name in names)
+        if total != spec.numel:
+            odd[flat] = {"file": spec.numel, "target": total}
+            continue
+        taken.append(flat)
+        start = 0
+        for name in names:
+            shape = target.slots[name].shape or ()
+            stop = start + target.slots[name].numel
+            edits.append(Assemble(name, spec.dtype, shape, (Part(flat, ((start, stop),), full(shape), shape),)))
+            start = stop
+    if edits:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(edits), 'weight')} flattened into {counted(len(taken), 'parameter')} of FSDP",
+            keys=tuple(taken),
+            fix=Fix(tuple(edits), Applicability.SAFE if target.modules is not None else Applicability.UNSAFE),
+        )
+    if odd:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(odd), 'flat parameter')} of FSDP with another number of elements than the target has there",
+            keys=tuple(odd),
+            evidence={"elements": odd},
+            remedies=advise("name the model that was trained, with the modules that it was wrapped in"),
+            blocks=Blocks.FILLING,
+        )
+    if reshapes := list(_flattened(checkpoint, target)):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(reshapes), 'weight')} that FSDP flattened to one dimension",
+            keys=tuple(edit.key for edit in reshapes),
+            fix=Fix(tuple(reshapes), Applicability.SAFE),
+        )
+
+
+def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
+    """Return the names of the target's parameters that each flat parameter holds, in their order."""
+    flats = {
+        key.rpartition(".")[0]: key
+        for key, spec in checkpoint.specs.items()
+        if key.rpartition(".")[2] in FLAT and len(spec.shape) == 1 and spec.is_contiguous
+    }
+    held: dict[str, list[str]] = {key: [] for key in flats.values()}
+    done: set[tuple[str, ...]] = set()
+    for name, slot in target.slots.items() if flats else ():
+        group = target.tie_of.get(name, (name,))
+        if slot.kind != PARAMETER or group in done or name in checkpoint.entries:  # as buffers are that no file tells
+            continue
+        done.add(group)
+        above = name
+        while above and above not in flats:
+            above = above.rpartition(".")[0]
+        if above in flats:
+            held[flats[above]].append(name)
+    return held
+
+
+def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Assemble]:
+    """Yield the shapes of weights that have their names, and one dimension."""
+    if not any(fact.kind is Kind.FLATTENED for fact in checkpoint.remarks):
+        return
+    for name, slot in target.slots.items():
+        spec = checkpoint.entries.get(name)
+        if not isinstance(spec, TensorSpec) or slot.shape in (None, spec.shape):
+            continue
+        if len(spec.shape) == 1 and spec.numel == slot.numel and spec.is_contiguous:
+            yield Assemble.reshape(name, spec.dtype, spec.shape, slot.shape or ())

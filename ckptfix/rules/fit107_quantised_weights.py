@@ -1,0 +1,177 @@
+"""FIT107 quantised-weights: codes of quantised weights where the model wants the weights.
+
+## What it finds
+
+Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
+bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
+compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), torchao in safetensors (`_weight_qdata`), and 8-bit
+weights with `weight_scale` or `weight_scale_inv`. An error if the model wants plain floats there; without a model, a
+note.
+
+## Why it matters
+
+The codes often have the shape of the weights: `load_state_dict` converts them to floats without a word, and the layer
+is off by its scale. Dropping the scales as unexpected keys makes that final.
+
+## Fix safety
+
+Unsafe: `--unsafe-fixes` multiplies codes by their scales where the formula is known: bitsandbytes int8 (row order), and
+8-bit codes with one scale for the matrix, for each row, or for each square of 128. From all other formats nothing is
+written, as the file does not have all that their formula needs: the order in which 4-bit codes are packed, or whether
+zero points were stored less one (GPTQ). Load them with the library that wrote them, dequantise, and save the result.
+
+## Example
+
+    ckptfix repair int8.pth --model my_models:net --unsafe-fixes
+    # multiply the codes of 224 keys by their scales (bitsandbytes int8)
+
+## Sources
+
+- https://arxiv.org/abs/2208.07339 and `bitsandbytes/functional.py` (`int8_vectorwise_dequant`)
+- https://huggingface.co/deepseek-ai/DeepSeek-V3 (`weight_scale_inv`, squares of 128)
+- https://github.com/ModelCloud/GPTQModel (the two formats of GPTQ, which differ in the zero points)"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct, field
+
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Dequantise, Drop, Edit
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.casting import BLOCKS, INT8, scale_steps
+from ckptfix.values.scan import first_numbers
+
+# What libraries put beside the codes, or in their place.
+_BESIDE = re.compile(
+    r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
+    r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|weight_scale(_inv|_2)?|input_scale"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+))"
+)
+
+# The part that only one format has, and its name.
+_NAMES = (
+    ("SCB", INT8),
+    ("weight.absmax", "bitsandbytes 4-bit"),
+    ("qweight", "GPTQ or AWQ"),
+    ("Qweight", "GPTQ or AWQ"),
+    ("weight_packed", "compressed-tensors"),
+    ("W_q", "HQQ"),
+    ("_weight_qdata", "torchao"),
+    ("weight_scale_inv", BLOCKS),
+    ("weight_scale", BLOCKS),
+)
+
+
+DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
+
+
+class QuantisedLayer(Struct):
+    """The keys of a quantised layer by their part of the name, and the format."""
+
+    parts: dict[str, str] = field(default_factory=dict)
+    scheme: str = ""
+
+
+@rule
+def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose to dequantise what the target wants as plain floats, or refuse to write it."""
+    specs = context.checkpoint.specs
+    layers = wanted_layers(specs, context.target)
+    if not layers:
+        return
+    schemes = ", ".join(dict.fromkeys(layer.scheme for layer in layers.values()))
+    if context.target is None:
+        yield rule.finding(
+            Level.NOTE,
+            f"the weights of {counted(len(layers), 'layer')} are quantised ({schemes}): a model has to be prepared by "
+            "the library that wrote them",
+            keys=tuple(key for layer in layers.values() for key in layer.parts.values()),
+        )
+        return
+    cures = {path: _cure(path, layer, context, context.target) for path, layer in layers.items()}
+    known = [path for path in layers if cures[path]]
+    other = [path for path in layers if not cures[path]]
+    if known:
+        yield rule.finding(
+            Level.ERROR,
+            f"the weights of {counted(len(known), 'layer')} are codes that have to be multiplied by their scales",
+            keys=tuple(key for path in known for key in layers[path].parts.values()),
+            evidence={"formats": schemes},
+            fix=Fix(tuple(edit for path in known for edit in cures[path]), Applicability.UNSAFE),
+            remedies=(Remedy((UNSAFE_FIXES,), "multiplies them, which rounds to the model's dtype"),),
+            blocks=Blocks.FILLING | Blocks.WRITING,
+        )
+    if other:
+        yield rule.finding(
+            Level.ERROR,
+            f"the weights of {counted(len(other), 'layer')} are quantised ({schemes}), and the file does not have all "
+            "that is needed to make floats of them",
+            keys=tuple(key for path in other for key in layers[path].parts.values()),
+            remedies=advise(DEQUANTISE),
+            blocks=Blocks.FILLING | Blocks.WRITING,
+        )
+
+
+def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dict[str, QuantisedLayer]:
+    """Return the quantised layers of which the target wants plain floats, by path; all without a target."""
+    return {path: layer for path, layer in _layers(specs).items() if _is_wanted(path, layer, target)}
+
+
+def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
+    layers: dict[str, QuantisedLayer] = {}
+    for key in specs:
+        if found := _BESIDE.fullmatch(key):
+            layers.setdefault(found["path"], QuantisedLayer()).parts[found["part"]] = key
+    for path, layer in layers.items():
+        layer.scheme = next((name for part, name in _NAMES if part in layer.parts), "")
+        codes = specs.get(f"{path}weight")
+        if codes is not None and DTYPES[codes.dtype].itemsize == 1:
+            layer.parts["weight"] = f"{path}weight"
+        elif layer.scheme in (INT8, BLOCKS, "bitsandbytes 4-bit"):
+            layer.scheme = ""  # their codes are the weight itself
+    return {path: layer for path, layer in layers.items() if layer.scheme}
+
+
+def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
+    """Return whether the model wants the plain weight, and has no place for what is beside the codes."""
+    if target is None:
+        return True
+    slot = target.slots.get(f"{path}weight")
+    beside = [key for part, key in layer.parts.items() if part != "weight"]
+    return (
+        slot is not None
+        and (DTYPES[slot.dtype].is_float and DTYPES[slot.dtype].itemsize > 1)
+        and not any(key in target.slots for key in beside)
+    )
+
+
+def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) -> tuple[Edit, ...]:
+    """Return the edits that make floats of the codes; none if the formula is not known."""
+    scale = next((layer.parts[part] for part in ("SCB", "weight_scale_inv", "weight_scale") if part in layer.parts), "")
+    specs, key = context.checkpoint.specs, f"{path}weight"
+    extra = layer.parts.keys() - {"weight", "SCB", "weight_format", "weight_scale_inv", "weight_scale", "input_scale"}
+    if layer.scheme not in (INT8, BLOCKS) or extra or not _is_in_rows(layer, context):
+        return ()
+    slot = target.slots[key]
+    if specs[key].shape != slot.shape or scale_steps(specs[key].shape, specs[scale].shape) is None:
+        return ()
+    if specs[key].dtype not in ("int8", "float8_e4m3fn", "float8_e5m2") or not DTYPES[specs[scale].dtype].is_float:
+        return ()
+    return (
+        Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme),
+        *(Drop(other) for part, other in layer.parts.items() if part != "weight"),
+    )
+
+
+def _is_in_rows(layer: QuantisedLayer, context: Context) -> bool:
+    """Return whether the codes are in row order, and not in one of those that bitsandbytes had for older processors."""
+    if "weight_format" not in layer.parts:
+        return True
+    spec = context.checkpoint.specs[layer.parts["weight_format"]]
+    return context.settings.values and spec.dtype == "uint8" and not first_numbers(spec, 1).any()

@@ -1,0 +1,134 @@
+"""FIT108 layer-count: a stack of equal layers, of which the file has another number than the target.
+
+## What it finds
+
+Layers with the same tensors of the same shapes, numbered from 0 (`encoder.layer.0.…`, `blocks.11.…`), of which the file
+has more or fewer than the target. Stacks whose layers differ from each other, as the stages of a ResNet, are left to
+the rules on missing and unexpected keys.
+
+## Why it matters
+
+A strict load fails with `Missing key(s)` or `Unexpected key(s)`. The model is another variant, or one that was made
+shallower (distillation, pruning) or deeper (layers that are repeated), which starts from chosen layers of the file.
+
+## Fix safety
+
+Unsafe, and only with `--adapt depth=LAYERS`: the layers of the file in the order of the model, one for each of its
+layers, such as `depth=0-5,8-11` or `depth=0,0,1,1,2,2`. Each keeps its values bit for bit, with the rest of the model
+they were not trained like this. A layer that is named twice is copied, and one that is not named is dropped.
+`depth@encoder.*=0-5` is for the stacks below that path only.
+
+## Example
+
+    ckptfix repair bert.pth --model my_models:bert_6_layers --adapt depth=0,2,4,6,8,10
+    # rename 80 keys, drop 96 keys
+
+## Sources
+
+- https://github.com/huggingface/transformers-research-projects/tree/main/distillation (every second layer)
+- https://arxiv.org/abs/2312.15166 (SOLAR: layers repeated)"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from ckptfix.core.adaptations import DEPTH, Adaptation, adaptation
+from ckptfix.core.edits import Adapt, Drop, Edit, Rename
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.errors import Opt, UsageError
+from ckptfix.rules.rule import Context, Rule, rule
+
+Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
+
+
+class Stack(NamedTuple):
+    """A path below which the layers are numbered, and how many the file and the target have."""
+
+    path: str
+    old: int
+    new: int
+
+
+@rule
+def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Names the stacks; drops, moves and copies layers where that was asked for."""
+    if context.target is None:
+        return
+    file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})
+    model = _stacks({key: slot.shape for key, slot in context.target.slots.items()})
+    given = [asked for asked in map(adaptation, context.settings.adapt) if asked.name == DEPTH]
+    used = []
+    for path, (old, layer) in file.items():
+        new, wanted = model.get(path, (old, layer))
+        if new == old or wanted != layer:
+            continue
+        stack = Stack(path, old, new)
+        asked = next((each for each in given if fnmatchcase(f"{path}.", each.keys)), None)
+        used.append(asked)
+        edits = tuple(_edits(stack, _layers(asked, stack), context.checkpoint.specs)) if asked else ()
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(old, 'layer')} of `{path}` in the file and {new} in the model{', moved' if edits else ''}",
+            evidence={"file": old, "model": new},
+            fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
+            remedies=(
+                Remedy((("adapt", Placeholder("depth=LAYERS")),), "starts the model from these layers of the file"),
+            ),
+        )
+    for asked in given:
+        if asked not in used:
+            yield rule.finding(Level.NOTE, f"{asked.text} fits no layers: no stack of equal ones has another depth")
+
+
+def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, Layer]]:
+    """Return the number of layers and the tensors of each, by path, for stacks whose layers are all alike."""
+    found: dict[str, dict[str, dict[str, tuple[int, ...] | None]]] = defaultdict(lambda: defaultdict(dict))
+    for key, shape in shapes.items():
+        parts = key.split(".")
+        for at in range(1, len(parts) - 1):
+            if parts[at].isdecimal():
+                found[".".join(parts[:at])][parts[at]][".".join(parts[at + 1 :])] = shape
+    stacks: dict[str, tuple[int, Layer]] = {}
+    for path, layers in found.items():
+        first = layers.get("0")
+        if first is not None and all(layers.get(str(n)) == first for n in range(len(layers))):
+            stacks[path] = (len(layers), first)
+    return stacks
+
+
+def _layers(asked: Adaptation, stack: Stack) -> tuple[int, ...]:
+    """Return the layer of the file for each of the model. Raises ``UsageError`` if they are not as many."""
+    layers = asked.layers()
+    if len(layers) != stack.new or max(layers) >= stack.old:
+        even = ",".join(str(n * stack.old // stack.new) for n in range(stack.new))
+        raise UsageError(
+            Opt("adapt", asked.text),
+            f" names {counted(len(layers), 'layer')} up to {max(layers)}; {stack.path} has {stack.old} in the file, "
+            f"from 0, and {stack.new} in the model: give ",
+            Opt("adapt", asked.with_recipe(even)),
+        )
+    return layers
+
+
+def _edits(stack: Stack, layers: tuple[int, ...], specs: Mapping[str, TensorSpec]) -> Iterator[Edit]:
+    """Yield the edits for one stack: the first use of a layer moves it, another one copies it."""
+    first = {old: layers.index(old) for old in layers}
+    for key, spec in specs.items():
+        if not key.startswith(f"{stack.path}."):
+            continue
+        number, _, rest = key.removeprefix(f"{stack.path}.").partition(".")
+        if not number.isdecimal() or not rest:
+            continue
+        uses = [new for new, old in enumerate(layers) if old == int(number)]
+        if not uses:
+            yield Drop(key)
+        for new in uses:
+            name = f"{stack.path}.{new}.{rest}"
+            if new != first[int(number)]:
+                yield Adapt(name, key, DEPTH, spec.dtype, spec.shape, spec.shape)
+            elif name != key:
+                yield Rename(key, name)

@@ -1,0 +1,81 @@
+"""KEY101 wrapper-segment: keys with a segment that a wrapper put in.
+
+## What it finds
+Path segments that only wrappers make: `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP),
+`_checkpoint_wrapped_module` (activation checkpointing) and `_forward_module` (Lightning, DeepSpeed), at any depth, in
+any order, any number of times. FSDP and activation checkpointing clean the keys that they save and leave the segments
+in the module paths of `_metadata`; that is found too, as a note.
+
+## Why it matters
+`load_state_dict` compares whole keys. A model that is not wrapped in the same way reports every key as missing and
+every key as unexpected; with `strict=False` it loads nothing at all and says nothing. Under a stale path of `_metadata`
+torch does not find the version of a module, and takes it for one that was saved before versions were kept.
+
+## Fix safety
+Safe: the names are reserved by torch, whole segments are taken out, and no value changes. Where two keys would become
+one, nothing is renamed. Where the target itself has such segments, KEY103 matches the two namings instead.
+
+## Example
+`module._orig_mod.layer1.0.weight` becomes `module.layer1.0.weight`, and KEY102 takes the rest.
+
+## Sources
+timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/distributed/fsdp/_common_utils.py`,
+`torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from ckptfix.core.edits import RenameModule, renames
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.metadata import rename_metadata
+from ckptfix.core.wrappers import colliding, has_wrapper_segment, segments_in, without_segments
+from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Take the segments of wrappers out of every key, and out of the paths of ``_metadata``."""
+    target = context.target
+    if target is not None and any(has_wrapper_segment(key) for key in target.slots):
+        return
+    entries = context.checkpoint.entries
+    new = without_segments(entries)
+    clash = colliding(entries, new) if new else None
+    if new:
+        yield _keys(rule, new, clash, entries)
+    if not clash and (target is None or not any(has_wrapper_segment(path) for path in target.modules or ())):
+        yield from _rows(rule, context, new)
+
+
+def _keys(rule: Rule, new: Mapping[str, str], clash: str | None, entries: Collection[str]) -> Finding:
+    keys = tuple(new)
+    found = segments_in(keys)
+    message = f"{counted(len(keys), 'key')} with the wrapper segment {', '.join(found)}"
+    if clash:
+        return rule.finding(
+            Level.ERROR,
+            f"{message}, and without it two keys would both be {clash}",
+            keys=keys,
+            remedies=choice_of_copies(entries),
+        )
+    return rule.finding(
+        Level.ERROR, message, keys=keys, evidence={"segments": found}, fix=Fix(renames(new), Applicability.SAFE)
+    )
+
+
+def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the paths of ``_metadata`` that keep a segment when the keys have lost theirs."""
+    metadata = context.checkpoint.metadata
+    if new:
+        metadata = rename_metadata(metadata, {key: new.get(key, key) for key in context.checkpoint.entries})
+    rows = without_segments(metadata or ())
+    if rows:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(rows), 'module path')} of _metadata with the wrapper segment "
+            f"{', '.join(segments_in(rows))}, which the keys do not have",
+            evidence={"modules": list(rows)},
+            fix=Fix(tuple(RenameModule(path, to) for path, to in rows.items()), Applicability.SAFE),
+        )

@@ -1,0 +1,189 @@
+"""KEY102 wrapper-prefix: keys that begin with `module.`, as data-parallel wrappers save them.
+
+## What it finds
+A leading `module.`, once or repeated, left by DataParallel, DistributedDataParallel or AveragedModel; of the latter
+also its own counter `n_averaged`, or with a target mmengine's `steps`. With a target: every key that the target wants
+without the prefix, or the cut for all keys that agrees with the target in more names and shapes. Without one: a file in
+which every key has it.
+
+## Why it matters
+`load_state_dict` reports every key twice, as missing and as unexpected (`Unexpected key(s) in state_dict:
+"module.conv1.weight"`).
+
+## Fix safety
+Safe where every key has the prefix, or where the target wants the key without it in the same shape. A submodule that is
+really named `module` stays: the target has it, or other keys stand beside it. Half-prefixed files are told apart from
+such models only by a target; without one they are reported and left alone.
+
+## Example
+`module.conv1.weight` becomes `conv1.weight`; `_metadata` moves along.
+
+## Sources
+pytorch#3805; `torch/nn/parallel/data_parallel.py`, `torch/optim/swa_utils.py`. Cutting by text instead of by segment
+turns `module.backbone_module.blocks` into `backbone_blocks` (HumanBench#12)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Drop, renames
+from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import (
+    COUNTER,
+    bare,
+    colliding,
+    is_counter,
+    leading_modules,
+    shared_modules,
+    strip_segments,
+    two_sets,
+    without_first,
+)
+from ckptfix.reading.weights.prefixed_sets import copied_under
+from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
+from ckptfix.rules.rule import Context, Rule, rule
+
+if TYPE_CHECKING:
+    from ckptfix.core.target import Target
+
+_NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)+)(\d+)\.")
+
+# The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a
+# target has no place for it.
+STEPS = "steps"
+
+# Wrappers around each other that are compared with a target. Each makes all keys anew, and a crafted key has any number
+# of segments.
+DEEPEST = 16
+
+
+@rule
+def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Take leading ``module.`` segments off, and AveragedModel's counters beside them out."""
+    checkpoint, target = context.checkpoint, context.target
+    if two_sets(checkpoint.entries):
+        return
+    counters = _counters(checkpoint, target)
+    keys = [key for key in checkpoint.entries if key not in counters]
+    new = _by_shared_prefix(keys) if target is None else _by_target(checkpoint, keys, target)
+    if not new and not counters:
+        if target is None and (halves := _half_prefixed(keys)):
+            yield rule.finding(
+                Level.WARNING,
+                f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
+                keys=tuple(halves),
+                remedies=(
+                    Remedy((("model", MODEL),), "tells which names are right"),
+                    *(choice_of_copies(keys) if copied_under(keys) else ()),
+                ),
+            )
+        return
+    message = f"{counted(len(new), 'key')} with the wrapper prefix `module.`" if new else ""
+    if clash := colliding(keys, new):
+        yield rule.finding(
+            Level.ERROR,
+            f"{message}, and without it two keys would both be {clash}",
+            keys=tuple(new),
+            remedies=choice_of_copies(checkpoint.entries),
+        )
+        return
+    if counters:
+        named = ", ".join(sorted({key.rpartition(".")[2] for key in counters}))
+        message += f"{', and ' if message else ''}AveragedModel's counter {named} beside the model"
+    edits = (*renames(new), *(Drop(key) for key in counters))
+    yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix(edits, Applicability.SAFE))
+
+
+def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
+    """Return the counters of AveragedModels around the whole model, beside which all keys go on with ``module``."""
+    if target is not None and any(is_counter(key) for key in target.slots):
+        return ()
+    specs = checkpoint.specs
+    candidates = [key for key in specs if key.endswith(COUNTER) and is_counter(key)]
+    if target is not None:
+        candidates += [key for key in specs if bare(key) == STEPS and key not in target.slots]
+    found = {key for key in candidates if (specs[key].dtype, specs[key].numel) == ("int64", 1)}
+    if not found:
+        return ()
+    depths = {key: leading_modules(strip_segments(key)) for key in checkpoint.entries}
+    depth = min((depths[key] for key in depths if key not in found), default=0)
+    return tuple(key for key in depths if key in found and depths[key] < depth)
+
+
+def _by_shared_prefix(keys: list[str]) -> Mapping[str, str]:
+    """Without a target: as many ``module.`` as every single key has."""
+    shared = shared_modules(keys)
+    return {key: without_first(key, shared) for key in keys} if shared else {}
+
+
+def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
+    """With a target: the same cut for all keys or one cut for each, whichever agrees with the target more.
+
+    With the same cut for all, keys that the target does not know (another head) follow, so that their names can be
+    compared."""
+
+    def agreement(new: Mapping[str, str]) -> int:
+        return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
+
+    shared = shared_modules(keys)
+    cuts = [{key: without_first(key, count) for key in keys} for count in range(1, min(shared, DEEPEST) + 1)]
+    single = _each_for_itself(checkpoint, keys, target)
+    least = max(agreement(single), agreement({}) + 1)
+    return max((cut for cut in cuts if agreement(cut) >= least), key=agreement, default=single)
+
+
+def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
+    """Return each key that the target does not know by the first cut that it wants; where there are such, then those
+    too that it knows in another shape."""
+    strange = [key for key in keys if key not in target.slots and key not in target.entries]
+    names = {
+        key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]
+        for key in strange
+    }
+    new: dict[str, str] = {}
+    for key in strange:
+        if (name := next((name for name in names[key] if _wants(checkpoint, key, target, name)), None)) is not None:
+            new[key] = name
+    taken = {*checkpoint.entries, *new.values()}
+    others = [key for key in strange if key not in new] if new else []
+    for key in others:
+        if (
+            name := next((name for name in names[key] if name in target.slots and name not in taken), None)
+        ) is not None:
+            new[key] = name
+            taken.add(name)
+    return new
+
+
+def _wants(checkpoint: Checkpoint, key: str, target: Target, name: str) -> bool:
+    entry = checkpoint.entries[key]
+    return name in target.entries or (isinstance(entry, TensorSpec) and target.accepts(name, entry.shape))
+
+
+def _half_prefixed(keys: list[str]) -> list[str]:
+    """Return the keys with the prefix whose module has keys without it too (``module.bn1.weight`` beside ``bn1.bias``),
+    or whose layers are numbered on without it (``module.blocks.0.weight`` beside ``blocks.1.weight``)."""
+    stripped = {key: without_first(key, depth) for key in keys if (depth := leading_modules(key))}
+    if not stripped:
+        return []
+    rest = [key for key in keys if key not in stripped]
+    plain = {key.rpartition(".")[0] for key in rest} - {""}
+    mine, theirs = _numbers(stripped.values()), _numbers(rest)
+    goes_on = {stack for stack in mine.keys() & theirs.keys() if mine[stack].isdisjoint(theirs[stack])}
+    return [
+        key
+        for key, name in stripped.items()
+        if name.rpartition(".")[0] in plain or ((found := _NUMBERED.match(name)) and found[1] in goes_on)
+    ]
+
+
+def _numbers(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return the numbers of the layers in each stack, ``{"blocks.": {"0", "1"}}``."""
+    numbers: dict[str, set[str]] = {}
+    for found in filter(None, map(_NUMBERED.match, keys)):
+        numbers.setdefault(found[1], set()).add(found[2])
+    return numbers

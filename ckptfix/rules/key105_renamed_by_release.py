@@ -1,0 +1,139 @@
+"""KEY105 renamed-by-release: names that a release of torch or torchvision changed, or that peft puts in.
+
+## What it finds
+
+Keys that a known rewrite of a module gave another name, in either direction:
+
+| rewrite | old | new |
+|---|---|---|
+| `weight_norm` (torch 2.0) | `weight_g`, `weight_v` | `parametrizations.weight.original0`, `….original1` |
+| `spectral_norm` (torch 1.9) | `weight_orig` | `parametrizations.weight.original` |
+| | `weight_u`, `weight_v` | `parametrizations.weight.0._u`, `….0._v` |
+| DenseNet (torchvision 0.2) | `denselayer1.norm.1.weight` | `denselayer1.norm1.weight` |
+| LayerNorm (BERT of TensorFlow) | `gamma`, `beta` | `weight`, `bias` |
+| peft, an adapter's file | `lora_A.weight`, `ia3_l` | `lora_A.default.weight`, `ia3_l.default` |
+| peft, the layer under an adapter | `q_proj.weight` | `base_model.model.….q_proj.base_layer.weight` |
+
+`weight` stands for any tensor name, such as `weight_hh_l0` of an LSTM. The last row works in this direction alone: a
+layer with an adapter beside it is not what it was without one.
+
+## Why it matters
+
+The tensors are the same, yet a strict load calls every one of them missing under the new name and unexpected under
+the old.
+
+## Fix safety
+
+Safe: only names change. A key is renamed only where the target lacks it, wants its new name with the same shape,
+and the file does not hold that name already. Without a target nothing is renamed: `gamma` may well be a layer
+scale.
+
+## Example
+
+    ckptfix repair vocoder.pth --model hifigan:generator
+    # conv_post.weight_g → conv_post.parametrizations.weight.original0
+
+## Sources
+
+- https://github.com/pytorch/pytorch/blob/main/torch/nn/utils/parametrizations.py
+- https://github.com/pytorch/vision/pull/474
+- https://github.com/huggingface/peft/blob/main/src/peft/utils/save_and_load.py
+- https://github.com/huggingface/transformers/issues/29554 (a blanket rename of `gamma` broke ConvNeXt)"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+from msgspec import Struct
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.edits import Rename
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.target import Target
+from ckptfix.rules.rule import Context, Rule, rule
+
+_FIELDS = {
+    "module": r"(?:.+\.)?",
+    "tensor": r"[^.]+",
+    "n": r"\d+",
+    "part": "norm|conv",
+    "index": "[12]",
+    "leaf": r"[^.]+",
+    "adapter": r"(?:lora|ia3|hada|lokr|vera|oft|boft)_[^.]+",
+}
+
+
+class Rewrite(Struct, frozen=True):
+    """A module's rewrite: the name of a tensor before and after, with fields of ``_FIELDS`` in braces."""
+
+    what: str
+    old: str
+    new: str
+    both_ways: bool = True
+
+    def names(self, key: str) -> Iterator[str]:
+        """Yield what the key is called on the other side, from whichever side it comes."""
+        for before, after in ((self.old, self.new), (self.new, self.old))[: 1 + self.both_ways]:
+            if match := re.fullmatch(_pattern(before), key):
+                yield after.format(**match.groupdict())
+
+
+@cache
+def _pattern(template: str) -> str:
+    return re.sub(r"\\{(\w+)\\}", lambda field: f"(?P<{field[1]}>{_FIELDS[field[1]]})", re.escape(template))
+
+
+# The table.
+REWRITES = (
+    Rewrite("weight_norm", "{module}{tensor}_g", "{module}parametrizations.{tensor}.original0"),
+    Rewrite("weight_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.original1"),
+    Rewrite("spectral_norm", "{module}{tensor}_orig", "{module}parametrizations.{tensor}.original"),
+    Rewrite("spectral_norm", "{module}{tensor}_u", "{module}parametrizations.{tensor}.0._u"),
+    Rewrite("spectral_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.0._v"),
+    Rewrite("DenseNet", "{module}denselayer{n}.{part}.{index}.{leaf}", "{module}denselayer{n}.{part}{index}.{leaf}"),
+    Rewrite("LayerNorm", "{module}gamma", "{module}weight"),
+    Rewrite("LayerNorm", "{module}beta", "{module}bias"),
+    Rewrite("peft", "{module}{adapter}.weight", "{module}{adapter}.default.weight"),
+    Rewrite("peft", "{module}{adapter}", "{module}{adapter}.default"),
+    Rewrite("peft", "{module}{adapter}", "{module}{adapter}.default.weight"),
+    Rewrite("peft", "{module}{leaf}", "{module}base_layer.{leaf}", both_ways=False),
+    Rewrite("peft", "base_model.{module}{leaf}", "base_model.{module}modules_to_save.default.{leaf}", both_ways=False),
+    Rewrite("peft", "{module}{leaf}", "base_model.model.{module}base_layer.{leaf}", both_ways=False),
+)
+
+
+@rule
+def renamed_by_release(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Renames what the target wants under the name of another release."""
+    if context.target is None:
+        return
+    found = list(_renames(context.checkpoint, context.target))
+    arrivals = Counter(rename.to for rename, _ in found)
+    found = [(rename, what) for rename, what in found if arrivals[rename.to] == 1]
+    if not found:
+        return
+    rewritten = Counter(what for _, what in found)
+    yield rule.finding(
+        Level.ERROR,
+        f"{counted(len(found), 'key')} under names of another release ({', '.join(rewritten)})",
+        keys=tuple(rename.key for rename, _ in found),
+        evidence={"rewrites": dict(rewritten)},
+        fix=Fix(tuple(rename for rename, _ in found), Applicability.SAFE),
+    )
+
+
+def _renames(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[Rename, str]]:
+    """Yield every rename that the target confirms, with the rewrite that it undoes; at most one for a key."""
+    for key, spec in checkpoint.specs.items():
+        if key in target.slots or key in target.entries:
+            continue
+        for rewrite in REWRITES:
+            name = next(
+                (n for n in rewrite.names(key) if n not in checkpoint.entries and target.accepts(n, spec.shape)), None
+            )
+            if name is not None:
+                yield Rename(key, name), rewrite.what
+                break

@@ -1,0 +1,386 @@
+"""KEY106 renamed-layers: the layers have the names and the layout of another implementation.
+
+## What it finds
+A healthy, complete file whose layers have other names, or another layout, than the target's: from another library
+(timm, torchvision, transformers), from another release, or from before modules were renamed. The rule infers the whole
+map from the file's keys to the target's by matching the two trees of modules: the largest subtrees with the same shapes
+first, one decision for each repeated template, with names, numbers and the order of the layers as further evidence. It
+finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed. A map must
+fill three quarters of the target; if only a few layers have other names, it has to leave nothing over on either side.
+
+Maps that ship with ckptfix outrank what is inferred, if one explains each key of both sides: they know the permutation
+for rotary embeddings and how rows are interleaved.
+
+If the target is a model of transformers, its own loader is asked first: it is run on tensors without values that keep
+track of their elements, so that a file of an older release goes where `from_pretrained` would put it (stacked experts,
+fused layers, permutations for rotary embeddings). These keys are `certain`. `ckptfix map MODEL FILE` gives the way
+back. If the target is a file (`--like`) with the values of the same training, as of the original that was renamed and
+perhaps fine-tuned, tensors that correlate with one tensor of the file only are `certain`, whatever their names and
+order; those whose values contradict the map are `ambiguous`. `--no-values` leaves that out.
+
+## Why it matters
+Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
+
+## Fix safety
+Each key of the map has a label. `certain`: shapes and structure leave one map. `likely`: names and order decide
+between layers of equal shapes, or a layer is split or fused, and whether its rows are interleaved shows in no shape.
+`ambiguous`: other maps fit as well; nothing is applied to these keys. The fix is safe if every key of the map is
+certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing one. Otherwise it needs
+`--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for bit. Needs a target.
+
+`--source-model` names the model that the file was saved from, and proves the map: both models run on copies, in
+float64 and in eval mode, with the same random weights and statistics and on the same input. If the outputs are equal
+to 1e-9 of the largest, and an exchange of any two tensors of one shape (or a transposed square matrix) would show, the
+keys are `verified`, which is safe. Other possible maps are tried if the first one fails. Tensors whose exchange no
+output shows, such as the key bias of attention, are listed as unobservable; they follow the other tensors of their
+module. If the outputs differ, the map is not applied: the two are not the same architecture.
+
+## Example
+    ckptfix repair vit_timm.pth --like vit_transformers.safetensors --rename-layers
+    # blocks.0.attn.qkv.weight → layer.0.attention.{query,key,value}.weight
+
+## Sources
+transformers' `conversion_mapping`, timm's `checkpoint_filter_fn` and the conversion scripts of both are such maps,
+written by hand."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict, replace
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.coverage import obstacles
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Assemble, Edit, Rename
+from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
+from ckptfix.core.plan import Plan, Step
+from ckptfix.core.smoke_result import Equivalence
+from ckptfix.core.target import Target
+from ckptfix.core.wrappers import two_sets
+from ckptfix.errors import CkptfixError
+from ckptfix.maps.folding import fold
+from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, others
+from ckptfix.maps.library import each_of, look_up
+from ckptfix.maps.trees import LARGE, Label
+from ckptfix.rules.buf104_transient_buffer import is_superfluous
+from ckptfix.rules.rule import Context, Rule, Twin, rule
+from ckptfix.values.alike import by_values
+
+if TYPE_CHECKING:
+    import torch
+
+COVERED = 0.75
+"""The share of the target's tensors that a map has to fill: less may be a coincidence of shapes."""
+
+UNPLACED = 0.25
+"""The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
+
+MOST_MAPS, MOST_SECONDS = 24, 10.0
+"""How many maps are tried with ``--source-model``, and how long they are searched for."""
+
+OTHER_MODELS = advise(
+    "see whether both are the same architecture (norms before or after a layer, activation, heads); without"
+    " --source-model the map is not proved"
+)
+
+OTHER_MAP = advise(
+    "the map that you gave does not compute the same: correct it, or leave --rename and --rename-map out to have one"
+    " inferred and proved"
+)
+
+PROOF = (
+    Remedy((("rename_layers", True),), "applies the map; ckptfix map FILE REFERENCE prints it"),
+    Remedy((("source_model", MODEL),), "proves it, with the model that the file was saved from"),
+)
+
+Specs = Mapping[str, Shape]
+Moves = dict[str, Match]
+Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None
+"""Of the file and of the reference."""
+
+
+@rule
+def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose the map from the layers of another implementation, if it explains the file."""
+    checkpoint, target, twin = context.checkpoint, context.target, context.twin
+    if target is None or two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
+        return  # an adapter is merged first: it has the names of its layers
+    source, wanted = _tensors(checkpoint, target), _slots(target)
+    if twin is not None:  # its order says more than that of a file, which may be sorted
+        source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
+    converters = twin.converts if twin is not None else None, target.converts
+    values: Values = None
+    if target.stored is not None and context.settings.values and _is_left_over(source, wanted):
+        values = _values(checkpoint, target.stored, source, wanted)
+    inference = converted(*_everything(checkpoint, target), converters) or _explained(
+        source, wanted, target.tie_of, values
+    )
+    if inference is None:
+        is_done = any(step.rule == rule.code for step in context.plan.steps)
+        if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
+            fitting = twin.prove(context.before or checkpoint, [context.plan])
+            yield rule.finding(
+                Level.WARNING if fitting.is_refuted else Level.NOTE,
+                f"the keys are those of the target; {fitting}",
+                keys=fitting.open,
+                evidence=_figures(fitting),
+                remedies=() if not fitting.is_refuted else OTHER_MAP if _has_map(context) else OTHER_MODELS,
+            )
+        return
+    proof: Equivalence | None = None
+    moves = _moves(inference, checkpoint)
+    if twin is not None:
+        inference, moves, proof = proved(inference, twin, target.tie_of, checkpoint)
+    least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
+    applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
+    ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
+    labels = Counter(move.label.name.lower() for move in moves.values())
+    is_own = inference.origin not in ("", "values")
+    if applied and (is_own or _is_stable(applied, source, wanted, target.tie_of, values)):
+        missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
+        is_whole = not missing and not inference.unused
+        is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
+        rules = (inference.maps[0] if inference.maps else fold(inference)).rules
+        is_known = bool(inference.origin) or (proof is not None and proof.is_proved)
+        is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or is_known)
+        fix = Fix(
+            tuple(_edits(applied, checkpoint)),
+            Applicability.SAFE if is_safe else Applicability.UNSAFE,
+            asked=context.settings.rename_layers,
+        )
+        is_refuted = proof is not None and proof.is_refuted
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
+            f"({counted(len(rules), 'rule')}){f'; {proof}' if proof else ''}",
+            keys=tuple(applied),
+            evidence={
+                **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
+                **({"origin": inference.origin} if inference.origin else {}),
+                "rules": [str(each) for each in rules],
+                "labels": dict(labels),
+                "missing": len(missing),
+                "unused": len(inference.unused),
+                **({"proof": _figures(proof)} if proof is not None else {}),
+            },
+            fix=None if is_refuted else fix,
+            blocks=Blocks.NOTHING if is_refuted else Blocks.FILLING,
+            remedies=OTHER_MODELS
+            if is_refuted
+            else ()
+            if is_safe
+            else PROOF[: 2 if target.modules and not twin else 1],
+        )
+    if proof is not None and proof.is_proved and proof.unobservable:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(proof.unobservable), 'key')} of the map unobservable: no output shows an exchange with a"
+            " tensor of the same shape",
+            keys=proof.unobservable,
+        )
+    if ambiguous:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(ambiguous), 'key')} of the target with several layers of the file that fit",
+            keys=tuple(ambiguous),
+            evidence={"alternatives": {key: _alternatives(move) for key, move in ambiguous.items()}},
+            remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
+            or advise(
+                "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
+                " --output-format json, and give it to --rename-map"
+            ),
+        )
+
+
+def _has_map(context: Context) -> bool:
+    return bool(context.settings.rename or context.settings.rename_map)
+
+
+def _figures(proof: Equivalence) -> dict[str, object]:
+    return {name: value for name, value in asdict(proof).items() if value not in (None, (), "", 1, 0.0)}
+
+
+def proved(
+    inference: Inference, twin: Twin, tied: Collection[str], checkpoint: Checkpoint
+) -> tuple[Inference, Moves, Equivalence]:
+    """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
+    for some in _rounds(inference, tied):
+        possible = [(each, _moves(_decided(each), checkpoint)) for each in some]
+        plans = [Plan((Step(renamed_layers.code, tuple(_edits(moves, checkpoint))),)) for _, moves in possible]
+        proof = twin.prove(checkpoint, plans)
+        if proof.chosen is not None:
+            chosen, moves = possible[proof.chosen]
+            shown = moves.keys() - set(proof.open) if proof.is_proved else ()
+            return (
+                chosen,
+                {
+                    key: replace(move, label=Label.VERIFIED if key in shown else chosen.matches[key].label)
+                    for key, move in moves.items()
+                },
+                proof,
+            )
+        if proof.doubt:
+            break
+    return inference, _moves(inference, checkpoint), proof
+
+
+def _rounds(inference: Inference, tied: Collection[str]) -> Iterator[list[Inference]]:
+    """Yield the map, and then the others that are possible, if shapes and structure leave any; the likeliest first."""
+    yield [*each_of(inference, tied), inference]
+    if any(match.label < Label.CERTAIN for match in inference.matches.values()):
+        first = _inferred(tuple(inference.source.items()), tuple(inference.target.items()))
+        yield [first, *islice(others(first, time.monotonic() + MOST_SECONDS), MOST_MAPS)]
+
+
+def _decided(inference: Inference) -> Inference:
+    """Return the map with the keys that are ambiguous, as a proof decides about them."""
+    matches = {key: replace(each, label=max(each.label, Label.LIKELY)) for key, each in inference.matches.items()}
+    return replace(inference, matches=matches)
+
+
+def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
+    """Return the shapes of what can be moved: floats with values that the target does not compute itself, and counters
+    of batches."""
+    return {
+        key: spec.shape
+        for key, spec in checkpoint.specs.items()
+        if spec.storage is not None and not spec.quantizer and _takes_part(key, spec.dtype)
+        if not is_superfluous(key, checkpoint, target)
+    }
+
+
+def _slots(target: Target) -> dict[str, Shape]:
+    return {
+        key: slot.shape for key, slot in target.slots.items() if slot.shape is not None and _takes_part(key, slot.dtype)
+    }
+
+
+def _everything(checkpoint: Checkpoint, target: Target) -> tuple[Specs, Specs]:
+    """Return the shapes of all tensors of both sides: what a library converts need not be guessed."""
+    ours = {
+        key: spec.shape for key, spec in checkpoint.specs.items() if spec.storage is not None and not spec.quantizer
+    }
+    return ours, {key: slot.shape for key, slot in target.slots.items() if slot.shape is not None}
+
+
+def _takes_part(key: str, dtype: str) -> bool:
+    return DTYPES[dtype].is_float or key.rpartition(".")[2] == COUNTER
+
+
+def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference | None:
+    """Return the map, or None if names alone explain the file, or if there is no map that explains it."""
+    wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
+    unplaced = {key for key in wanted if source.get(key) != target[key]}
+    if not _is_moved(source, target):
+        return None
+    if known := look_up(source, target, tied):
+        return known
+    inference = _inferred(tuple(source.items()), tuple(target.items()))
+    if _is_much(len(unplaced), len(wanted)):
+        return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
+    # A few layers have other names: those that are left over have to be those that are missing.
+    stay = all(_keeps_name(key, inference.matches[key]) for key in inference.matches.keys() & (wanted - unplaced))
+    return inference if stay and not inference.missing and not inference.unused else None
+
+
+def _is_moved(source: Specs, target: Specs) -> bool:
+    """Return whether a matrix of the target has no source of its name; vectors of one length are many."""
+    return any(len(shape) > 1 and source.get(key) != shape for key, shape in target.items())
+
+
+def _is_left_over(source: Specs, target: Specs) -> bool:
+    """Return whether a tensor without a place has the shape of one without a source, or a matrix has none."""
+    left = {shape for key, shape in source.items() if target.get(key) != shape}
+    return _is_moved(source, target) or any(
+        shape in left and source.get(key) != shape for key, shape in target.items() if shape
+    )
+
+
+@lru_cache(maxsize=4)
+def _inferred(source: tuple[tuple[str, Shape], ...], target: tuple[tuple[str, Shape], ...]) -> Inference:
+    """Return the inferred map; that of the files of a zoo which have the same structure is inferred once."""
+    return infer(dict(source), dict(target))
+
+
+def _is_much(moved: int, number: int) -> bool:
+    return moved >= max(UNPLACED * number, LARGE)
+
+
+def _keeps_name(key: str, match: Match) -> bool:
+    return all(part.source == key for part in match.parts)
+
+
+def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
+    """Return the matches that change something. None of them takes the place of a key that stays in the file."""
+    moves = {key: match for key, match in inference.matches.items() if not _stays(key, match, inference)}
+    kept = used_in_full({key: move.parts for key, move in moves.items()}, inference.source)
+    moves = {key: move for key, move in moves.items() if key in kept}
+    while True:
+        leaving = {part.source for move in moves.values() if move.label > Label.AMBIGUOUS for part in move.parts}
+        blocked = {key for key in moves if key in checkpoint.entries and key not in leaving}
+        torn = {part.source for key in blocked for part in moves[key].parts}
+        gone = {key for key, move in moves.items() if any(part.source in torn for part in move.parts)}
+        if not gone:
+            return moves
+        moves = {key: move for key, move in moves.items() if key not in gone}
+
+
+def _stays(key: str, match: Match, inference: Inference) -> bool:
+    shape = full(inference.target[key])
+    return match.parts == (Part(key, shape, shape),)
+
+
+def _values(
+    checkpoint: Checkpoint, stored: Callable[[], Mapping[str, torch.Tensor]], source: Specs, target: Specs
+) -> Values:
+    """Return the values of both sides, mapped; None if one of them cannot be read as it is."""
+    with suppress(CkptfixError):
+        sides = checkpoint.state_dict(mmap=True), stored()
+        plain = [
+            str(side[key].layout) == "torch.strided"
+            for side, keys in zip(sides, (source, target), strict=True)
+            for key in keys
+            if key in side
+        ]
+        return sides if len(plain) == len(source) + len(target) and all(plain) else None
+    return None
+
+
+def _explained(source: Specs, target: Specs, tied: Collection[str], values: Values) -> Inference | None:
+    """Return the map that names and shapes say, and the values of both sides, if they are of one training."""
+    inference = _inference(source, target, tied)
+    return inference if values is None else by_values(inference, source, target, *values)
+
+
+def _is_stable(moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values) -> bool:
+    """Tell whether the map, applied, leaves nothing that another look would move: else it contradicts itself."""
+    used = {part.source for move in moves.values() for part in move.parts}
+    after = {key: shape for key, shape in source.items() if key not in used} | {key: target[key] for key in moves}
+    if values is not None:  # what was moved has the values of its place, as far as they are compared
+        values = {**values[0], **{key: values[1][key] for key in moves}}, values[1]
+    again = _explained(after, target, tied, values)
+    return again is None or not any(
+        match.label > Label.AMBIGUOUS and not _stays(key, match, again) for key, match in again.matches.items()
+    )
+
+
+def _edits(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
+    for key, move in moves.items():
+        part, *others = move.parts
+        spec = checkpoint.specs[part.source]
+        if not others and part == Part(part.source, full(spec.shape), full(spec.shape)):
+            yield Rename(part.source, key)
+        else:
+            yield Assemble(key, spec.dtype, shape_of(move.parts), move.parts)
+
+
+def _alternatives(move: Match) -> list[str]:
+    return list(dict.fromkeys([part.source for part in move.parts] + list(move.alternatives)))

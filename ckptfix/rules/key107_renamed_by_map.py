@@ -1,0 +1,117 @@
+"""KEY107 renamed-by-map: the user's map gives the layers other names or another layout.
+
+## What it finds
+The keys that the rules of `--rename-map FILE` and the patterns of `--rename OLD=NEW` name. `ckptfix map A B` infers
+such a map and prints it; it can be edited by hand, and applies to other sizes of the same family. A map that only fits
+backwards is applied backwards, and none if the file fits the target already; a note says so. A pattern of `--rename` is
+always applied as it is written. The leading `module.` of a wrapper need not be in a map.
+
+A rule is `from → to` with patterns of keys: `{n}` is a number (`{n+1}`, `{2n+1}` are computed from it), `{a,b}` one of
+several texts, and `*` any text. What only one side has is joined or taken apart by the steps: `concat`, `stack`, axes
+in another order as einops writes them (`(h d t) ... -> (h t d) ... with d=64 t=2`, or `transpose`), `unstack`,
+`split 3` (or the shares: `split 4:1:1`); axes that end with `for q,k` change in these texts only. Of two rules that
+name a key, the one with fewer variables applies.
+
+## Why it matters
+Nothing else brings the layers of another implementation under the names of a model if neither names nor shapes say
+which is which.
+
+## Fix safety
+The fix is what the user asks for: it is applied without another flag. Every value stays bit for bit. A rule is refused
+if it names a key that the file or the target does not have, gives two sources to one element, or splits unevenly; one
+with `"optional": true` may name keys that are not there. A rule with the label `ambiguous` is not applied: choose its
+source in the file, and remove the label.
+
+## Example
+    ckptfix map vit_timm.pth vit_transformers.safetensors --output-format json > vit.json
+    ckptfix repair vit_large_timm.pth --rename-map vit.json
+    # blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3
+
+## Sources
+The notation of axes is that of einops (https://einops.rocks)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.coverage import obstacles
+from ckptfix.core.edits import Assemble, Edit, renames
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
+from ckptfix.core.parts import Part, full
+from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.core.wrappers import leading_modules, shared_modules, without_first
+from ckptfix.errors import UsageError
+from ckptfix.maps.resolving import resolve
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose what the user's map says."""
+    checkpoint, target, given = context.checkpoint, context.target, context.settings.rename_map
+    if not isinstance(given, RenameMap):
+        return
+    if target is not None and not any(obstacles(checkpoint, target)):
+        by_hand = tuple(each for each in given.rules if each.by_hand)
+        if by_hand != given.rules:
+            yield rule.finding(
+                Level.NOTE,
+                f"{given.name or 'the map'} was not applied: the file fits already",
+                evidence={"map": given.name or "given"},
+            )
+        given = replace(given, rules=by_hand)
+    wrappers = _wrappers(checkpoint, target, given)
+    key_of = {without_first(key, wrappers): key for key in checkpoint.entries}
+    entries = {name: checkpoint.entries[key] for name, key in key_of.items()}
+    # A rule may rename what is not a tensor; any other step than a name needs a shape.
+    shapes = {name: entry.shape if isinstance(entry, TensorSpec) else () for name, entry in entries.items()}
+    wanted = None
+    if target is not None:
+        wanted = {key: slot.shape or () for key, slot in target.slots.items()} | dict.fromkeys(target.entries, ())
+    edits: list[Edit] = []
+    try:
+        moves = resolve(given, shapes, wanted)
+    except UsageError as error:  # a pattern by hand, which may fit another file
+        raise UsageError(f"{checkpoint.path}: ", *error.args) from error
+    for key, move in moves.items():
+        (part, *others) = move.parts
+        whole = full(shapes[part.source])
+        if not others and shapes[part.source] == move.shape and part == Part(part.source, whole, whole):
+            edits += renames({key_of[part.source]: key})
+        else:
+            entry = entries[part.source]
+            parts = tuple(replace(each, source=key_of[each.source]) for each in move.parts)
+            edits.append(Assemble(key, entry.dtype if isinstance(entry, TensorSpec) else "", move.shape, parts))
+    if wrappers and moves:
+        used = {part.source for move in moves.values() for part in move.parts}
+        edits += renames({key: name for name, key in key_of.items() if name not in used})
+    if edits:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(edits), 'key')} that the map gives another name or layout",
+            keys=tuple(moves),
+            evidence={"map": given.name or "given", "rules": len(given.rules)},
+            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+        )
+    if unclear := [each for each in given.rules if each.label == AMBIGUOUS]:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(unclear), 'rule')} of the map with several sources that fit",
+            evidence={"rules": [str(each) for each in unclear]},
+            remedies=advise(f"choose their sources in {given.name or 'the map'}, and remove the label 'ambiguous'"),
+        )
+
+
+def _wrappers(checkpoint: Checkpoint, target: Target | None, given: RenameMap) -> int:
+    """Return how many leading ``module.`` are a wrapper's: none if the map or the target has such names itself.
+
+    Before the map is applied, no key looks like one of the target without them, so that KEY102 leaves them."""
+    if target is None:
+        return 0
+    named = [*target.slots, *target.entries, *(name for each in given.rules for name in (each.source, each.target))]
+    return 0 if any(map(leading_modules, named)) else shared_modules(checkpoint.entries)

@@ -1,0 +1,322 @@
+"""OPT101 stale-optimizer: the optimizer's state no longer belongs to the weights beside it.
+
+## What it finds
+An optimizer in the file whose parameters are dropped, added, reordered, reshaped, split, fused, replaced or put into
+another group by the edits of this repair; or that has names of parameters which are renamed. With `--model`, also one
+whose parameters are in another order than the model's. Renaming alone moves nothing in an optimizer that numbers its
+parameters, and buffers are not in it.
+
+## Why it matters
+`torch.optim` knows parameters by position. After two keys are dropped, `optimizer.load_state_dict` raises `loaded state
+dict contains a parameter group that doesn't match the size of optimizer's group`; and if the number is right and the
+order is not, momentum and second moments go to the wrong weights without a word.
+
+## Fix safety
+The state follows the weights: it moves to the new position or group, is reshaped, split, fused and permuted as they
+are, and is left out with those that are dropped. Parameters that are new, or whose values did not come from this
+training, start without a state, as torch starts new ones; so do those whose state cannot be cut exactly: factored
+(Adafactor), blockwise (8-bit), or of unequal step counts. They are listed.
+
+Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in
+the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
+trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR, Muon for
+the matrices and Adam for the rest, as two optimizers or two groups): the sizes of all groups and the shapes of all
+moments confirm it, and parameters of equal shape rely on the order between them. If two recipes fit and lead to
+different states, nothing is touched. The same holds if no shape says whether groups were listed from the first layer or
+from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
+and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
+group, or its place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script
+knows both.
+`--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
+keeps it as it is.
+
+## Example
+`{"model": …, "optimizer": …}` whose two keys `fc.*` are dropped: the optimizer of 62 parameters becomes one of 60.
+
+## Sources
+`torch/optim/optimizer.py` (`state_dict`, `load_state_dict`); pytorch#1489; `transformers/trainer.py`
+(`get_decay_parameter_names`); `timm/optim/_param_groups.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.coverage import obstacles
+from ckptfix.core.edits import Moments, Omit, Regroup
+from ckptfix.core.finding import (
+    MODEL,
+    UNSAFE_FIXES,
+    Applicability,
+    Finding,
+    Fix,
+    Level,
+    Remedy,
+    advise,
+    counted,
+)
+from ckptfix.core.plan import Plan
+from ckptfix.core.spec import TensorSpec
+from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
+from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.rules.following import Followed, is_named, ways
+from ckptfix.rules.origins import NEW, Change, may_learn
+from ckptfix.rules.rule import Context, Rule, rule
+
+DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")
+IN_STEP = Remedy((UNSAFE_FIXES,), "brings it in step")
+KEEP = Remedy((("keep_optimizer", True),), "keeps it as it is")
+
+
+@rule
+def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Bring the optimizers in step with the edits, or say which one cannot be."""
+    optimizers = list(optimizers_in(context.checkpoint.root))
+    if context.settings.drop_optimizer:
+        yield from _left_out(rule, optimizers)
+        return
+    if context.before is None:
+        return
+    if context.settings.format == "safetensors":
+        optimizers = []  # that format has no place for one, as FIL104 says
+    optimizers += optimizers_in(context.checkpoint.beside)
+    before, plan = context.before, context.plan
+    if any(isinstance(edit, (Regroup, Moments)) for edit in plan.edits):
+        before, plan = context.checkpoint, Plan()  # what is left to find is found in the result itself
+    change = Change.of(before, context.checkpoint, plan, context.target)
+    if not plan.edits and change.target is None:
+        return
+    own = path_name(context.checkpoint.container)
+    for optimizer, sets in with_owners(context.checkpoint, optimizers):
+        if not sets or own in sets:
+            is_known = bool(plan.edits) or change.model is not None
+            found = list(_out_of_step(rule, context, optimizer, change, plan, sets)) if is_known else []
+            yield from found or _foreseen(rule, context, optimizer, change)
+        elif change.touches:
+            yield rule.finding(
+                Level.NOTE,
+                f"{optimizer.label} belongs to {' or '.join(sets)} and stays as it is; {own}, which changes, has none",
+                evidence={"sets": sets},
+            )
+
+
+def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
+    """Yield the optimizers, each with the sets that it fits alike; the repaired one is not among them if it belongs to
+    another. Those of other sets are left out if the repaired one has its own."""
+    sets = _other_sets(checkpoint)
+    own = path_name(checkpoint.container)
+    owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
+    has_own = [own] in owners.values()
+    for optimizer in optimizers:
+        fitting = [name for name, layout in sets.items() if any(namings(optimizer, layout))]
+        named = owners[optimizer.name]
+        is_doubtful = bool(fitting) and named != [own]
+        if is_doubtful and named and own not in named:
+            if not has_own:
+                yield optimizer, named
+        elif not (is_doubtful and has_own):
+            yield optimizer, [own, *fitting] if is_doubtful else []
+
+
+def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
+    """Return the state_dicts beside the one that is repaired, except for averages, which no optimizer trains."""
+    found: dict[str, Layout] = {}
+    for candidate in checkpoint.candidates:
+        if candidate.path == checkpoint.container or any(mark in candidate.name.lower() for mark in AVERAGED):
+            continue
+        value: Any = checkpoint.root
+        for part in candidate.path:
+            # One that lies in an object, or is put together of nested ones, is not looked into.
+            has_part = isinstance(value, list) or (isinstance(value, Mapping) and part in value)
+            value = value[part] if has_part else {}
+        members = value.items() if isinstance(value, Mapping) else ()
+        specs = {key: spec for key, spec in members if isinstance(key, str) and isinstance(spec, TensorSpec)}
+        found[candidate.name] = Layout({key: spec.shape for key, spec in specs.items() if may_learn(key, spec, None)})
+    return found
+
+
+_COMMON = frozenset("opt optim optimizer optimizers optimiser state states dict model models net weights".split())
+
+
+def _owners(name: str, sets: list[str]) -> list[str]:
+    """Return the state_dicts that the name of an optimizer speaks of: ``optG`` of ``G``, ``d_optim`` of ``netD``."""
+    words = _words(name)
+    return [one for one in sets if words == (own := _words(one)) or any(_begins(a, b) for a in words for b in own)]
+
+
+def _begins(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
+
+
+def _words(name: str) -> set[str]:
+    """Return what a name has beside the words that any has."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
+    return {word.lower() for word in words} - _COMMON
+
+
+def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
+    optimizers = [optimizer for optimizer in optimizers if optimizer.path]
+    if optimizers:
+        names = ", ".join(optimizer.name for optimizer in optimizers)
+        yield rule.finding(
+            Level.NOTE,
+            f"{names} left out, as --drop-optimizer asks: a training that goes on starts with new moments, and "
+            "with the learning rate of its script",
+            fix=Fix(tuple(Omit(optimizer.name) for optimizer in optimizers), Applicability.UNSAFE, asked=True),
+        )
+
+
+def _out_of_step(
+    rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan, sets: list[str]
+) -> Iterator[Finding]:
+    """Yield what an optimizer needs; ``sets`` are the state_dicts that it may be of, if not that which is repaired."""
+    found = ways(optimizer, change)
+    if found and all(way.is_unchanged for way in found):
+        yield from _frozen(rule, context, found[0])
+        return
+    after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
+    settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
+    if not found and plan.edits and settled and len(optimizer.ids) == len(after.result()):
+        yield rule.finding(
+            Level.NOTE,
+            f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "
+            "run that was stopped has left it",
+            evidence={"parameters": len(optimizer.ids)},
+        )
+        return
+    if not found and not change.touches and not change.is_ordered and change.model_order is not None:
+        if len(optimizer.ids) == len(change.model_order):
+            yield rule.finding(
+                Level.NOTE,
+                f"{optimizer.label} has as many parameters as the model, in an order that is not the model's under any "
+                "known recipe: if its groups are not your own, it is that of another release of the model",
+                evidence={"parameters": len(optimizer.ids)},
+            )
+        return
+    is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and change.model_order is None
+    # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
+    is_wide = bool(found) or len(optimizer.ids) > len(change.parameters())
+    has_changed = replace(change, is_wide=is_wide).touches
+    touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
+    if len(found) != 1 and not touches:
+        return
+
+    def stays(message: str, remedies: Iterable[Remedy] = (), **evidence: object) -> Finding:
+        return rule.finding(
+            Level.ERROR,
+            f"{optimizer.label} {message}",
+            evidence={"parameters": len(optimizer.ids), **evidence},
+            remedies=(DROP, *remedies, KEEP),
+            is_accepted=context.settings.keep_optimizer,
+        )
+
+    if sets and found:
+        fits = f"fits {' and '.join(sets)} alike, and its name tells neither"
+        yield stays(f"{fits}: it stays as it is, though {sets[0]} changes", sets=sets)
+        return
+    if len(found) != 1:
+        reason = (
+            f"{counted(len(found), 'way')} to name its parameters fit and differ"
+            if found
+            else "nothing tells which group of it a new parameter belongs to, or at which place"
+            if is_named(optimizer, change)
+            else "its parameters cannot be named"
+        )
+        sources = [way.source for way in found]
+        why = "which other edits change" if plan.edits else "which the model has in another order"
+        yield stays(
+            f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
+            "moments to the wrong weights",
+            _with_model(context, found, is_named(optimizer, change)),
+            **({"recipes": sources} if sources else {}),
+        )
+        return
+    way = found[0]
+    is_certain = way.naming.is_certain
+    count = len(way.naming.names)
+    how = "" if is_certain or way.naming.own_shapes else f" (0 of {count} parameters with a shape of their own)"
+    yield rule.finding(
+        Level.ERROR,
+        f"{optimizer.label} is out of step with the weights: {_what(way)}{how}",
+        keys=(*way.anew, *way.added),
+        evidence=_evidence(way),
+        fix=Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
+        remedies=(IN_STEP, DROP, KEEP),
+        is_accepted=context.settings.keep_optimizer,
+    )
+
+
+def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change) -> Iterator[Finding]:
+    """Say that an optimizer will have to follow once the keys are dropped, filled or replaced that do not fit yet."""
+    target, specs = context.target, context.checkpoint.specs
+    misfits = set(obstacles(context.checkpoint, target)) if target is not None else ()
+    if target is None or not misfits:
+        return
+    after = {
+        key: specs[key] if key in specs and key not in misfits else TensorSpec(slot.dtype, slot.shape or ())
+        for key, slot in target.slots.items()
+    }
+    origins = {key: NEW if key in misfits else change.origins.get(key, NEW) for key in after}
+    found = ways(optimizer, replace(change, after=after, origins=origins))
+    if len(found) == 1 and not found[0].is_unchanged and not found[0].naming.is_certain:
+        yield rule.finding(
+            Level.WARNING,
+            f"{optimizer.label} will be out of step once {counted(len(misfits), 'key')} that do not fit are dropped or "
+            f"filled: an unsafe fix then brings it in step ({_what(found[0])})",
+            evidence=_evidence(found[0]),
+            remedies=(IN_STEP,),
+        )
+
+
+def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
+    """Say that parameters which the optimizer has trained are frozen in the model."""
+    frozen = context.target.frozen if context.target is not None else ()
+    steps = [step for group in way.groups for step in group]
+    keys = tuple(step.key for step in steps if step.key in frozen and way.optimizer.row(step.source))
+    if keys:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(keys), 'frozen parameter')} of the model with a place and a state in {way.optimizer.label}, "
+            "which does not load into an optimizer of only the trainable parameters",
+            keys=keys,
+        )
+
+
+def _with_model(context: Context, found: list[Followed], is_named: bool) -> tuple[Remedy, ...]:
+    if context.target is not None and context.target.modules is not None:
+        if is_named and not found:
+            return advise("the script's own optimizer knows that: ckptfix.load(model, file, optimizer=optimizer)")
+        return advise("train a step with the old model and save it, with names in the optimizer") if found else ()
+    return (Remedy((("model", MODEL),), "gives the order of the parameters"),)
+
+
+def _what(way: Followed) -> str:
+    """Return in words what is to change."""
+    words = [
+        f"{counted(len(keys), 'parameter')} {what}"
+        for keys, what in (
+            (way.gone, "gone"),
+            (way.added, "new"),
+            (way.anew, "with values of another origin or state that cannot be cut, which start anew"),
+        )
+        if keys
+    ]
+    if any(step.shape and step.source is not None for group in way.groups for step in group):
+        words.append("other shapes")
+    return ", ".join(words) or "other names or another order of parameters"
+
+
+def _evidence(way: Followed) -> dict[str, Any]:
+    naming = way.naming
+    figures: dict[str, Any] = {"parameters": len(way.optimizer.ids), "named by": naming.source}
+    if not naming.is_certain:
+        figures["moments of fitting shape"] = naming.moments
+        figures["with a shape of their own"] = naming.own_shapes
+    for name, keys in (("gone", way.gone), ("new", way.added), ("start anew", way.anew)):
+        if keys:
+            figures[name] = list(keys)
+    return figures

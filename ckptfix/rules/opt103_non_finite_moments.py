@@ -1,0 +1,85 @@
+"""OPT103 non-finite-moments: the optimizer's state holds NaN or infinite values.
+
+## What it finds
+Moments and other floating tensors in the state of an optimizer that are not finite, in the file or in the
+`optimizer.pt` beside it.
+
+## Why it matters
+The first step of a training that goes on makes every weight NaN that such a moment belongs to, though the weights in
+the file are sound.
+
+## Fix safety
+Unsafe: the state of these parameters is left out, and starts anew as for a new parameter. The others keep theirs.
+`--drop-optimizer` leaves the whole optimizer out, and `--keep-optimizer` keeps it as it is.
+
+## Example
+`exp_avg_sq` of one layer is infinite after a loss spike, and the step that would have used it was never made.
+
+## Sources
+`torch/optim/adam.py`; https://github.com/pytorch/pytorch/issues/15345."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Moments, Regroup
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.maps.positions import INITIAL, Optimizer, optimizers_of, stored_names, values_in
+from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Read the moments of each optimizer, and leave out the state of those that are not finite."""
+    if not context.settings.values or context.settings.format == "safetensors":
+        return
+    for optimizer in optimizers_of(context.checkpoint):
+        bad = _non_finite(optimizer, context)
+        if not bad:
+            continue
+        yield rule.finding(
+            Level.ERROR,
+            f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
+            "weights become NaN at the next step",
+            evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
+            fix=_without(optimizer, bad),
+            remedies=(Remedy((UNSAFE_FIXES,), "starts these anew"), DROP, KEEP),
+            is_accepted=context.settings.keep_optimizer,
+        )
+
+
+def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str, int]]:
+    """Return the ids whose state is not finite: how many values of each field."""
+    from ckptfix.values.statistics import Statistics
+
+    fields = {
+        f"{place} {name}": (number, name, value)
+        for place, number in enumerate(optimizer.ids)
+        for name, value in values_in(optimizer.row(number))
+        if isinstance(value, TensorSpec) and value.has_data and DTYPES[value.dtype].is_float
+    }
+    specs = {label: value for label, (_, _, value) in fields.items()}
+    bad: dict[object, dict[str, int]] = {}
+    for label, figures in Statistics(replace(context.checkpoint, entries=specs)).items():
+        number, name, _ = fields[label]
+        if figures.nonfinite:
+            bad.setdefault(number, {})[name] = figures.nonfinite
+    return bad
+
+
+def _without(optimizer: Optimizer, bad: dict[object, dict[str, int]]) -> Fix | None:
+    names = stored_names(optimizer) or {number: str(number) for number in optimizer.ids}
+    if any(INITIAL in group for group in optimizer.groups):
+        return None  # Adagrad has to begin with a state of the right shape
+    moments = (
+        Moments(optimizer.name, place, names[number], None if number in bad else str(number))
+        for place, group in enumerate(optimizer.groups)
+        for number in group["params"]
+    )
+    edits = (Regroup(optimizer.name, tuple(range(len(optimizer.groups)))), *moments)
+    return Fix(edits, Applicability.UNSAFE)

@@ -1,0 +1,65 @@
+"""OPT104 optimizer-of-another-model: the optimizer's moments have shapes that no weight beside them has.
+
+## What it finds
+An optimizer most of whose moments of two and more dimensions have a shape that no tensor of the file has: the state
+of another model, or of this one before it was changed. Moments that one flat tensor holds together are left out.
+
+## Why it matters
+`optimizer.load_state_dict` compares the numbers of parameters only. If these agree, the load succeeds and the first
+step fails with `The size of tensor a must match the size of tensor b`, or moments go to the wrong weights.
+
+## Fix safety
+There is no fix. `--drop-optimizer` leaves the optimizer out, and `--keep-optimizer` keeps it as it is.
+
+## Example
+The weights were replaced by those of a wider model, and `optimizer` was copied from the old checkpoint.
+
+## Sources
+`torch/optim/optimizer.py` (`load_state_dict`); pytorch#1489."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.objects import tensors_in
+from ckptfix.maps.positions import fits, logical_shape, optimizers_of, values_in
+from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Look for the shape of each moment among the weights, as the file was opened."""
+    checkpoint = context.before or context.checkpoint
+    now = {optimizer.name for optimizer in optimizers_of(context.checkpoint)}
+    optimizers = [optimizer for optimizer in optimizers_of(checkpoint) if optimizer.name in now]
+    shapes = Counter(spec.shape for spec in tensors_in([checkpoint.root, dict(checkpoint.entries)]))
+    for optimizer in optimizers:
+        if optimizer.path[0] not in checkpoint.beside:
+            shapes -= Counter(spec.shape for spec in tensors_in(dict(optimizer.state)))
+    for optimizer in optimizers:
+        known: dict[Hashable, bool] = {}
+        strange: list[list[int]] = []
+        matrices = 0
+        for row in map(optimizer.row, optimizer.ids):
+            kept = {name: shape for name, value in values_in(row) if (shape := logical_shape(value))}
+            if not any(len(shape) > 1 for shape in kept.values()):
+                continue
+            matrices += 1
+            form = tuple(kept.items())
+            if form not in known:
+                known[form] = any(fits(row, shape) for shape in shapes)
+            if not known[form]:
+                largest = max(kept.values(), key=len)
+                strange.append(list(largest))
+        if 2 * len(strange) > matrices:
+            yield rule.finding(
+                Level.WARNING,
+                f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices "
+                "whose shape no weight has: it is that of another model",
+                evidence={"shapes without a weight": strange[:8]},
+                remedies=(DROP, KEEP),
+                is_accepted=context.settings.keep_optimizer,
+            )

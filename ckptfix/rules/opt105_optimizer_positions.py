@@ -1,0 +1,80 @@
+"""OPT105 optimizer-positions: which state of an optimizer belongs to which parameter, and how that is known.
+
+## What it finds
+With `--optimizer`, for each optimizer in the file or beside it: the name of each of its positions, its group, and what
+is kept of it. A note; it changes nothing.
+
+## Why it matters
+An optimizer numbers its parameters. After an edit of the model or an upgrade of the trainer, number 17 may be another
+layer, and the load says nothing.
+
+## Fix safety
+There is nothing to fix. Names that the file has itself are certain. Those of a recipe are confirmed by the sizes of the
+groups and the shapes of the moments; parameters whose shape others have too rely on the order between them. If several
+recipes fit and differ, all of them are named.
+
+## Example
+`ckptfix check last.ckpt --optimizer`
+
+## Sources
+`torch/optim/optimizer.py`; the recipes are in `ckptfix/maps/positions.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.plan import Plan
+from ckptfix.maps.positions import Naming, Optimizer, logical_shape, optimizers_of, values_in
+from ckptfix.rules.following import ways
+from ckptfix.rules.origins import Change
+from ckptfix.rules.rule import Context, Rule, rule
+
+
+@rule
+def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Name the positions of each optimizer, if that is asked for."""
+    if not context.settings.optimizer_positions:
+        return
+    checkpoint = context.checkpoint
+    change = Change.of(checkpoint, checkpoint, Plan(), context.target)
+    for optimizer in optimizers_of(checkpoint):
+        found = ways(optimizer, change)
+        what = f"{optimizer.label} has {counted(len(optimizer.ids), 'parameter')} in "
+        what += counted(len(optimizer.groups), "group")
+        if len(found) != 1:
+            recipes = [way.source for way in found]
+            reason = f"several ways to name them fit and differ ({', '.join(recipes)})"
+            reason = reason if found else "nothing tells which is which"
+            yield rule.finding(Level.NOTE, f"{what}, and {reason}", evidence={"recipes": recipes})
+            continue
+        naming = found[0].naming
+        yield rule.finding(
+            Level.NOTE,
+            f"{what}, named by {found[0].source}: {_how_sure(naming)}",
+            keys=tuple(naming.names.values()),
+            evidence={"positions": _positions(optimizer, naming)},
+        )
+
+
+def _how_sure(naming: Naming) -> str:
+    if naming.is_certain:
+        return "certain"
+    count = len(naming.names)
+    if not naming.moments:
+        return "no moment confirms it"
+    return f"{naming.moments} of {count} have moments of fitting shape, {naming.own_shapes} a shape of their own"
+
+
+def _positions(optimizer: Optimizer, naming: Naming) -> dict[str, dict[str, Any]]:
+    return {
+        naming.names[number]: {
+            "id": number,
+            "group": place,
+            "state": {name: list(logical_shape(value)) for name, value in values_in(optimizer.row(number))},
+        }
+        for place, group in enumerate(optimizer.groups)
+        for number in group["params"]
+        if number in naming.names
+    }

@@ -1,0 +1,163 @@
+"""VAL101 non-finite: the file holds NaN or infinite values.
+
+## What it finds
+Every tensor with a NaN, and every parameter or running statistic with +Inf or -Inf, with the counts, the place of the
+first such value, and the channels (places along the first dimension) that have any. One is enough. Infinities are left
+in peace where they belong: in attention masks, in quantization observers that have seen no data, as the best result so
+far, as a bound that is none. With a model, that is any buffer but the running statistics; without one, the name
+decides. A buffer that is NaN throughout, in the file and in a fresh model, was never set, and is left in peace too.
+
+## Why it matters
+The file loads without a word, and the first forward pass through such a tensor is NaN from there on. It comes from a
+run that diverged, or from a cast to float16 (values above 65504 become infinite).
+
+## Fix safety
+Unsafe, and only on a flag, since the right values are not in these tensors. `--replace VAL101 --fill twin` takes them
+from another set of weights of the file (an EMA twin) that is finite there, `--fill FILE` from another checkpoint,
+`--fill target` from the model's initialisation. Of a norm, `--recalibrate data.npy` measures the statistics anew, and
+`--reset-running-stats` makes them fresh. `--zero-non-finite` sets the values to zero and leaves the others as they are:
+the last resort, which cuts connections. A cast back to float32 does not bring an overflowed value back.
+
+## Example
+`bn1.running_var` holds 1 NaN in 64 values: outputs are finite in training mode and NaN in eval mode.
+
+## Sources
+https://github.com/csjliang/LPTN/issues, https://github.com/ultralytics/ultralytics/pull/24731,
+torch/nn/modules/batchnorm.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptfix.core.edits import Edit, Zero
+from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
+from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.casting import NON_FINITE, can_be_zeroed
+from ckptfix.values.decode import Array
+from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
+from ckptfix.values.scan import channels_with
+
+SHOWN = 8  # how many channels are named
+
+
+@rule
+def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the tensors that are not finite, errors apart from warnings, and those that a flag cures apart."""
+    bad: dict[str, Level] = {}
+    for key, figures in context.statistics.items():
+        level = _level(key, figures, context)
+        if level is not None:
+            bad[key] = level
+    replacements = Replacements(context)
+    cures = {key: _cure(rule, key, context, replacements) for key in bad}
+    for level in (Level.ERROR, Level.WARNING):
+        for keys, fix in cured_apart([key for key in bad if bad[key] is level], cures):
+            tensors = {key: context.statistics[key] for key in keys}
+            specs = context.checkpoint.specs
+            yield rule.finding(
+                level,
+                _message(tensors),
+                keys=tuple(keys),
+                evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
+                fix=fix,
+                remedies=() if fix else _remedies(rule, tuple(keys), context, replacements),
+            )
+
+
+def _level(key: str, figures: TensorStatistics, context: Context) -> Level | None:
+    if not figures.nonfinite:
+        return None
+    if figures.nan:
+        return None if _is_unset(key, figures, context) else Level.ERROR
+    spec = context.checkpoint.specs[key]
+    if may_be_infinite(key, spec, context.target):
+        return None
+    is_other_buffer = is_buffer(key, spec, context.target) and not is_running_statistic(key)
+    return Level.WARNING if is_other_buffer else Level.ERROR
+
+
+def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
+    """Return whether a buffer is NaN throughout, as the model itself begins with it."""
+    if figures.nan != figures.numel or is_running_statistic(key) or key not in context.initial:
+        return False
+    if not is_buffer(key, context.checkpoint.specs[key], context.target):
+        return False
+    initial = context.initial[key]
+    return initial.is_floating_point() and bool(initial.isnan().all())
+
+
+def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
+    """Return what the user's flags make of a broken tensor: other values, a fresh norm, or at last zeros."""
+    if replaced := replacements.of(rule.code, key, _is_finite):
+        return replaced
+    if is_running_statistic(key):
+        return reset_edits(key, context)
+    spec = context.checkpoint.specs[key]
+    if context.settings.zero_non_finite and can_be_zeroed(spec):
+        return (Zero(key, spec.dtype, NON_FINITE),)
+    return ()
+
+
+def _is_finite(figures: TensorStatistics) -> bool:
+    return not figures.nonfinite
+
+
+def _message(tensors: Mapping[str, TensorStatistics]) -> str:
+    counts = {
+        "NaN": sum(figures.nan for figures in tensors.values()),
+        "+Inf": sum(figures.pos_inf for figures in tensors.values()),
+        "-Inf": sum(figures.neg_inf for figures in tensors.values()),
+    }
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    total = sum(figures.numel for figures in tensors.values())
+    which = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+    return f"{which} not finite: {listed} among {total} values"
+
+
+def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
+    counts = {"nan": figures.nan, "pos_inf": figures.pos_inf, "neg_inf": figures.neg_inf, "numel": figures.numel}
+    evidence = {**counts, "first_index": _coordinates(spec.shape, figures.first_nonfinite)}
+    channels = channels_with(spec, _not_finite)
+    if channels:
+        evidence |= {"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])}
+    return evidence
+
+
+def _not_finite(values: Array) -> Array:
+    import numpy as np
+
+    return ~np.isfinite(values)
+
+
+def _coordinates(shape: tuple[int, ...], index: int | None) -> list[int] | None:
+    if index is None:
+        return None
+    place = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        place.append(at)
+    return place[::-1]
+
+
+def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements: Replacements) -> tuple[Remedy, ...]:
+    twins = [replacements.sound_twin(key, _is_finite) for key in keys]
+    places = list(dict.fromkeys(twin.place for twin in twins if twin))
+    if places and all(twins):
+        named = ", ".join(place or "the other end of the tie" for place in places)
+        whole = (Remedy((("weights", places[0]),), "takes that whole set"),) if len(places) == 1 and places[0] else ()
+        from_twin = (("replace", (rule.code,)), ("fill", "twin"))
+        return (Remedy(from_twin, f"takes them from {named}, finite there"), *whole)
+    if all(is_running_statistic(key) for key in keys):
+        return for_running_statistics(rule)
+    others = [
+        candidate.name for candidate in context.checkpoint.candidates if candidate.path != context.checkpoint.container
+    ]
+    look = advise(f"see whether the other set of this file, {others[0]}, is finite") if others else ()
+    return (
+        *look,
+        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes these tensors from an earlier checkpoint"),
+        Remedy((("zero_non_finite", True),), "sets these values to zero: the last resort"),
+    )

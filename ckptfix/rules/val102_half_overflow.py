@@ -1,0 +1,125 @@
+"""VAL102 half-overflow: a cast to a narrower dtype would lose values.
+
+## What it finds
+With `--dtype`, and before anything is cast: tensors with values that become infinite in that dtype (in float8_e4m3fn
+NaN, or the largest number), an error; and tensors of which half of the values or more become zero, a warning. All
+other floats are cast, and the note on them counts the values that become zero. A cast to 8 bits takes weight matrices
+alone: vectors, norms and statistics need more. Quantised, complex and sparse tensors are left as they are, and so are
+counters of batches.
+
+## Why it matters
+float16 ends at 65504 and at 3e-8, float8_e4m3fn at 448 and 1e-3. One infinite weight makes every output NaN, and a
+matrix of zeros passes nothing on, long after the cast that did it.
+
+## Fix safety
+The cast happens because `--dtype` asks for it. A wider dtype is safe, a narrower one rounds every value. Tensors that
+would lose values keep their dtype, and the finding on them remains: bfloat16 has the range of float32.
+
+## Example
+    ckptfix repair model.pth --dtype float16
+    # 12 values of 1 tensor overflow in float16: layers.3.mlp.down_proj.weight, up to 7.3e+04
+
+## Sources
+IEEE 754 (rounding); https://arxiv.org/abs/2209.05433 (the 8-bit floats);
+https://pytorch.org/docs/stable/tensor_attributes.html"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import Cast
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
+from ckptfix.core.spec import TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.roles import is_matrix
+
+MOST = 0.5  # share of the values that are not zero from which on a tensor that loses them keeps its dtype
+SATURATES = "float8_e4m3fn"  # it has no infinity: one that is in the file becomes a NaN or a number
+
+# What can hold every number of a dtype.
+_LOSSLESS = {
+    "float16": {"float32"},
+    "bfloat16": {"float32"},
+    "float8_e4m3fn": {"float32", "float16", "bfloat16"},
+    "float8_e5m2": {"float32", "float16", "bfloat16"},
+}
+
+
+@rule
+def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Cast what was asked for, and keep what would be lost."""
+    dtype = context.settings.cast_dtype
+    if dtype is None:
+        return
+    figures = {key: context.statistics[key] for key in _castable(context, dtype)}
+    overflowing = {key: count for key in figures if (count := _overflowing(figures[key], dtype))}
+    vanishing = {
+        key: found
+        for key, found in figures.items()
+        if key not in overflowing and 0 < found.vanishing >= MOST * (found.numel - found.zeros)
+    }
+    values = sum(overflowing.values())
+    if overflowing:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(values, 'value')} of {counted(len(overflowing), 'tensor')} overflow in {dtype}",
+            keys=tuple(overflowing),
+            evidence={
+                "tensors": {
+                    key: {"overflow": count, "numel": figures[key].numel, "absmax": figures[key].absmax}
+                    for key, count in overflowing.items()
+                }
+            },
+            remedies=advise(f"they keep their dtype; {_wider(dtype)}"),
+        )
+    if vanishing:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(vanishing), 'tensor')} would lose half of the values or more to zero in {dtype}",
+            keys=tuple(vanishing),
+            evidence={
+                "tensors": {
+                    key: {"become_zero": found.vanishing, "numel": found.numel, "rms": found.rms}
+                    for key, found in vanishing.items()
+                },
+                "threshold": MOST,
+            },
+            remedies=advise(f"they keep their dtype; {_wider(dtype)}"),
+        )
+    specs = context.checkpoint.specs
+    casts = tuple(
+        Cast(key, specs[key].dtype, dtype) for key in figures if key not in overflowing and key not in vanishing
+    )
+    if casts:
+        lost = {cast.key: figures[cast.key].vanishing for cast in casts if figures[cast.key].vanishing}
+        is_lossless = all(dtype in _LOSSLESS.get(cast.before, ()) for cast in casts)
+        become = f", {counted(sum(lost.values()), 'value')} of which become zero" if lost else ""
+        total = sum(figures[cast.key].numel for cast in casts)
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(casts), 'tensor')} of {counted(total, 'value')} to be cast to {dtype}{become}",
+            keys=tuple(cast.key for cast in casts),
+            evidence={"become_zero": lost} if lost else {},
+            fix=Fix(casts, Applicability.SAFE if is_lossless else Applicability.UNSAFE, asked=True),
+        )
+
+
+def _castable(context: Context, dtype: str) -> Iterator[str]:
+    is_small = DTYPES[dtype].itemsize == 1
+    for key in context.statistics:
+        spec = context.checkpoint.specs[key]
+        is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
+        is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
+        is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # a counter is BUF103's, whose dtype stands
+        if is_plain and is_other and is_weight and (not is_small or is_matrix(key, spec, context.target)):
+            yield key
+
+
+def _overflowing(figures: TensorStatistics, dtype: str) -> int:
+    return figures.overflowing + (figures.pos_inf + figures.neg_inf if dtype == SATURATES else 0)
+
+
+def _wider(dtype: str) -> str:
+    return "scale them, or leave them as they are" if dtype in ("float32", "bfloat16") else "bfloat16 has the range"

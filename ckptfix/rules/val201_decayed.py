@@ -1,0 +1,455 @@
+"""VAL201 decayed: a weight matrix has shrunk to next to nothing.
+
+## What it finds
+Floating matrices and kernels of 64 elements or more whose RMS is below a thousandth of what the layer starts with,
+and below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The start is taken
+from the model's own initialisation where there is a model, else from the fan-in: `1/sqrt(3 fan_in)`, torch's default;
+of a last layer by name (`head`, `classifier`, `fc`) below a ten-thousandth, as some models start it a thousand times
+smaller, and of an embedding below a hundred-thousandth.
+Vectors that shrank in step (the norm after it, its bias) are listed too. Exact zeros are the business of VAL202.
+
+A kernel before a batch norm is scale-invariant: it is left in peace while the `running_var` of that norm is above its
+eps, for then the norm makes up for the scale, and not so large that only inputs beyond all measure could have given it
+through this kernel. The matrices of weight_norm and spectral_norm are left in peace always,
+and those whose name says that they start at zero (LoRA's B) as long as a millionth of the scale is left. Decay keeps
+the shape of the start, whose largest value is 2 to 6 times the RMS; a matrix in which it is more than 50 times has
+weights that live on, and is no warning unless a millionth is left or most values are subnormal. Nor are eight
+matrices or more with one power of ten as their RMS, or one that is uniform within a power of ten: that is how they were
+initialised.
+
+The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (Adam's
+second moments are zero if not), whether the momentum is parallel to the weight (so it is where decay alone moves it),
+and what `weight_decay`, `lr` and the steps predict. The message says whether that agrees. A matrix that got no gradient
+and is to shrink to less than half by the same figures is a note, although its size gives nothing away yet, and a
+warning where they predict less than a tenth and no more than that is left. A tiny matrix that gradients arrived at, and
+whose size decay does not explain, started so: a note. So is one that is not called a weight or kernel (a hash grid, a
+gate), unless the optimizer says that no gradient arrived.
+
+## Why it matters
+Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
+of its start. The file loads, and the layer passes nothing on. It was not used in training (a frozen branch, a head
+without a loss, a layer that only another configuration needs), so a model that uses it now gets nothing from it.
+
+## Fix safety
+Unsafe, and only on a flag: the trained values never existed. `--replace VAL201` with `--fill FILE`, `twin` or `target`
+puts other values in their place. Light decay (AdamW, short runs) cannot be told from the weights alone and is not
+reported without the optimizer.
+
+## Example
+`layer4.0.weight`: RMS 5.7e-15, expected about 0.07; weight_decay 0.01 at lr 0.1 over 30000 steps predicts 9e-14 of
+the start, which agrees.
+
+## Sources
+torch/nn/init.py and torch/nn/modules/linear.py (the default start), https://arxiv.org/abs/1706.05350 (weight decay and
+normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters alone are no defect)"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sized
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from msgspec import Struct
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED
+from ckptfix.core.edits import Replace
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
+from ckptfix.values.roles import (
+    Norm,
+    is_head,
+    is_layers_own,
+    is_matrix,
+    is_scale_free,
+    is_zero_by_design,
+    kind,
+    norms_after,
+    usual_rms,
+)
+
+SMALLEST = 64  # elements below which an RMS says little
+OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
+OF_HEAD = 1e-4  # the same for the last layer, which some models start at a thousandth: BEiT by its `init_scale`.
+
+# Rows for each column from which on a matrix is a table: a classifier of 93,000 faces has 182.
+ROWS = 256
+
+# The same for embeddings and codebooks, which are looked up: some start at one over their number of rows.
+OF_EMBEDDING = 1e-5
+OF_KIND = 1e-2  # share of its kind's median RMS below which it does
+
+# Share of the start's RMS below which no doubt is left: an error, even where there is nothing to compare with.
+NOTHING_LEFT = 1e-6
+PEAK = 50.0  # How often its RMS the largest value may be in what only shrank. A normal start of 10^9 values has 6.
+
+# From so many matrices on, with one power of ten as their RMS up to this factor, it is that of an initialiser.
+FEW, ALIKE = 8, 1.05
+
+# The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4, and where all
+# inputs of a large kernel go together, the variance is some thousand times what its RMS lets expect.
+LARGEST_INPUT = 1e10
+
+# A matrix whose largest value is a power of ten, down to this share of it, was drawn from within it, if that is not
+# smaller than what anybody starts with.
+ROUND, TINIEST = 0.999, 1e-6
+BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # where the start's RMS comes from
+EPS = 1e-5  # the default eps of the norms; a running variance above it carries the scale
+
+
+@rule
+def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the matrices that decayed, with the vectors that went with them; replace them where that was asked for."""
+    matrices, statistics = _matrices(context), context.statistics
+    witness = Witness(context)
+    suspects = list(_decayed_matrices(context, matrices))
+    grown = [matrix for matrix in suspects if _started_so(matrix, witness)]
+    found = [matrix for matrix in suspects if matrix not in grown]
+    if grown:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted_matrices(grown)} a tiny scale from the start, as far as the file says",
+            keys=tuple(matrix.key for matrix in grown),
+            evidence={"tensors": {matrix.key: matrix.evidence(statistics) for matrix in grown}},
+        )
+    replacements = Replacements(context)
+    by_key = {matrix.key: matrix for matrix in found}
+    cures = {matrix.key: replacements.of(rule.code, matrix.key, matrix.is_cured_by) for matrix in found}
+    for keys, fix in cured_apart(by_key, cures):
+        some = [by_key[key] for key in keys]
+        worst = min(some, key=lambda matrix: matrix.share)
+        corroboration = {matrix.key: witness.on(matrix.key, matrix.share) for matrix in some}
+        yield rule.finding(
+            Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
+            f"{counted_matrices(some)} decayed to {worst.share:.1g} of the expected scale"
+            f"{corroboration[worst.key].in_words}",
+            keys=tuple(dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics)))),
+            evidence={
+                "tensors": {
+                    matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
+                },
+                "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
+                "optimizer": strongest_decay(context.checkpoint.root),
+            },
+            fix=fix,
+            remedies=from_elsewhere(rule),
+        )
+    yield from light_decay(rule, context, matrices, by_key.keys(), witness)
+
+
+def _started_so(matrix: _Matrix, witness: Witness) -> bool:
+    """Return whether a matrix may have started as small as it is: gradients arrived and decay does not explain it, or
+    it is not a layer's own weight (hash grids, gates) and nothing says that no gradient arrived."""
+    said = witness.on(matrix.key, matrix.share)
+    if said.saw_no_gradient is not None or said.alignment is not None:
+        return said.saw_no_gradient is False and not said.is_untouched and not said.agrees
+    return not is_layers_own(matrix.key) and matrix.reference == BY_FAN_IN
+
+
+class _Matrix(Struct, frozen=True):
+    """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind."""
+
+    key: str
+    figures: TensorStatistics
+    start: float
+    reference: str
+    peers: float | None
+    norm: Norm | None
+    is_embedding: bool = False
+
+    @property
+    def share(self) -> float:
+        return self.figures.rms / self.start
+
+    def is_cured_by(self, figures: TensorStatistics) -> bool:
+        """Return whether other values would be large enough."""
+        return not figures.nonfinite and figures.rms >= max(OF_START * self.start, OF_KIND * (self.peers or 0.0))
+
+    def companions(self, statistics: Figures) -> Iterator[str]:
+        """Yield the vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
+        bias = self.key.removesuffix("weight") + "bias"
+        if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
+            yield bias
+        scale = self.norm.figures("weight", statistics) if self.norm else None
+        if self.norm and scale and scale.rms < OF_START:
+            yield from (key for key in self.norm.vectors if statistics[key].rms < OF_START)
+
+    def evidence(self, statistics: Figures) -> dict[str, Any]:
+        batches = self.norm.figures("num_batches_tracked", statistics) if self.norm else None
+        return {
+            "rms": self.figures.rms,
+            "expected_rms": self.start,
+            "expected_from": self.reference,
+            "median_rms_of_kind": self.peers,
+            "peak_to_rms": self.figures.absmax / self.figures.rms,
+            **({"batches_seen_by_its_norm": int(batches.maximum)} if batches else {}),
+        }
+
+
+def _matrices(context: Context) -> dict[str, TensorStatistics]:
+    """Return the matrices that are large enough and have a value other than zero."""
+    specs, statistics = context.checkpoint.specs, context.statistics
+    return {
+        key: figures
+        for key in statistics
+        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
+        if (figures := statistics[key]).rms > 0
+    }
+
+
+def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -> Iterator[_Matrix]:
+    specs = context.checkpoint.specs
+    suspects = {
+        key
+        for key, figures in matrices.items()
+        if figures.rms < OF_START * usual_rms(specs[key]) and _is_shrunk(figures) and not is_scale_free(key)
+        if not _is_drawn_tiny(figures)
+    }
+    suspects -= _started_tiny({key: matrices[key].rms for key in suspects})
+    if not suspects:
+        return
+    initial = context.initial
+    healthy = {key: figures.rms for key, figures in matrices.items() if key not in suspects}
+    of_kind: dict[str, list[float]] = {}
+    for key, rms in healthy.items():
+        of_kind.setdefault(kind(key, specs[key]), []).append(rms)
+    medians = {name: median(same) for name, same in of_kind.items()}
+    overall = median(healthy.values()) if healthy else None
+    norms = norms_after(context.checkpoint, suspects)
+    for key in matrices:
+        if key not in suspects:
+            continue
+        peers = medians.get(kind(key, specs[key]), overall)
+        start, reference = usual_rms(specs[key]), BY_FAN_IN
+        if key in initial:
+            start, reference = float(initial[key].detach().double().square().mean().sqrt()), BY_MODEL
+        is_table = reference == BY_FAN_IN and (kind(key, specs[key]) == "embedding" or _is_looked_up(specs[key].shape))
+        matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
+        if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], context.statistics):
+            yield matrix
+
+
+def _started_tiny(rms: Mapping[str, float]) -> set[str]:
+    """Return the matrices that were never larger: many of one RMS that is a power of ten, as an initialiser is given
+    it.
+
+    SAM and BLIP in transformers start at 1e-10."""
+    near = {key: round(math.log10(share)) for key, share in rms.items() if share > 0}
+    alike = {key: power for key, power in near.items() if 1 / ALIKE < rms[key] / 10.0**power < ALIKE}
+    counts = Counter(alike.values())
+    return {key for key, power in alike.items() if counts[power] >= FEW}
+
+
+def _is_looked_up(shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix has so many rows for so few columns that it is a table, whatever its name."""
+    return len(shape) == 2 and shape[0] >= ROWS * shape[1]
+
+
+def _is_shrunk(figures: TensorStatistics) -> bool:
+    """Return whether the matrix is small throughout: hardly an exact zero, or only the last subnormal steps."""
+    return not figures.nonfinite and (
+        figures.zeros < 0.01 * figures.numel or figures.zeros + figures.subnormals == figures.numel
+    )
+
+
+def _is_drawn_tiny(figures: TensorStatistics) -> bool:
+    """Return whether the largest value is a power of ten: hash tables of radiance fields start within 1e-4 of zero."""
+    power = 10.0 ** round(math.log10(figures.absmax))
+    is_round = power >= TINIEST and ROUND * power < figures.absmax <= power * (1 + 1e-6)
+    return is_round and figures.absmax < 2 * figures.rms
+
+
+def _is_decayed(matrix: _Matrix) -> bool:
+    """Return whether both thresholds are crossed. A start of zero, or as small as this, is by design."""
+    may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
+    least = OF_HEAD if may_start_small else OF_EMBEDDING if matrix.is_embedding else OF_START
+    if matrix.start == 0 or matrix.share >= least:
+        return False
+    if matrix.share < NOTHING_LEFT:
+        return matrix.peers is None or matrix.figures.rms < OF_KIND * matrix.peers
+    if matrix.peers is None or (matrix.reference == BY_FAN_IN and is_zero_by_design(matrix.key)):
+        return False  # nothing to compare with, or a matrix that may have hardly left zero
+    lives_on = (
+        matrix.figures.absmax >= PEAK * matrix.figures.rms and 2 * matrix.figures.subnormals < matrix.figures.numel
+    )
+    return matrix.figures.rms < OF_KIND * matrix.peers and not lives_on
+
+
+def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Figures) -> bool:
+    """Return whether the norm after the matrix was updated and divides by the matrix's result, not just by its eps."""
+    variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
+    batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None
+    if variance is None or (batches is not None and batches.maximum == 0):
+        return False
+    fresh = variance.minimum == variance.maximum == 1.0
+    # The matrix may have shrunk since, or be another: such statistics are not of what it gives.
+    is_its_own = variance.rms < LARGEST_INPUT * matrix.figures.rms**2 * math.prod(spec.shape[1:])
+    return not fresh and variance.rms > EPS and is_its_own
+
+
+PARALLEL = 0.99  # cosine from which on a momentum is parallel to its weight
+AGREES = (0.5, 2.0)  # between these the logarithms of two shares are of one order
+
+
+class Corroboration(Struct, frozen=True):
+    """What is known of one matrix. None, or an empty text, is what the file does not say.
+
+    ``predicted`` is the share of the start that is left without any gradient, ``observed`` the one that was found."""
+
+    observed: float
+    predicted: float | None = None
+    saw_no_gradient: bool | None = None
+    alignment: float | None = None
+    terms: str = ""
+    weight_decay: float | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether prediction and finding are of one order; None without a prediction."""
+        if self.predicted is None:
+            return None
+        if self.predicted <= 0 or self.observed <= 0:
+            return self.observed < 1e-6
+        ratio = math.log(self.predicted) / min(math.log(self.observed), -1e-9)
+        return AGREES[0] <= ratio <= AGREES[1]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the moments say that decay alone moved the matrix."""
+        return bool(self.saw_no_gradient) or (self.alignment is not None and self.alignment > PARALLEL)
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """The figures, without those that the file does not have."""
+        figures = {
+            "predicted_share": self.predicted,
+            "prediction_agrees": self.agrees,
+            "saw_no_gradient": self.saw_no_gradient,
+            "cosine_of_momentum": self.alignment,
+        }
+        return {name: figure for name, figure in figures.items() if figure is not None}
+
+    @property
+    def in_words(self) -> str:
+        """The rest of the message."""
+        if self.weight_decay is None:
+            return ""
+        if self.weight_decay == 0:
+            return ", though the optimizer in this file had no weight_decay"
+        parts = []
+        if self.saw_no_gradient is not None:
+            parts.append("no gradient arrived" if self.saw_no_gradient else "though gradients arrived")
+        if self.alignment is not None and self.alignment > PARALLEL:
+            parts.append("only decay moved it, as its momentum is parallel to it")
+        if self.predicted is not None:
+            verdict = "which agrees" if self.agrees else "which does not agree"
+            parts.append(f"{self.terms} predicts {self.predicted:.1g} of the start, {verdict}")
+        else:
+            parts.append(f"the optimizer in this file had {self.terms}")
+        return "; " + "; ".join(parts)
+
+
+class Witness(Struct, frozen=True, dict=True):
+    """The optimizer and the counters of a file."""
+
+    context: Context
+
+    @property
+    def knows_parameters(self) -> bool:
+        """Whether the file has an optimizer whose moments fit the parameters."""
+        return bool(self._trainings)
+
+    @cached_property
+    def _trainings(self) -> Mapping[str, Training]:
+        if strongest_decay(self.context.checkpoint.root) is None:
+            return {}  # no optimizer knows any parameter, and there may be very many
+        return trainings(self.context.checkpoint, self.context.target)
+
+    @cached_property
+    def _steps(self) -> int | None:
+        """The steps of the whole run: what the trainer counted, else the most batches that a norm saw."""
+        statistics = self.context.statistics
+        counters = [key for key in statistics if key.rpartition(".")[2] == NUM_BATCHES_TRACKED]
+        batches = max((int(statistics[key].maximum) for key in counters if statistics[key].numel == 1), default=0)
+        return counted_steps(self.context.checkpoint.root) or batches or None
+
+    def on(self, key: str, share: float) -> Corroboration:
+        """Return what the file says of a matrix of which this share of its start is left."""
+        training = self._trainings.get(key)
+        if training is None:
+            group = strongest_decay(self.context.checkpoint.root) or {}
+            decay = group.get("weight_decay")
+            return Corroboration(share, terms=f"weight_decay {decay:g}" if decay else "", weight_decay=decay)
+        steps = training.steps or self._steps
+        momentum = training.momentum
+        cosine = None if momentum is None else alignment(self.context.checkpoint.specs[key], momentum)
+        terms = f"weight_decay {training.weight_decay:g} at lr {training.initial_lr or training.lr:g}"
+        terms += f" over {steps} steps" if steps else ""
+        return Corroboration(
+            share,
+            predicted=training.predicted_share(steps),
+            saw_no_gradient=training.saw_no_gradient,
+            alignment=cosine,
+            terms=terms,
+            weight_decay=training.weight_decay,
+        )
+
+
+LIGHT = 0.5  # share of the start below which a matrix is worth a look at its optimizer
+
+# Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little.
+PROVEN = 0.1
+
+
+def light_decay(
+    rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: Collection[str], witness: Witness
+) -> Iterator[Finding]:
+    """Yield those of which the optimizer says that decay alone moved them, and that are no larger than that. ``found``
+    are the matrices that were reported already."""
+    proven: dict[str, Corroboration] = {}
+    light: dict[str, Corroboration] = {}
+    for key, figures in matrices.items() if witness.knows_parameters else ():
+        share = figures.rms / usual_rms(context.checkpoint.specs[key])
+        if key not in found and share < LIGHT and not figures.nonfinite:
+            corroboration = witness.on(key, share)
+            predicted = corroboration.predicted or 1.0
+            if corroboration.is_untouched and predicted < LIGHT:
+                is_proven = max(share, predicted) < PROVEN and corroboration.agrees
+                (proven if is_proven else light)[key] = corroboration
+    for keys, fix in cured_apart(proven, {key: _replacement(rule, key, context) for key in proven}):
+        some = {key: proven[key] for key in keys}
+        worst = min(some.values(), key=lambda corroboration: corroboration.observed)
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted_matrices(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
+            keys=tuple(some),
+            evidence=_evidence(some, matrices),
+            fix=fix,
+            remedies=() if fix else from_elsewhere(rule),
+        )
+    if light:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted_matrices(light)} seen no gradient, by the moments of the optimizer: only weight decay acted",
+            keys=tuple(light),
+            evidence=_evidence(light, matrices),
+        )
+
+
+def counted_matrices(found: Sized) -> str:
+    """Return the subject of a message, with its verb."""
+    return "1 weight matrix has" if len(found) == 1 else f"{len(found)} weight matrices have"
+
+
+def _replacement(rule: Rule, key: str, context: Context) -> tuple[Replace, ...]:
+    least = PROVEN * usual_rms(context.checkpoint.specs[key])
+    return Replacements(context).of(rule.code, key, lambda figures: not figures.nonfinite and figures.rms >= least)
+
+
+def _evidence(some: Mapping[str, Corroboration], matrices: Mapping[str, TensorStatistics]) -> dict[str, object]:
+    return {"tensors": {key: {"rms": matrices[key].rms} | some[key].evidence for key in some}}

@@ -1,0 +1,189 @@
+"""VAL202 all-zero: a weight matrix holds nothing but zeros.
+
+## What it finds
+Floating matrices and kernels in which every value is exactly zero, and of which neither the model's own
+initialisation nor, without a model, the name says that they start at zero by design. Two more kinds may start there: a
+last layer by name, and matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks, none of
+them alive). They are a note unless the file says that it was trained, by its optimizer, its step count or the batches
+of its norms. Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note
+always: buffers look like that.
+
+Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
+are biases if all of the file are zero. It is an error where most matrices of the file are zero. A LoRA adapter in which
+every B matrix is zero changes nothing: a note where it is fresh, a warning where the file says that it was trained.
+
+## Why it matters
+The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything
+below 3e-8 becomes zero), of placeholders that a sharded run saved in place of its weights, or of a layer that was
+never filled.
+
+## Fix safety
+Unsafe, and only on a flag: the values are not in the file. `--replace VAL202` with `--fill FILE`, `twin` or `target`
+puts others in their place.
+
+## Example
+`layer4.0.weight` in float16: 576 of 576 values are zero, and so are the weight and bias of the norm after it.
+
+## Sources
+Layers that are zero by design: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2302.05543 (ControlNet),
+https://arxiv.org/abs/2212.09748 (adaLN-Zero), https://arxiv.org/abs/1706.02677 (the last gamma of a residual block)"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.spec import TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere, replaces
+from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.values.optimizer import was_stepped
+from ckptfix.values.roles import (
+    Norm,
+    is_embedding,
+    is_head,
+    is_layers_own,
+    is_matrix,
+    is_zero_by_design,
+    norms_after,
+)
+
+MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
+_LORA_B = re.compile(r"(^|\.)lora_B(\.|$)")
+
+
+@rule
+def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose nothing; report the matrices that are zero and should not be."""
+    specs, statistics = context.checkpoint.specs, context.statistics
+    matrices = [key for key in statistics if is_matrix(key, specs[key], context.target)]
+    zero = [key for key in matrices if statistics[key].all_zero]
+    empty_file = len(zero) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
+    suspects = _not_by_design(zero, context, use_names=not empty_file)
+    excused = [] if empty_file else _excused(suspects, matrices, context)
+    excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
+    are_excused = set(excused)
+    reported = dict.fromkeys(key for key in suspects if key not in are_excused)
+    if excused:
+        yield rule.finding(
+            Level.NOTE,
+            f"{len(excused)} of {len(matrices)} weight matrices {'is' if len(excused) == 1 else 'are'} zero: "
+            "their start, layers that were never trained, or buffers",
+            keys=tuple(excused),
+            evidence={"matrices": len(matrices), "names": sorted({_role(key) for key in excused})},
+        )
+    if reported:
+        norms = norms_after(context.checkpoint, reported)
+        companions = [key for matrix in reported for key in _zero_companions(norms.get(matrix), statistics)]
+        replacements = Replacements(context)
+        cures = {key: replacements.of(rule.code, key, _is_sound) for key in dict.fromkeys((*reported, *companions))}
+        for keys, fix in cured_apart(cures, cures):
+            some = [key for key in keys if key in reported]
+            hold = "holds" if len(some) == 1 else "hold"
+            if some:
+                yield rule.finding(
+                    Level.ERROR if empty_file else Level.WARNING,
+                    f"{len(some)} of {len(matrices)} weight matrices {hold} nothing but zeros",
+                    keys=tuple(keys),
+                    evidence={
+                        "tensors": {key: {"zeros": statistics[key].zeros, "numel": specs[key].numel} for key in some},
+                        "matrices": len(matrices),
+                        "zero_by_design": len(zero) - len(reported),
+                    },
+                    fix=fix,
+                    remedies=from_elsewhere(rule),
+                )
+    for leaf, what in (("weight", "weights of norms"), ("bias", "biases")):
+        vectors = [key for key in statistics if split_key(key)[1] == leaf and len(specs[key].shape) == 1]
+        if leaf == "weight":
+            vectors = [key for key in vectors if statistics[key].all_zero]
+        if (
+            len(vectors) > 1
+            and all(statistics[key].all_zero for key in vectors)
+            and reported.keys().isdisjoint(vectors)
+        ):
+            yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
+    untrained = _untrained_adapter(statistics)
+    if untrained and reported.keys().isdisjoint(untrained):
+        is_stepped = was_stepped(context.checkpoint.root)
+        yield rule.finding(
+            Level.WARNING if is_stepped else Level.NOTE,
+            f"all {len(untrained)} lora_B matrices are zero: this adapter changes nothing"
+            f"{', though the file says that it was trained' if is_stepped else ' yet'}",
+            keys=untrained,
+            evidence={"lora_B": len(untrained)},
+            remedies=advise("take the adapter of another step") if is_stepped else (),
+        )
+
+
+def _is_sound(figures: TensorStatistics) -> bool:
+    return not figures.all_zero and not figures.nonfinite
+
+
+def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:
+    """Return those that neither start at zero in the model nor, without a model, have a name that says so."""
+    if not zero:
+        return []
+    if initial := context.initial:
+        return [key for key in zero if key not in initial or bool(initial[key].any())]
+    return [key for key in zero if not (use_names and is_zero_by_design(key))]
+
+
+def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
+    """Return those that may be buffers, or zero because nothing was trained yet. A model has told already."""
+    if not suspects or context.initial:
+        return []
+    excused = {key for key in suspects if not is_layers_own(key)}
+    if not _is_trained(context):
+        excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
+        excused |= _in_every_block(set(suspects), matrices)
+    return [key for key in suspects if key in excused]
+
+
+def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:
+    """Return the zero matrices that are zero in each of the blocks, of which there are two at least."""
+    members: dict[str, set[str]] = defaultdict(set)
+    for key in matrices:
+        for name in (_role(key), _role(key, 3), _place(key)):
+            members[name].add(key)
+    return {key for keys in members.values() if len(keys) > 1 and keys <= zero for key in keys}
+
+
+def _role(key: str, names: int = 2) -> str:
+    """Return what a matrix is in each of the blocks that have one: its last names, without numbers."""
+    return ".".join([segment for segment in key.split(".") if not segment.isdigit()][-names:])
+
+
+def _place(key: str) -> str:
+    """Return the same by the whole path without numbers, except for that of the layer itself: one of a Sequential."""
+    *blocks, layer, leaf = ["", *key.split(".")]
+    return ".".join(("*", *(segment for segment in blocks if not segment.isdigit()), layer, leaf))
+
+
+def _is_adapter_at_start(zero: list[str], statistics: Figures) -> bool:
+    """Return whether the file is an adapter of peft alone, without its base, in which what starts at zero still is."""
+    return all(key.startswith("base_model.model.") for key in statistics) and all(map(is_zero_by_design, zero))
+
+
+def _is_trained(context: Context) -> bool:
+    """Return whether the file says that steps were made: then a last layer that started at zero has left it."""
+    counted = any(
+        figures.maximum > 0 for key, figures in context.statistics.items() if split_key(key)[1] == NUM_BATCHES_TRACKED
+    )
+    return counted or was_stepped(context.checkpoint.root)
+
+
+def _zero_companions(norm: Norm | None, statistics: Figures) -> Iterator[str]:
+    """Yield the weight and bias of the norm after a matrix where both are zero."""
+    found = [key for key in norm.vectors if key in statistics] if norm else []
+    if all(statistics[key].all_zero for key in found):
+        yield from found
+
+
+def _untrained_adapter(statistics: Figures) -> tuple[str, ...]:
+    """Return the B matrices of an adapter if all of them, two at least, are zero beside their A."""
+    named = [key for key in statistics if "lora_B" in key]  # of nearly all keys, none
+    pairs = [key for key in named if _LORA_B.search(key) and _LORA_B.sub(r"\1lora_A\2", key) in statistics]
+    return tuple(pairs) if len(pairs) > 1 and all(statistics[key].all_zero for key in pairs) else ()

@@ -1,0 +1,68 @@
+"""VAL203 subnormal: weights so small that processors compute with them slowly.
+
+## What it finds
+float32 and float64 tensors with subnormal values (in float32 below 1.2e-38): a warning where they are 1 % of a weight
+matrix or more, else a note. float16 is left in peace, whose subnormals begin at 6e-5 and cost nothing on a GPU.
+
+## Why it matters
+Processors may handle each subnormal number in microcode, which makes a forward pass on a CPU slower: 1.0 to 1.24 times
+where it was measured on recent machines, several times on old ones. Such values are the remains of weights that
+decayed; what they add to an output cannot be measured.
+
+## Fix safety
+Unsafe, as it changes values: `--flush-subnormals` sets them to zero and leaves all others as they are. It is what
+`torch.set_flush_denormal(True)` does to them at run time.
+
+## Example
+    ckptfix repair efficientnet.pth --flush-subnormals
+    # 11520 subnormal values in 3 tensors
+
+## Sources
+https://github.com/lukemelas/EfficientNet-PyTorch/issues/39, https://github.com/pytorch/pytorch/issues/19651"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.edits import Zero
+from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
+from ckptfix.values.roles import is_matrix
+
+MANY = 0.01  # share of a weight matrix from which on its subnormal values are worth a warning
+HUGE = 1e15  # a value beside which subnormal ones are no remains of decay: the bytes are others than were written
+SLOW = ("float32", "float64")  # the dtypes that processors compute in
+
+
+@rule
+def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the tensors with subnormal values, many apart from few; flush them where that was asked for."""
+    specs, found = context.checkpoint.specs, context.statistics
+    slow = [
+        key
+        for key, figures in found.items()
+        if specs[key].dtype in SLOW and figures.subnormals and not (figures.nonfinite or figures.absmax > HUGE)
+    ]
+    many = {
+        key
+        for key in slow
+        if found[key].subnormals >= MANY * found[key].numel and is_matrix(key, specs[key], context.target)
+    }
+    for level in (Level.WARNING, Level.NOTE):
+        keys = [key for key in slow if (key in many) is (level is Level.WARNING)]
+        if keys:
+            total = sum(found[key].subnormals for key in keys)
+            edits = tuple(Zero(key, specs[key].dtype, SUBNORMAL) for key in keys if can_be_zeroed(specs[key]))
+            is_asked = context.settings.flush_subnormals and len(edits) == len(keys)
+            yield rule.finding(
+                level,
+                f"{counted(total, 'subnormal value')} in {counted(len(keys), 'tensor')}",
+                keys=tuple(keys),
+                evidence={
+                    "tensors": {key: {"subnormals": found[key].subnormals, "numel": found[key].numel} for key in keys},
+                    "threshold": MANY,
+                },
+                fix=Fix(edits, Applicability.UNSAFE, asked=True) if is_asked else None,
+                remedies=(Remedy((("flush_subnormals", True),), "sets them to zero"),),
+            )

@@ -1,0 +1,86 @@
+"""VAL204 dead-channels: outputs of a layer that are always zero.
+
+## What it finds
+Weight matrices and kernels in which some, but not all, output channels hold nothing but zeros and numbers below 1e-20,
+and norms in which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are left in peace,
+whose padding row is zero by design, and so is a single row of any matrix of two dimensions.
+
+## Why it matters
+Such a channel passes nothing on. It is what structured pruning leaves, and what decay does to channels that no longer
+get a gradient. Good models have some: half of the filters of a face model's first layer were found near zero.
+
+## Fix safety
+There is no fix, and mostly no need for one. A pruning tool can take the channels out.
+
+## Example
+`conv1.weight`: 5 of 64 output channels are zero.
+
+## Sources
+https://github.com/deepinsight/insightface/issues/277, https://arxiv.org/abs/1708.06519 (pruning by the norm's weight)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.spec import FAINT
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import Array
+from ckptfix.values.roles import is_matrix, kind
+from ckptfix.values.scan import channels_with
+
+SHOWN = 8  # how many channels are named
+FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
+
+
+@rule
+def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Propose nothing; note the layers with channels of zeros."""
+    specs = context.checkpoint.specs
+    dead = {key: found for key in context.statistics if (found := _dead(key, context))}
+    if dead:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(sum(map(len, dead.values())), 'output channel')} of {counted(len(dead), 'layer')} are zero",
+            keys=tuple(dead),
+            evidence={
+                "tensors": {
+                    key: {"dead": len(found), "of": specs[key].shape[0], "channels": list(found[:SHOWN])}
+                    for key, found in dead.items()
+                }
+            },
+        )
+
+
+def _dead(key: str, context: Context) -> tuple[int, ...]:
+    """Return the dead channels of a matrix or a norm. The second look is only for zeros or faint rows."""
+    statistics = context.statistics
+    spec, figures = context.checkpoint.specs[key], statistics[key]
+    if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
+        return ()
+    if is_matrix(key, spec, context.target):
+        length = spec.numel // spec.shape[0]
+        may_be_dead = figures.has_faint_rows or figures.zeros >= length
+        if length < FEWEST or not may_be_dead or kind(key, spec) == "embedding" or figures.absmax < FAINT:
+            return ()
+        found = channels_with(spec, _faint, length)
+        is_padding = len(found) == 1 and len(spec.shape) == 2  # an embedding of another name
+        return () if is_padding else found
+    bias = key.removesuffix("weight") + "bias"
+    if not key.endswith(".weight") or len(spec.shape) != 1 or bias not in statistics:
+        return ()
+    if context.checkpoint.specs[bias].shape != spec.shape or not statistics[bias].zeros or statistics[bias].all_zero:
+        return ()
+    without_bias = set(channels_with(context.checkpoint.specs[bias], _zeros))
+    return tuple(channel for channel in channels_with(spec, _zeros) if channel in without_bias)
+
+
+def _faint(values: Array) -> Array:
+    faint: Array = abs(values) < FAINT
+    return faint
+
+
+def _zeros(values: Array) -> Array:
+    zeros: Array = values == 0
+    return zeros

@@ -1,0 +1,83 @@
+"""VAL205 constant: a weight matrix in which every value is the same.
+
+## What it finds
+Floating matrices and kernels of 64 elements or more, named `weight`, in which every value is one and the same number
+other than zero. Quiet where the model starts the layer so, and without a model for 1 (norms over several dimensions),
+for the mean over the inputs (`1/fan_in`, `1/kernel size`: fixed blur and average kernels), and for norms by name.
+
+## Why it matters
+All outputs of such a layer are the same, and so are their gradients: it never learns to tell them apart. It is what a
+placeholder (`torch.full`), a broken conversion or a failed initialisation leaves.
+
+## Fix safety
+Unsafe: `--replace VAL205` with `--fill FILE` or `--fill target` puts other values in their place.
+
+## Example
+`fc.weight`: 512000 of 512000 values are 0.01.
+
+## Sources
+torch/nn/init.py; https://www.deeplearningbook.org/contents/optimization.html (section 8.4, on breaking symmetry)"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.roles import is_matrix
+
+SMALLEST = 64  # elements below which a matrix of one value may be meant so
+_SCALE = re.compile(r"(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$", re.IGNORECASE)
+
+
+@rule
+def constant(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the matrices of one value; replace them where that was asked for."""
+    statistics = context.statistics
+    found = [key for key in statistics if _is_constant(key, statistics[key], context)]
+    replacements = Replacements(context)
+    cures = {key: replacements.of(rule.code, key, _is_sound) for key in found}
+    for keys, fix in cured_apart(found, cures):
+        yield rule.finding(
+            Level.WARNING,
+            f"{'1 weight matrix is' if len(keys) == 1 else f'{len(keys)} weight matrices are'} of a single value",
+            keys=tuple(keys),
+            evidence={
+                "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}
+            },
+            fix=fix,
+            remedies=from_elsewhere(rule),
+        )
+
+
+def _is_sound(figures: TensorStatistics) -> bool:
+    return not (figures.is_constant or figures.nonfinite or figures.all_zero)
+
+
+def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
+    if figures.minimum != figures.maximum or not figures.is_constant or figures.maximum == 0:
+        return False
+    spec = context.checkpoint.specs[key]
+    if spec.numel < SMALLEST:
+        return False
+    if not key.endswith("weight") or not is_matrix(key, spec, context.target):
+        return False
+    if key in context.initial:
+        return not _is_flat(context.initial[key])
+    return not _SCALE.search(key) and not _is_by_design(figures.maximum, spec)
+
+
+def _is_flat(tensor: object) -> bool:
+    import torch
+
+    return isinstance(tensor, torch.Tensor) and bool((tensor == tensor.flatten()[0]).all())
+
+
+def _is_by_design(value: float, spec: TensorSpec) -> bool:
+    """Return whether it is 1 or a mean, as precise as the dtype is."""
+    means = (1 / math.prod(spec.shape[1:]), 1 / math.prod(spec.shape[2:]), 1 / spec.shape[0])
+    return any(math.isclose(abs(value), mean, rel_tol=1e-2) for mean in (1.0, *means))

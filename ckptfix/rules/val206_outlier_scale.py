@@ -1,0 +1,119 @@
+"""VAL206 outlier-scale: a weight matrix hundreds of times as large as the others of its kind.
+
+## What it finds
+Floating matrices and kernels of 64 elements or more, named `weight`, whose RMS, in shares of what torch's default
+initialisation gives (`1/sqrt(3 fan_in)`), is more than 500 times the median of their kind (convolution, linear,
+embedding) in the same file, and more than 100 itself. There have to be four others of the kind; a convolution or linear
+layer with fewer is compared with both kinds, and has to be above 1000. Quiet where the model starts the layer so.
+
+## Why it matters
+Outputs saturate or overflow. It is what a run on its way to divergence leaves, a scale that was multiplied in twice,
+or integers that were stored as floats.
+
+## Fix safety
+Unsafe: `--replace VAL206` with `--fill FILE`, `twin` or `target` puts other values in their place.
+
+## Example
+`layers.7.mlp.up_proj.weight`: RMS 41, where its kind has 0.02.
+
+## Sources
+torch/nn/init.py and torch/nn/modules/linear.py (the default start)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from statistics import median
+
+from ckptfix.core.buffers import split_key
+from ckptfix.core.finding import Finding, Level
+from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
+
+SMALLEST = 64  # elements below which an RMS says little
+
+# How often the median of its kind and the start a matrix has to be, and how many others there have to be.
+OF_KIND, OF_START, PEERS = 500.0, 100.0, 4
+OF_START_ALONE = 1000.0  # the same as `OF_START` for a layer with too few of its kind
+
+
+@rule
+def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the matrices of another order of magnitude; replace them where that was asked for."""
+    statistics, specs = context.statistics, context.checkpoint.specs
+    scales = _scales(context, statistics)
+    if max(scales.values(), default=0.0) <= OF_START:
+        return
+    medians = _medians(scales, specs)
+    found = [key for key in medians if _is_outlier(key, statistics[key], medians[key], context)]
+    replacements = Replacements(context)
+    cures = {key: replacements.of(rule.code, key, partial(_is_sound, specs[key], medians[key])) for key in found}
+    for keys, fix in cured_apart(found, cures):
+        worst = max(_scale(statistics[key], specs[key]) / medians[key] for key in keys)
+        is_one = len(keys) == 1
+        which = "1 weight matrix is" if is_one else f"{len(keys)} weight matrices are"
+        yield rule.finding(
+            Level.WARNING,
+            f"{which} up to {worst:.2g} times as large as {'its' if is_one else 'their'} kind",
+            keys=tuple(keys),
+            evidence={
+                "tensors": {
+                    key: {
+                        "rms": statistics[key].rms,
+                        "median_rms_of_kind": medians[key] * usual_rms(specs[key]),
+                        "absmax": statistics[key].absmax,
+                    }
+                    for key in keys
+                },
+                "thresholds": {"of_kind": OF_KIND, "of_start": OF_START},
+            },
+            fix=fix,
+            remedies=from_elsewhere(rule),
+        )
+
+
+def _scales(context: Context, statistics: Figures) -> Mapping[str, float]:
+    specs = context.checkpoint.specs
+    return {
+        key: _scale(figures, spec)
+        for key in statistics
+        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
+        if (figures := statistics[key]).rms > 0
+    }
+
+
+def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Mapping[str, float]:
+    """Return the median scale of the others of its kind for every matrix that has enough of them."""
+    kinds: dict[str, dict[str, float]] = {}
+    for key, scale in scales.items():
+        kinds.setdefault(kind(key, specs[key]), {})[key] = scale
+    layers = {key: scale for name in ("convolution", "linear") for key, scale in kinds.get(name, {}).items()}
+    usual: dict[str, float] = {}
+    for name, scales in kinds.items():
+        if len(scales) > PEERS:
+            usual |= dict.fromkeys(scales, median(scales.values()))
+        elif name != "embedding" and len(layers) > PEERS:
+            usual |= dict.fromkeys(scales, max(median(layers.values()), OF_START_ALONE / OF_KIND))
+    return usual
+
+
+def _scale(figures: TensorStatistics, spec: TensorSpec) -> float:
+    return figures.rms / usual_rms(spec)
+
+
+def _is_large(figures: TensorStatistics, spec: TensorSpec, usual: float) -> bool:
+    return _scale(figures, spec) > max(OF_KIND * usual, OF_START)
+
+
+def _is_sound(spec: TensorSpec, usual: float, figures: TensorStatistics) -> bool:
+    return not (_is_large(figures, spec, usual) or figures.nonfinite or figures.all_zero)
+
+
+def _is_outlier(key: str, figures: TensorStatistics, usual: float, context: Context) -> bool:
+    spec = context.checkpoint.specs[key]
+    if not _is_large(figures, spec, usual) or "weight" not in split_key(key)[1] or is_scale_free(key):
+        return False
+    initial = context.initial
+    return key not in initial or figures.rms > OF_START * float(initial[key].detach().double().square().mean().sqrt())

@@ -1,0 +1,106 @@
+"""VAL207 huge-value: a number far beyond what any training gives.
+
+## What it finds
+Parameters and running statistics of norms with a value above 1e6 (a `running_var`: 1e9): a warning, from 1e15 on an
+error. Quiet if the model starts so, for buffers, and for single numbers that are neither a weight nor a bias, which may
+count something. The message gives the channels that hold such values.
+
+## Why it matters
+The file loads, and the outputs saturate, overflow or become NaN. It is what one flipped bit of an exponent leaves (a
+float32 becomes 2¹²⁸ times as large), and a run on its way to divergence.
+
+The largest values of 10,413 tensors in 255 published files were 296 in matrices, 2,046 in vectors, 285 in a
+`running_mean` and 107,080 in a `running_var`.
+
+## Fix safety
+Unsafe, and only on request: the right values are not in the file. `--replace VAL207` with `--fill FILE`, `twin` or
+`target` puts others in their place.
+
+## Example
+`bn1.running_var`: 1 of 64 values is 1.7e+38.
+
+## Sources
+https://en.wikipedia.org/wiki/Single-precision_floating-point_format (the bits of a float)"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.spec import TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import Array
+from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
+from ckptfix.values.scan import channels_with
+
+MOST, MOST_VARIANCE = 1e6, 1e9  # the largest absolute value that is believed, of a `running_var` the second
+ABSURD = 1e15  # from here on no scale of any data explains it
+# Statistics by which a model scales its data, in whatever unit that is.
+_OF_DATA = re.compile(r"(?!running_)(?!.*(?:weight|bias))(?:\w*_)?(?:mean|std|stddev|var|min|max)_?$|scale_$")
+SHOWN = 8  # how many channels are named
+
+
+@rule
+def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report the tensors with huge values; replace them if that was asked for."""
+    found = {key: figures for key, figures in context.statistics.items() if _is_huge(key, figures, context)}
+    replacements = Replacements(context)
+    cures = {key: replacements.of(rule.code, key, partial(_is_believed, key)) for key in found}
+    for level in (Level.ERROR, Level.WARNING):
+        some = [key for key in found if (found[key].absmax >= ABSURD) is (level is Level.ERROR)]
+        for keys, fix in cured_apart(some, cures):
+            yield rule.finding(
+                level,
+                f"{counted(len(keys), 'tensor')} with values up to {max(found[key].absmax for key in keys):.2g}",
+                keys=tuple(keys),
+                evidence={"tensors": {key: _evidence(key, found[key], context) for key in keys}},
+                fix=fix,
+                remedies=() if fix else from_elsewhere(rule),
+            )
+
+
+def _bound(key: str) -> float:
+    leaf = split_key(key)[1]
+    return MOST_VARIANCE if leaf == "running_var" else ABSURD if _OF_DATA.match(leaf) else MOST
+
+
+def _is_believed(key: str, figures: TensorStatistics) -> bool:
+    return not figures.nonfinite and figures.absmax <= _bound(key)
+
+
+def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
+    if figures.absmax <= _bound(key):
+        return False
+    spec, leaf = context.checkpoint.specs[key], split_key(key)[1]
+    if not DTYPES[spec.dtype].is_float or leaf == NUM_BATCHES_TRACKED or spec.quantizer is not None:
+        return False
+    if not is_running_statistic(key):
+        if is_buffer(key, spec, context.target) or may_be_infinite(key, spec, context.target):
+            return False
+        if spec.numel == 1 and not ("weight" in leaf or "bias" in leaf):
+            return False
+    initial = context.initial
+    return key not in initial or figures.absmax > 10 * float(initial[key].detach().double().abs().max())
+
+
+def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str, Any]:
+    spec = context.checkpoint.specs[key]
+    channels = channels_with(spec, partial(_beyond, _bound(key)))
+    return {
+        "absmax": figures.absmax,
+        "rms": figures.rms,
+        **({"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])} if channels else {}),
+    }
+
+
+def _beyond(bound: float, values: Array) -> Array:
+    import numpy as np
+
+    beyond: Array = np.abs(values) > bound
+    return beyond

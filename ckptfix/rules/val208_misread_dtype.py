@@ -1,0 +1,139 @@
+"""VAL208 misread-dtype: a weight matrix whose bytes were read as another dtype, or in another order, than was written.
+
+## What it finds
+Matrices of 256 values or more, named as layers name theirs, with figures that no training gives:
+
+- a hole around zero: nearly all values are between half and twice their RMS, in many different values. bfloat16 that is
+  read as float16 looks so;
+- values over twenty orders of magnitude, most of them a thousandth of the RMS or less, which make an ordinary matrix
+  once their bits are read as float16. float16 that is read as bfloat16 looks so;
+- NaN or values in the hundreds and more, which make an ordinary matrix once the bytes of each value are reversed:
+  a big-endian machine wrote them;
+- nothing but whole numbers up to 255: the codes of a quantised matrix without their scale.
+
+## Why it matters
+The shapes fit and the file loads; the layer gives noise.
+
+## Fix safety
+There is no fix: which tensors were read wrongly, and from what, is only a guess. Convert the original file again. A
+file of a big-endian machine loads after `torch.serialization.set_default_load_endianness(LoadEndianness.BIG)`.
+
+## Example
+`layers.0.mlp.weight` in float16: all of 4096 values are between 0.5 and 2, none is near zero.
+
+## Sources
+https://en.wikipedia.org/wiki/Bfloat16_floating-point_format, https://arxiv.org/abs/2208.07339 (int8 codes and scales)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import Array, encoding
+from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms
+from ckptfix.values.scan import first_numbers, first_units
+
+SMALLEST = 256  # values of a matrix below which its figures may be chance
+LOOK = 1 << 14  # values of a suspect that are looked at
+DISTINCT = 16  # a binary or ternary network has fewer different values than that
+
+# The share of the RMS below which hardly any value is (that share of them): of a normal matrix every fifth is.
+HOLE, OUTSIDE = 0.25, 0.005
+LARGE = 100  # an RMS that no matrix has, from which on its bytes are looked at in the other order
+LARGEST_CODE = 255  # of unsigned bytes
+
+
+@rule
+def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report matrices whose figures are those of other bytes; propose nothing."""
+    found: dict[str, list[str]] = {}
+    for key, figures in context.statistics.items():
+        spec = context.checkpoint.specs[key]
+        if spec.numel < SMALLEST or not is_layers_own(key) or spec.quantizer is not None:
+            continue
+        what = _what(spec, figures) if is_matrix(key, spec, context.target) else ""
+        if what and not _starts_so(key, figures, context):
+            found.setdefault(what, []).append(key)
+    for what, keys in found.items():
+        yield rule.finding(
+            Level.WARNING,
+            f"{'1 weight matrix' if len(keys) == 1 else f'{len(keys)} weight matrices'} with {what}",
+            keys=tuple(keys),
+            evidence={
+                "tensors": {
+                    key: {"rms": context.statistics[key].rms, "absmax": context.statistics[key].absmax} for key in keys
+                }
+            },
+            remedies=advise("convert the original file again, or take these tensors from another copy"),
+        )
+
+
+def _starts_so(key: str, figures: TensorStatistics, context: Context) -> bool:
+    if key not in context.initial:
+        return False
+    largest = float(context.initial[key].detach().double().abs().max())
+    return bool(0.5 * largest <= figures.absmax <= 2 * largest)
+
+
+def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
+    """Return what the figures of a matrix are those of; an empty text for an ordinary one."""
+    if (figures.nonfinite or figures.rms > LARGE) and _is_reversed(spec):
+        return "bytes in the other order, as a big-endian machine writes them"
+    if not figures.rms or figures.nonfinite:
+        return ""
+    if figures.rms > 1 and figures.absmax.is_integer() and figures.absmax <= LARGEST_CODE and _are_codes(spec):
+        return "whole numbers only, as codes without their scale"
+    if figures.rms > 0.5 and figures.absmax < 2.5 * figures.rms and figures.zeros < OUTSIDE * spec.numel:
+        return "a hole around zero, as bfloat16 that was read as float16" if _has_hole(spec, figures) else ""
+    if spec.dtype == "bfloat16" and figures.rms < usual_rms(spec) and _is_float16(spec, figures):
+        return "the bits of float16 read as bfloat16"
+    return ""
+
+
+def _are_codes(spec: TensorSpec) -> bool:
+    import numpy as np
+
+    numbers = first_numbers(spec, LOOK)
+    return bool((numbers == np.rint(numbers)).all()) and len(np.unique(numbers)) > DISTINCT
+
+
+def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
+    import numpy as np
+
+    numbers = np.abs(first_numbers(spec, LOOK))
+    inside = np.count_nonzero(numbers < HOLE * figures.rms)
+    return bool(inside <= OUTSIDE * len(numbers)) and len(np.unique(numbers)) > DISTINCT
+
+
+def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
+    """Return whether most values are next to nothing beside the largest, and the same bits are an ordinary matrix."""
+    import numpy as np
+
+    if figures.zeros > 0.01 * spec.numel or np.median(np.abs(first_numbers(spec, LOOK))) > 1e-3 * figures.rms:
+        return False
+    return _is_ordinary(first_units(spec, LOOK).view(np.float16).astype(np.float64))
+
+
+def _is_reversed(spec: TensorSpec) -> bool:
+    """Return whether the values make an ordinary matrix once the bytes of each are reversed."""
+    import numpy as np
+
+    stored = encoding(spec.dtype)
+    if stored is None or not DTYPES[spec.dtype].is_float:
+        return False
+    with np.errstate(all="ignore"):
+        return _is_ordinary(stored.decode(first_units(spec, LOOK).byteswap()).astype(np.float64))
+
+
+def _is_ordinary(numbers: Array) -> bool:
+    """Return whether numbers have the figures of a trained matrix."""
+    import numpy as np
+
+    if not np.isfinite(numbers).all():
+        return False
+    rms = float(np.sqrt(np.mean(numbers**2)))
+    return 1e-4 < rms < 10 and 2.2 * rms < float(np.abs(numbers).max()) < 50 * rms

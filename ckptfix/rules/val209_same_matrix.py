@@ -1,0 +1,77 @@
+"""VAL209 same-matrix: two weight matrices with the same values, bit for bit.
+
+## What it finds
+Matrices of 64 values or more, named as layers name theirs, that are stored apart and hold the same bytes. Always a
+note. Matrices of one value are left alone, tied ones are one tensor, and so are the tensors of two sets of weights in
+one state_dict (`student.`, `teacher.`), which begin equal.
+
+## Why it matters
+Training makes any two layers different. Equal ones were copied: a block of a file that was written to the wrong place,
+a loop that loaded one layer's weights into all, or a teacher that was never updated.
+
+## Fix safety
+There is no fix, and perhaps no need of one: some models start their blocks with the same weights, and share layers that
+the file stores twice.
+
+## Example
+`layers.3.fc.weight` and `layers.4.fc.weight` hold the same 1048576 values.
+
+## Sources
+https://arxiv.org/abs/1909.11942 (layers that share their weights)"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.lazy_tensors import contiguous_blocks
+from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.roles import is_layers_own, is_matrix
+
+SMALLEST = 64  # values of a matrix below which equal ones may be chance, or meant
+
+
+@rule
+def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report groups of matrices with the same bytes; propose nothing."""
+    specs = context.checkpoint.specs
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for key, figures in context.statistics.items():
+        spec = specs[key]
+        if spec.numel >= SMALLEST and not figures.is_constant and is_layers_own(key):
+            # Equal bytes have an equal smallest and largest value, and other matrices hardly ever have.
+            alike[spec.dtype, spec.shape, figures.zeros, figures.minimum, figures.maximum].append(key)
+    groups = [keys for keys in alike.values() if len(keys) > 1]
+    if not groups or sets_of(specs) or copied_under(specs):
+        return
+    path = context.checkpoint.path
+    same = [group for keys in groups if len(group := _same(keys, specs, path)) > 1]
+    same = [group for group in same if is_matrix(group[0], specs[group[0]], context.target)]
+    if same:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(sum(map(len, same)), 'tensor')} in {counted(len(same), 'group')} with the same bytes",
+            keys=tuple(key for group in same for key in group),
+            evidence={"groups": [list(group) for group in same]},
+        )
+
+
+def _same(keys: list[str], specs: Mapping[str, TensorSpec], path: str) -> list[str]:
+    """Return those of the keys that hold the bytes of the first, and are stored apart from it."""
+    first = specs[keys[0]]
+    if first.storage is None:
+        return []
+    others = [
+        key
+        for key in keys[1:]
+        if specs[key].storage is not None and specs[key].view != first.view and _is_equal(first, specs[key], path)
+    ]
+    return [keys[0], *others]
+
+
+def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
+    blocks = zip(contiguous_blocks(one, path), contiguous_blocks(other, path), strict=True)
+    return all(mine == theirs for mine, theirs in blocks)

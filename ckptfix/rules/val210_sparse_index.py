@@ -1,0 +1,86 @@
+"""VAL210 sparse-index: a sparse tensor with an index outside of its shape.
+
+## What it finds
+Indices of a sparse tensor (COO, CSR, CSC, BSR, BSC) that are negative or beyond its shape, and compressed indices that
+do not run from zero to the number of values.
+
+## Why it matters
+torch.load does not look at them by default. The first operation on such a tensor fails, or reads and writes memory that
+is not its own.
+
+## Fix safety
+There is no fix: where the values belong is not known. A file with such a tensor is damaged or hostile.
+
+## Example
+A tensor of shape [3, 10] with a value at [1, 99].
+
+## Sources
+https://pytorch.org/docs/stable/generated/torch.sparse.check_sparse_tensor_invariants.html"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from ckptfix.core.finding import Blocks, Finding, Level, advise, counted
+from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.walk import Walk
+
+
+@rule
+def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Report sparse tensors that no operation can use; propose nothing."""
+    keys = tuple(key for key, spec in context.checkpoint.specs.items() if spec.parts and not _is_sound(spec))
+    if keys:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(keys), 'sparse tensor')} with indices outside of the shape",
+            keys=keys,
+            remedies=advise("fetch the file again, and do not use this one"),
+            blocks=Blocks.WRITING,
+        )
+
+
+def _is_sound(spec: TensorSpec) -> bool:
+    """Return whether each index is one of the shape. Blocks count as many rows and columns as their values have."""
+    values = spec.parts["values"]
+    if "indices" in spec.parts:
+        indices = spec.parts["indices"]
+        rows = indices.shape[0] if len(indices.shape) == 2 else 0
+        return len(indices.shape) == 2 and all(
+            _are_within(_row(indices, at), 0, spec.shape[at] - 1) for at in range(min(rows, len(spec.shape)))
+        )
+    is_of_rows = "crow_indices" in spec.parts
+    compressed, plain = (
+        spec.parts[name]
+        for name in (("crow_indices", "col_indices") if is_of_rows else ("ccol_indices", "row_indices"))
+    )
+    batches = len(compressed.shape) - 1
+    block = values.shape[batches + 1 :] if spec.layout in ("sparse_bsr", "sparse_bsc") else (1, 1)
+    sizes = [size // max(step, 1) for size, step in zip(spec.shape[batches : batches + 2], block[:2], strict=False)]
+    if len(sizes) != 2 or not compressed.shape or not plain.shape:
+        return False
+    across, along = sizes if is_of_rows else sizes[::-1]
+    return (
+        compressed.shape[-1] == across + 1
+        and _are_within(compressed, 0, plain.shape[-1])
+        and _are_within(plain, 0, along - 1)
+    )
+
+
+def _row(indices: TensorSpec, at: int) -> TensorSpec:
+    return replace(
+        indices, shape=indices.shape[1:], strides=indices.strides[1:], offset=indices.offset + at * indices.strides[0]
+    )
+
+
+def _are_within(indices: TensorSpec, least: int, most: int) -> bool:
+    if indices.dtype not in ("int64", "int32") or not indices.numel:
+        return not indices.numel
+    if not Walk(indices).is_bounded:
+        return False
+    figures = tensor_statistics(indices)
+    return least <= figures.minimum and figures.maximum <= most

@@ -1,0 +1,124 @@
+"""VAL301 twins-disagree: a tensor was saved twice, and one of the two is broken.
+
+## What it finds
+Tensors of the chosen set of weights that are broken while their twin is sound, an error; and, where no set was chosen
+with `--weights`, another set of the file that is broken while this one is sound, a warning. Twins are the raw weights
+and their moving average (EMA), each in its own state_dict or both in one, and the two ends of a tie that were both
+stored. Broken means: NaN or infinities where none belong, a negative variance, a matrix of zeros beside one that is
+not, or an RMS below a millionth of the twin's.
+
+## Why it matters
+One bad step turns an average to NaN for ever, and a run that diverged leaves its average sound for a while. Both load.
+
+## Fix safety
+Unsafe, as the twin's values are others: `--replace VAL301 --fill twin` takes the broken keys from the sound twin, and
+`--weights NAME` the whole set.
+
+## Example
+`state_dict` has NaN in 62 keys, `state_dict_ema` in none: repair with `--weights state_dict_ema`.
+
+## Sources
+https://github.com/huggingface/pytorch-image-models/blob/main/timm/utils/model_ema.py,
+https://huggingface.co/docs/safetensors/torch_shared_tensors (ties that are stored twice)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from ckptfix.core.buffers import split_key
+from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
+from ckptfix.core.spec import TensorStatistics
+from ckptfix.rules.replacing import Replacements, cured_apart
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.decode import encoding
+from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
+from ckptfix.values.statistics import tensor_statistics
+from ckptfix.values.twins import Twin, twin_sets, twins_beside
+
+# Share of the twin's RMS below which a matrix is broken. An average that was updated once has more.
+NOTHING_LEFT = 1e-6
+
+
+@rule
+def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Compare what was saved twice; take the sound twin where that was asked for.
+
+    Another set is read where this one is broken, at these keys alone, or where no set was chosen."""
+    # What is all zero says nothing of a tie: an output layer that is not tied may start so.
+    beside = {
+        key: twin
+        for key, twin in twins_beside(context.checkpoint, context.target).items()
+        if twin.is_certain or not _is_zero(key, twin.key, context)
+    }
+    if beside:
+        yield from _findings(rule, context, beside, reads_all=True)
+    for _, twins in twin_sets(context.checkpoint):
+        yield from _findings(rule, context, twins, reads_all=context.settings.weights is None)
+
+
+def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_all: bool) -> Iterator[Finding]:
+    broken, worse = [], []
+    for key, twin in twins.items():
+        own = context.statistics.get(key)
+        if (
+            own is None
+            or not (twin.spec.has_data and not twin.spec.parts and encoding(twin.spec.dtype) is not None)
+            or not (reads_all or _is_suspect(own))
+        ):
+            continue
+        other = tensor_statistics(twin.spec)
+        if _is_broken(key, own, other, context) and not _is_broken(key, other, own, context):
+            broken.append(key)
+        elif _is_broken(key, other, own, context) and not _is_broken(key, own, other, context):
+            worse.append(key)
+    place = next(iter(twins.values())).place
+    if broken:
+        replacements = Replacements(context)
+        cures = {key: replacements.of(rule.code, key, partial(_is_sound, key)) for key in broken}
+        for keys, fix in cured_apart(broken, cures):
+            yield rule.finding(
+                Level.ERROR,
+                f"{counted(len(keys), 'key')} broken here and sound in {place or 'the twin beside it'}",
+                keys=tuple(keys),
+                evidence={"twins": {key: twins[key].label for key in keys}},
+                fix=fix,
+                remedies=(
+                    Remedy((("replace", (rule.code,)), ("fill", "twin")), "takes them from there"),
+                    *((Remedy((("weights", place),), "takes the whole set"),) if place else ()),
+                ),
+            )
+    # The other end of a pair in the same state_dict is found broken under its own name.
+    if worse and place:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(worse), 'key')} broken in {place} and sound here",
+            keys=tuple(worse),
+            evidence={"twins": {key: twins[key].label for key in worse}},
+            remedies=advise("stay with this set, and do not use the other one"),
+        )
+
+
+def _is_zero(key: str, other: str, context: Context) -> bool:
+    figures = context.statistics
+    return any(name in figures and figures[name].all_zero for name in (key, other))
+
+
+def _is_suspect(figures: TensorStatistics) -> bool:
+    """Return whether a tensor may be broken, as far as its own figures say."""
+    return bool(figures.nonfinite) or figures.all_zero or figures.rms < NOTHING_LEFT
+
+
+def _is_sound(key: str, figures: TensorStatistics) -> bool:
+    return not _is_suspect(figures) and not (split_key(key)[1] == "running_var" and figures.minimum < 0)
+
+
+def _is_broken(key: str, figures: TensorStatistics, twin: TensorStatistics, context: Context) -> bool:
+    spec = context.checkpoint.specs[key]
+    if figures.nan or (figures.nonfinite and not may_be_infinite(key, spec, context.target)):
+        return True
+    if split_key(key)[1] == "running_var":
+        return figures.minimum < 0
+    if not is_matrix(key, spec, context.target) or is_zero_by_design(key):
+        return False
+    return figures.rms < NOTHING_LEFT * twin.rms

@@ -1,0 +1,184 @@
+"""FIL101: more than one set of weights in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.core.finding import Level, Placeholder, advise
+from ckptfix.report.advice import remedies_text
+from ckptfix.rules.fil101_several_state_dicts import MOST, choice, choice_of_copies
+from tests.checks import assert_same, check_noop
+
+
+def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"fc.weight": torch.full((2, 2), value), "fc.bias": torch.full((2,), value)}
+
+
+def saved(folder: Path, content: Any) -> str:
+    torch.save(content, folder / "file.pth")
+    return str(folder / "file.pth")
+
+
+@pytest.mark.parametrize(
+    ("content", "settings"),
+    [
+        pytest.param(weights(), {}, id="a bare state_dict"),
+        pytest.param({"state_dict": weights(), "epoch": 3}, {}, id="one, in a container"),
+        pytest.param(
+            {"state_dict": weights(), "optimizer": {"state": {0: {"m": torch.ones(2)}}, "param_groups": []}},
+            {},
+            id="an optimizer is no set of weights",
+        ),
+        pytest.param(
+            {"state_dict": weights(), "mean": torch.ones(3), "std": torch.ones(3)}, {}, id="loose tensors beside it"
+        ),
+        pytest.param({"model": weights(), "ema": weights()}, {"weights": "ema"}, id="one was picked"),
+        pytest.param({"model": weights(), "ema": weights()}, {"weights": "model"}, id="the first was picked"),
+    ],
+)
+def test_noop(tmp_path, content, settings):
+    assert ckptfix.check(saved(tmp_path, content), select=("FIL101",), **settings).findings == ()
+
+
+def test_two_are_listed_and_one_is_taken(tmp_path):
+    file = saved(tmp_path, {"state_dict_ema": weights(2), "state_dict": weights(1)})
+    (finding,) = ckptfix.check(file, select=("FIL101",)).findings
+    assert (finding.level, finding.fix) == (Level.WARNING, None)
+    assert "2 sets of weights (state_dict, state_dict_ema); state_dict was taken" in finding.message
+    assert finding.evidence["state_dict_ema"] == {"tensors": 2, "numel": 6}
+    assert "--weights" in remedies_text(finding.remedies)
+    assert ckptfix.open_checkpoint(file).read("fc.bias")[0] == 1
+    assert ckptfix.open_checkpoint(file, weights="state_dict_ema").read("fc.bias")[0] == 2
+
+
+def test_a_name_that_is_not_there(tmp_path):
+    with pytest.raises(ckptfix.UsageError, match=r"no weights under 'teacher'; found: .*ema"):
+        ckptfix.check(saved(tmp_path, {"model": weights(), "ema": weights()}), weights="teacher")
+
+
+def test_loose_tensors_do_not_make_a_state_dict_of_the_container(tmp_path):
+    file = saved(tmp_path, {"state_dict": weights(), **{f"t{n}": torch.ones(1) for n in range(6)}})
+    assert ckptfix.open_checkpoint(file).keys() == ["fc.weight", "fc.bias"]
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, first: str = "student", second: str = "teacher") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.add_module(first, net())
+        self.add_module(second, net())
+
+
+def net() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+
+
+def wrapped(state: dict[str, Any], prefix: str = "module.") -> dict[str, Any]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        pytest.param(Pair().state_dict(), Pair(), id="the model has both"),
+        pytest.param(Pair("encoder", "decoder").state_dict(), None, id="an encoder and a decoder of equal layers"),
+    ],
+)
+def test_a_model_of_two_networks_is_left_alone(state, model):
+    check_noop(state, "FIL101", model)
+    assert ckptfix.check(state, model, values=False).findings == ()
+
+
+def test_without_a_model_two_networks_are_a_note():
+    report = ckptfix.check(Pair().state_dict(), values=False)
+    (finding,) = report.findings
+    assert (finding.level, finding.fix, report.exit_code) == (Level.NOTE, None, 0)
+    assert "--weights student or --weights teacher" in finding.message
+
+
+@pytest.mark.parametrize("name", ["student", "teacher"])
+@pytest.mark.parametrize("given", [None, net()], ids=["no model", "against the model"])
+def test_the_picked_set_is_taken_alone(name, given):
+    state = {**Pair().state_dict(), "queue": torch.ones(2)}
+    fitting, report = ckptfix.repair_state_dict(state, given, weights=name, values=False)
+    assert_same(fitting, dict(Pair().get_submodule(name).state_dict()))
+    assert ([finding.code for finding in report.fixed], report.exit_code) == (["FIL101"], 0)
+
+
+def test_the_set_is_picked_whatever_is_selected():
+    state = wrapped(Pair().state_dict())
+    cases: list[Any] = [{"ignore": ("FIL101",)}, {"select": ("KEY",)}]
+    for settings in cases:
+        fitting, _ = ckptfix.repair_state_dict(state, net(), weights="teacher", **settings)
+        assert_same(fitting, dict(Pair().get_submodule("teacher").state_dict()))
+
+
+def test_a_prefix_that_comes_again_inside_is_taken_once():
+    state = {"teacher.teacher.weight": torch.ones(2, 2), "teacher.bias": torch.ones(2), "student.bias": torch.ones(2)}
+    fitting, _ = ckptfix.repair_state_dict(state, weights="teacher")
+    assert list(fitting) == ["teacher.weight", "bias"]
+
+
+def test_plain_names_beside_a_copy():
+    average = net().state_dict()
+    state = {**net().state_dict(), **wrapped(average, "ema_model.")}
+    report = ckptfix.check(state, net(), values=False)
+    assert remedies_text(report.findings[0].remedies).startswith(
+        "--weights plain takes only this set; or --weights ema_model"
+    )
+    for name, want in (("plain", dict(list(state.items())[:4])), ("ema_model", average)):
+        fitting, report = ckptfix.repair_state_dict(state, net(), weights=name, values=False)
+        assert_same(fitting, dict(want))
+        assert report.exit_code == 0
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_a_wrapped_set_beside_a_plain_one(prefix):
+    inner = net().state_dict()
+    state = {**net().state_dict(), **wrapped(inner, prefix)}
+    (finding, *_) = ckptfix.check(state, net(), values=False).findings
+    assert f"--weights plain takes only this set; or --weights {prefix[:-1]} takes" in remedies_text(finding.remedies)
+    fitting, _ = ckptfix.repair_state_dict(state, net(), weights=prefix[:-1])
+    assert_same(fitting, dict(inner))
+
+
+def test_the_plan_of_a_pick_needs_no_flag(tmp_path):
+    file = saved(tmp_path, {"state_dict": wrapped(Pair().state_dict()), "epoch": 3})
+    plan = ckptfix.repair(file, weights="teacher", dry_run=True).plan
+    ckptfix.repair(file, plan=plan, output=tmp_path / "out.pth")
+    content = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert content["epoch"] == 3
+    assert_same(content["state_dict"], dict(Pair().get_submodule("teacher").state_dict()))
+
+
+def test_a_set_that_is_not_there():
+    with pytest.raises(ckptfix.UsageError, match="no weights under 'ema'"):
+        ckptfix.check(Pair().state_dict(), weights="ema")
+
+
+def named(remedies):
+    return [dict(remedy.options).get("weights") for remedy in remedies]
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [(["encoder_k", "encoder_q"], "encoder_q"), (["b", "a"], "b"), (["ema"], "ema")],
+    ids=["a follower comes last", "else their order stays", "a single one"],
+)
+def test_the_likeliest_first(names, first):
+    assert named(choice(names))[0] == first
+
+
+def test_many_are_cut_short():
+    names = named(choice([f"n{at}" for at in range(MOST + 1)]))
+    assert names == [*(f"n{at}" for at in range(MOST)), Placeholder("NAME")]
+
+
+def test_copies_and_none():
+    assert named(choice_of_copies(["a.b", "a.c", "ema.a.b", "ema.a.c"])) == ["plain", "ema"]
+    assert choice_of_copies(["a.b", "module.a.c"]) == advise("remove one of the two sets of weights")

@@ -1,0 +1,348 @@
+"""FIL108: an adapter merged into its base has the bytes that peft's merge_and_unload() gives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckptfix
+from ckptfix.bytes.sources import stream
+from ckptfix.core.finding import Level
+from ckptfix.core.plan import Plan, Step
+from ckptfix.engine.applying import apply_plan
+from ckptfix.errors import AdapterError, UsageError
+from ckptfix.reading.adapters import open_adapter
+from ckptfix.reading.memory import open_state_dict
+from ckptfix.report.edits import edit_lines
+from ckptfix.rules.fil108_unmerged_adapter import unmerged_adapter
+from ckptfix.rules.merging import find_merge, merge_edits
+from tests.checks import assert_same, bytes_of
+from tests.rules.adapters import DTYPES, LINEAR, LORA, merged_by_peft, net, trained
+from tests.rules.healthy import HEALTHY
+from tests.rules.proposals import propose
+
+RANKS = (1, 4, 16, 64)
+FORMS = ["embed", "q", "conv", "pixel", "c_attn"]
+CASES = {
+    **{f"rank {r}": LORA(r=r, lora_alpha=9, target_modules=[*FORMS, "line", "c_proj"]) for r in RANKS},
+    "rslora and patterns": LORA(
+        r=4, lora_alpha=9, use_rslora=True, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}, target_modules=LINEAR
+    ),
+    "orthogonal matrices": LORA(r=4, target_modules=["q"], init_lora_weights="orthogonal"),
+    "modules_to_save": LORA(r=4, target_modules=["q"], modules_to_save=["head"]),
+    "biases": LORA(r=4, target_modules=["q"], bias="all"),
+    "biases of the adapter": LORA(r=4, target_modules=LINEAR, lora_bias=True),
+    "Conv1D": LORA(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "a square Conv1D alone": LORA(r=4, target_modules=["c_proj"], fan_in_fan_out=True),
+    "a square Conv1D beside linear layers": LORA(r=4, target_modules=["c_attn", "c_proj", "q"]),
+    "tokens": LORA(r=4, target_modules=["q"], trainable_token_indices={"embed": [3, 49]}),
+    "a parameter": LORA(r=4, target_modules=["q"], target_parameters=["fc.weight"]),
+    "IA3": peft.IA3Config(target_modules=["q", "fc"], feedforward_modules=["fc"]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+def test_a_merge_has_the_bits_of_peft(config, dtype, tmp_path):
+    adapter = trained(config, tmp_path / "adapter", dtype)
+    want = merged_by_peft([adapter], dtype)
+    before = net(dtype).state_dict()
+    repaired, report = ckptfix.repair_state_dict(before, adapter=adapter, select="FIL108")
+    assert_same(repaired, want)
+    assert report.exit_code == 0
+    assert any(bytes_of(repaired[key]) != bytes_of(before[key]) for key in before)
+
+
+DORA = {r: LORA(r=r, lora_alpha=9, target_modules=FORMS, use_dora=True) for r in RANKS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", DORA)
+def test_dora_is_within_one_rounding_of_peft(rank, dtype, tmp_path, monkeypatch):
+    adapter = trained(DORA[rank], tmp_path / "adapter", dtype)
+    want = merged_by_peft([adapter], dtype)
+    for most in (1 << 25, 0):  # columns whose norms are taken as a whole, and block by block
+        monkeypatch.setattr("ckptfix.values.merging.MOST", most)
+        repaired, _ = ckptfix.repair_state_dict(net(dtype).state_dict(), adapter=adapter, select="FIL108")
+        for key, value in want.items():
+            if most:
+                assert bytes_of(repaired[key]) == bytes_of(value), key
+            # Two roundings of the result, and those of the sums in the norm of peft, which has float32 for them.
+            bound = 4 * torch.finfo(dtype).eps * value.double().abs()
+            assert ((repaired[key].double() - value.double()).abs() <= bound).all(), key
+
+
+@pytest.mark.parametrize("config", [LORA(r=64, target_modules=[*FORMS, "line"]), DORA[4]], ids=["LoRA", "DoRA"])
+def test_a_matrix_of_many_blocks(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    adapter = trained(config, tmp_path / "adapter")
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter]))
+
+
+def test_any_range_of_a_merged_tensor_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
+    want = bytes_of(merged_by_peft([adapter])["q.weight"])
+    base = open_state_dict(net().state_dict())
+    plan = Plan((Step("FIL108", tuple(merge_edits(base, find_merge(base, [open_adapter(str(adapter), base)])))),))
+    spec = apply_plan(plan, base).specs["q.weight"]
+    assert spec.storage is not None
+    source = spec.storage.source
+    assert b"".join(bytes(source.read(at, min(at + 999, len(want)))) for at in range(0, len(want), 999)) == want
+    assert b"".join(map(bytes, stream(source, 3, len(want)))) == want[3:]
+    assert bytes(source.read(7, 7)) == b""
+
+
+def test_several_adapters_and_weights(tmp_path):
+    paths = [
+        trained(LORA(r=r, target_modules=["q"], modules_to_save=saved), tmp_path / str(r))
+        for r, saved in ((2, None), (3, None), (4, ["head"]))
+    ]
+    want = merged_by_peft(paths[:2])
+    repaired, report = ckptfix.repair_state_dict(net().state_dict(), adapter=paths[:2], select="FIL108")
+    assert_same(repaired, want)
+    assert f"({paths[0]}) and a LoRA adapter of rank 3 ({paths[1]}) change 1 tensor" in report.findings[0].message
+    model = peft.PeftModel.from_pretrained(net(), paths[0])
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.set_scale("default", 0.3)
+    half, report = ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[0]}=0.3", select="FIL108")
+    assert edit_lines(report.edits) == [f"merge {paths[0]}=0.3 into 1 key: q.weight"]
+    assert_same(half, model.merge_and_unload().state_dict())
+    with pytest.raises(AdapterError, match="whole, to which no weight applies"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=f"{paths[2]}=0.5")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unmerge_gives_the_base_back_to_the_rounding_of_the_sum(dtype, tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q", "conv", "embed"], lora_bias=False), tmp_path / "adapter", dtype)
+    base = net(dtype).state_dict()
+    merged, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
+    back, _ = ckptfix.repair_state_dict(merged, adapter=adapter, unmerge=True, select="FIL108")
+    unit = torch.finfo(dtype).eps
+    for key, value in base.items():
+        change = (merged[key].double() - value.double()).abs()
+        bound = unit * (merged[key].double().abs() + change + value.double().abs())
+        assert ((back[key].double() - value.double()).abs() <= bound).all(), key
+    model = peft.PeftModel.from_pretrained(net(dtype), adapter)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert_same(back, model.unload().state_dict())
+
+
+def test_a_tied_weight_changes_under_both_names(tmp_path):
+    def make(dtype=torch.float32):
+        model = net(dtype)
+        model.last = nn.Linear(32, 50, bias=False)
+        model.last.weight = model.embed.weight
+        return model
+
+    for number, names in enumerate((["embed"], ["last"], ["embed", "last"])):
+        adapter = trained(LORA(r=4, target_modules=names), tmp_path / str(number), make=make)
+        want = merged_by_peft([adapter], make=make)
+        repaired, _ = ckptfix.repair_state_dict(make().state_dict(), adapter=adapter, select="FIL108")
+        if len(names) == 1:
+            assert_same(repaired, want)
+        assert repaired["last.weight"].data_ptr() == repaired["embed.weight"].data_ptr()
+    adapter = trained(LORA(r=4, target_modules=["q"], modules_to_save=["last"]), tmp_path / "whole", make=make)
+    repaired, _ = ckptfix.repair_state_dict(make().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter], make=make))
+
+
+def test_files_in_and_out(tmp_path):
+    """From shards and a .bin to shards; a saved plan does the same."""
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    want = merged_by_peft([adapter])
+    base = tmp_path / "base.safetensors"
+    save_file(net().state_dict(), base)
+    (tmp_path / "shards").mkdir()
+    shards = ckptfix.repair(
+        base, output=tmp_path / "shards" / "model.safetensors", shard_size="10KB", only_changes=False
+    )
+    torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    done = ckptfix.repair(
+        str(shards.report.output), adapter=adapter, output=tmp_path / "out.safetensors", shard_size="10KB"
+    )
+    files = sorted(tmp_path.glob("out-*.safetensors"))
+    assert len(files) > 2
+    got = {key: value for file in files for key, value in load_file(file).items()}
+    assert_same(dict(sorted(got.items())), dict(sorted(want.items())))
+    plan = Plan.from_json(json.loads(json.dumps(done.plan.to_json())))
+    ckptfix.repair(base, plan=plan, output=tmp_path / "planned.safetensors")
+    assert_same(dict(sorted(load_file(tmp_path / "planned.safetensors").items())), dict(sorted(want.items())))
+
+
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=list(HEALTHY))
+def test_noop_models_as_they_are_born(make):
+    assert propose(unmerged_adapter, make().state_dict()) == []
+
+
+def test_settings_that_do_not_go_together(tmp_path):
+    with pytest.raises(UsageError, match="needs the adapter"):
+        ckptfix.repair_state_dict({}, unmerge=True)
+    (tmp_path / "model.pth").write_bytes(b"")
+    saved = trained(LORA(r=4, target_modules=["q"], modules_to_save=["head"]), tmp_path / "adapter")
+    with pytest.raises(AdapterError, match="cannot be given back"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=saved, unmerge=True)
+    (saved / "adapter_config.json").unlink()
+    with pytest.raises(AdapterError, match="nothing says lora_alpha"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=saved)
+
+
+def test_a_model_that_was_saved_with_its_adapter_inside(tmp_path):
+    config = LORA(r=4, target_modules=["embed", *LINEAR], modules_to_save=["head"])
+    adapter = trained(config, tmp_path / "adapter")
+    whole = peft.PeftModel.from_pretrained(net(), adapter).state_dict()
+    file = tmp_path / "whole.pth"
+    torch.save(whole, file)
+    (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
+    assert not found.remedies[0].is_complete
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    (found,) = [finding for finding in ckptfix.check(file).findings if finding.code == "FIL108"]
+    settings: dict[str, Any] = dict(found.remedies[0].options)
+    repaired, report = ckptfix.repair_state_dict(torch.load(file), **settings)
+    want = merged_by_peft([adapter])
+    assert_same(dict(sorted(repaired.items())), dict(sorted(want.items())))
+    assert report.exit_code == 0
+
+
+class Experts(nn.Module):
+    def __init__(self, *, inputs_first: bool):
+        super().__init__()
+        shapes = ((4, 32, 48), (4, 24, 32)) if inputs_first else ((4, 48, 32), (4, 32, 24))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.is_transposed = inputs_first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_stacked_experts(inputs_first, dtype, tmp_path, monkeypatch):
+    def make(dtype=torch.float32):
+        model = net(dtype)
+        model.experts = Experts(inputs_first=inputs_first).to(dtype)
+        return model
+
+    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    config = LORA(r=3, target_modules=["q"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    adapter = trained(config, tmp_path / "adapter", dtype, make)
+    repaired, _ = ckptfix.repair_state_dict(make(dtype).state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter], dtype, make))
+    (found,) = ckptfix.check(adapter).findings
+    rows = 3 * make().experts.gate_up_proj.shape[0]
+    assert found.message.startswith(f"a LoRA adapter of rank 3 ({rows} rows: one rank after another for each expert)")
+
+
+def test_an_adapter_alone(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
+    (found,) = ckptfix.check(adapter).findings
+    assert found.message == "a LoRA adapter of rank 4 for 2 layers (fc, q), and no model"
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.q.lora_B.weight"][:, 1] = 0
+    tensors["base_model.model.q.lora_A.weight"][2] = 0
+    save_file(tensors, file)
+    (found,) = ckptfix.check(adapter).findings
+    assert found.evidence == {"zero ranks": {"base_model.model.q.lora_B.weight": 2}}
+    for key in tensors:
+        if "lora_B" in key:
+            tensors[key].zero_()
+    save_file(tensors, file)
+    found, zero = ckptfix.check(adapter).findings
+    assert not found.evidence
+    assert "this adapter changes nothing" in zero.message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            {"target_modules": ["embed", *LINEAR], "modules_to_save": ["head"]}, id="an embedding, and a head"
+        ),
+        pytest.param({"target_modules": ["embed"]}, id="an embedding and nothing else"),
+        pytest.param({"target_modules": LINEAR, "bias": "all"}, id="all biases"),
+    ],
+)
+def test_what_peft_saves_of_the_base_makes_no_whole_model_of_an_adapter(config, tmp_path):
+    adapter = trained(LORA(r=4, **config), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    stored = load_file(file)
+    if "embed" in config["target_modules"]:  # as peft does for models that say which layer is their embedding
+        save_file({**stored, "base_model.model.embed.base_layer.weight": net().embed.weight.detach()}, file)
+    assert any(".base_layer." in key for key in load_file(file))
+    report = ckptfix.check(adapter)
+    assert report.exit_code == 0
+    assert "and no model" in next(found for found in report.findings if found.code == "FIL108").message
+
+
+def test_how_far_the_base_changes(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    base, want = net().state_dict(), merged_by_peft([adapter])
+    torch.save(base, tmp_path / "base.pth")
+    (found,) = [one for one in ckptfix.check(tmp_path / "base.pth", adapter=adapter).findings if one.code == "FIL108"]
+    change = (want["q.weight"] - base["q.weight"])[:32].norm() / base["q.weight"][:32].norm()
+    assert found.evidence["change"]["q"] == pytest.approx(float(change), rel=1e-3)
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: value * ("lora_A" in key) for key, value in load_file(file).items()}, file)
+    (found,) = [one for one in ckptfix.check(tmp_path / "base.pth", adapter=adapter).findings if one.code == "FIL108"]
+    assert found.level is Level.WARNING
+    assert "would change nothing in 2 tensors" in found.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_files_of_trainers_have_the_bits_of_diffusers(dtype, tmp_path):
+    """An adapter of kohya, and the same in the names of diffusers, old and new."""
+    from diffusers import UNet2DConditionModel
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin as Loader
+
+    def unet():
+        torch.manual_seed(0)
+        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+        sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32,), "cross_attention_dim": 16}
+        return UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8, attention_head_dim=8).to(dtype)
+
+    model = unet()
+    base = {key: value.clone() for key, value in model.state_dict().items()}
+    ends = ("to_q.weight", "to_out.0.weight", "conv1.weight", "proj_in.weight")
+    kohya = {}
+    for key in (key for key in base if key.endswith(ends)):
+        shape, name = base[key].shape, f"lora_unet_{key.removesuffix('.weight').replace('.', '_')}"
+        kohya[f"{name}.alpha"] = torch.tensor(3.0)
+        kohya[f"{name}.lora_down.weight"] = torch.randn(4, *shape[1:]) / 5
+        kohya[f"{name}.lora_up.weight"] = torch.randn(shape[0], 4, *[1] * (len(shape) - 2)) / 5
+    text = "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    kohya |= {f"{text}.lora_down.weight": torch.ones(4, 8), f"{text}.lora_up.weight": torch.ones(8, 4)}
+    save_file(kohya, tmp_path / "kohya.safetensors")
+    renamed, alphas = Loader.lora_state_dict(dict(kohya))
+    save_file(renamed, tmp_path / "processors.safetensors")
+    Loader.load_lora_into_unet(renamed, alphas, model)
+    model.save_lora_adapter(tmp_path / "new", adapter_name="default_0")
+    model.fuse_lora()
+    model.unload_lora()
+    want = dict(model.state_dict())
+    for path in (tmp_path / "kohya.safetensors", tmp_path / "new" / "pytorch_lora_weights.safetensors"):
+        repaired, report = ckptfix.repair_state_dict(base, adapter=path, select="FIL108")
+        assert_same(repaired, want)
+        assert report.findings[0].evidence.get("left", {}) == ({"lora_te": 1} if "kohya" in path.name else {})
+    # These names have no alpha: the rank stands for it.
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "processors.safetensors", select="FIL108")
+    plain = {key: value for key, value in kohya.items() if "alpha" not in key}
+    save_file(plain, tmp_path / "plain.safetensors")
+    assert_same(repaired, ckptfix.repair_state_dict(base, adapter=tmp_path / "plain.safetensors", select="FIL108")[0])
+
+
+def test_an_adapter_without_one_of_its_matrices_is_an_error(tmp_path):
+    file = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter") / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(file).items() if "q.lora_B" not in key}, file)
+    report = ckptfix.check(file.parent)
+    (error,) = [found for found in report.findings if found.level is Level.ERROR]
+    assert "only one of its two matrices" in error.message
+    assert report.exit_code == 1

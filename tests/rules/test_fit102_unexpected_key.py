@@ -1,0 +1,81 @@
+"""FIT102: keys that the target has no place for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Applicability, Level
+from ckptfix.report.advice import remedies_text
+from ckptfix.rules.fit102_unexpected_key import unexpected_key
+from tests.rules.proposals import propose, repaired
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"step": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        pytest.param({"anything": torch.zeros(1)}, None, id="no target"),
+        pytest.param(nn.Linear(2, 2).state_dict(), nn.Linear(2, 2), id="the same keys"),
+        pytest.param({"weight": torch.zeros(9)}, nn.Linear(2, 2), id="another shape is another rule's business"),
+        pytest.param(WithState(2, 2).state_dict(), WithState(2, 2), id="an entry that is no tensor, and wanted"),
+        pytest.param({}, nn.Linear(2, 2), id="an empty file"),
+    ],
+)
+def test_noop(state, model):
+    assert propose(unexpected_key, state, model) == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({"aux.weight": torch.zeros(4, 4)}, id="a part that the target lacks"),
+        pytest.param({"_extra_state": {"step": 1}}, id="an entry that is no tensor"),
+    ],
+)
+def test_dropped_unsafely(extra):
+    model = nn.Linear(2, 2)
+    (finding,) = propose(unexpected_key, {**model.state_dict(), **extra}, model)
+    assert finding.level == Level.ERROR
+    assert finding.keys == tuple(extra)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.UNSAFE
+    assert not finding.fix.asked
+    model.load_state_dict(repaired(unexpected_key, {**model.state_dict(), **extra}, model), strict=True)
+
+
+def test_nothing_is_offered_for_the_wrong_model():
+    (finding,) = propose(unexpected_key, {"a": torch.zeros(1), "b": torch.zeros(2)}, nn.Linear(2, 2))
+    assert finding.fix is None
+    assert finding.evidence == {"numel": 3, "of": 3}
+    assert "--weights" in remedies_text(finding.remedies)
+
+
+def test_an_adapter_is_to_be_merged_first():
+    state = {**nn.Linear(2, 2).state_dict(), "lora_A.default.weight": torch.ones(1, 2)}
+    (finding,) = propose(unexpected_key, state, nn.Linear(2, 2))
+    assert remedies_text(finding.remedies).startswith("merge the adapter first")
+
+
+def test_what_may_hold_the_missing_weights_is_not_dropped_once_they_are_filled():
+    """More of the same shapes are left over than missing, under names that say nothing."""
+
+    def built(names: str) -> nn.ModuleDict:
+        layers = {name: nn.Linear(4, 4, bias=False) for name in names.split()}
+        return nn.ModuleDict({**layers, "keep": nn.Linear(4, 360)})
+
+    state, model = built("k q z p m w a r t e u i o s").state_dict(), built("alpha gamma omega theta rho tau mu nu xi")
+    report = ckptfix.repair(state, model, unsafe_fixes=True, fill="target", dry_run=True).report
+    (finding,) = (one for one in report.findings if one.code == "FIT102")
+    assert finding.fix is not None
+    assert finding.fix.applicability is Applicability.DISPLAY_ONLY
+    assert report.exit_code == 1

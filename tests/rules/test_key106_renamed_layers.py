@@ -1,0 +1,218 @@
+"""KEY106: the layers have the names and the layout of another implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Applicability
+from ckptfix.report.advice import recommended
+from ckptfix.report.display import report_lines
+from ckptfix.rules.key106_renamed_layers import _inferred, renamed_layers
+from tests.checks import check_noop
+from tests.rules.proposals import propose
+
+
+def net(classes: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+    return nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), inner, nn.Linear(3, classes))
+
+
+def prefixed(state: Any, prefix: str) -> dict[str, Any]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+def within(**modules: nn.Module) -> Any:
+    return nn.ModuleDict(modules)
+
+
+def classifier(head: str, *others: str) -> Any:
+    torch.manual_seed(0)
+    heads = {name: nn.Linear(3, 4) for name in (head, *others)}
+    return within(stem=nn.Conv2d(3, 3, 3), bn=nn.BatchNorm2d(3), **heads)
+
+
+class Attention(nn.Module):
+    """Attention of one library or another: fused or split, as a module tree only."""
+
+    def __init__(self, names: tuple[str, ...], out: str, width: int = 8) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(width, 3 * width // len(names)))
+        self.add_module(out, nn.Linear(width, width))
+
+
+def transformer(blocks: str, attention: str, names: tuple[str, ...], out: str, norms: tuple[str, str]) -> Any:
+    def block() -> Any:
+        return within(
+            **{norms[0]: nn.LayerNorm(8), attention: Attention(names, out), norms[1]: nn.LayerNorm(8)},
+            mlp=within(fc1=nn.Linear(8, 32), fc2=nn.Linear(32, 8)),
+        )
+
+    torch.manual_seed(0)
+    return within(**{blocks: nn.ModuleList(block() for _ in range(3))}, head=nn.Linear(8, 5))
+
+
+FUSED = ("blocks", "attn", ("qkv",), "proj", ("norm1", "norm2"))
+SPLIT = ("layer", "attention", ("query", "key", "value"), "output", ("layernorm_before", "layernorm_after"))
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        pytest.param(net().state_dict(), None, id="no target"),
+        pytest.param(net().state_dict(), net(), id="all in place"),
+        pytest.param(net(7).state_dict(), net(), id="another head"),
+        pytest.param(classifier("aux1", "aux2").state_dict(), classifier("fc"), id="two that could be the head"),
+        pytest.param(classifier("fc").state_dict(), classifier("a", "b"), id="two that the head could be"),
+        pytest.param({**classifier("head").state_dict(), "head.scale": torch.ones(4)}, classifier("fc"), id="a part"),
+        pytest.param(within(norm=nn.LayerNorm(3), a=nn.Linear(2, 2)).state_dict(),
+                     within(last=nn.LayerNorm(3), a=nn.Linear(2, 2)), id="vectors only"),
+        pytest.param(transformer(*FUSED).state_dict(), net(), id="another network"),
+    ],
+)  # fmt: skip
+def test_noop(state, model):
+    check_noop(state, "KEY106", model)
+
+
+def test_the_only_module_of_its_shapes_may_have_another_name():
+    state, model = classifier("head").state_dict(), classifier("fc")
+    (finding,) = propose(renamed_layers, state, model)
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.UNSAFE
+    done, report = ckptfix.repair_state_dict(state, model, rename_layers=True)
+    model.load_state_dict(done)
+    assert report.exit_code == 0
+    assert torch.equal(model["fc"].weight, state["head.weight"])
+
+
+def test_a_layer_that_counts_from_another_number_is_not_moved():
+    """``h.1`` to ``h.3`` may be ``h.0`` to ``h.2``, or ``h.0`` may be missing."""
+    model = within(h=nn.ModuleList(nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"}) for _ in range(3)))
+    state = {key.replace("h.0.", "h.3."): value for key, value in model.state_dict().items()}
+    for finding in propose(renamed_layers, state, model):
+        assert finding.fix is None
+
+
+class Stages(nn.Module):
+    """A stem, two stages of two blocks each, and a head, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 7, bias=False), nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(*(self.block(4, 4) for _ in range(2)))
+        first = self.block(4, 8)
+        first["downsample"] = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8))
+        self.layer2 = nn.Sequential(first, self.block(8, 8))
+        self.fc = nn.Linear(8, 3)
+
+    @staticmethod
+    def block(inputs: int, outputs: int) -> nn.ModuleDict:
+        convs = {"conv1": nn.Conv2d(inputs, outputs, 3), "conv2": nn.Conv2d(outputs, outputs, 3)}
+        return nn.ModuleDict({**convs, "bn1": nn.BatchNorm2d(outputs), "bn2": nn.BatchNorm2d(outputs)})
+
+
+@pytest.mark.parametrize("is_file", [True, False], ids=["the file is a sequence", "the target is a sequence"])
+def test_the_children_of_a_model_in_a_sequence(is_file):
+    """All of it is certain: the shapes of the stages, and the names in the blocks."""
+    named, numbered = Stages(), nn.Sequential(*Stages().children())
+    source, target = (numbered, named) if is_file else (named, numbered)
+    done, report = ckptfix.repair_state_dict(source.state_dict(), target)
+    assert report.exit_code == 0
+    wanted = dict(zip(target.state_dict(), source.state_dict().values(), strict=True))
+    assert all(torch.equal(done[key], value) for key, value in wanted.items())
+
+
+def _fused(model: Any, number: int, kind: str) -> torch.Tensor:
+    return torch.cat([getattr(model["layer"][number]["attention"].get_submodule(name), kind) for name in SPLIT[2]])
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["the file fuses", "the target fuses"])
+def test_query_key_and_value_are_split_and_fused(is_fused):
+    fused, split = transformer(*FUSED), transformer(*SPLIT)
+    source, target = (fused, split) if is_fused else (split, fused)
+    _, report = ckptfix.repair_state_dict(source.state_dict(), target)
+    assert report.exit_code == 1, "the rows may be interleaved, which shows in no shape"
+    done, report = ckptfix.repair_state_dict(source.state_dict(), target, rename_layers=True)
+    assert report.exit_code == 0
+    target.load_state_dict(done)
+    for number in range(3):
+        for kind in ("weight", "bias"):
+            assert torch.equal(getattr(fused["blocks"][number]["attn"].qkv, kind), _fused(split, number, kind))
+        assert torch.equal(fused["blocks"][number]["norm2"].weight, split["layer"][number]["layernorm_after"].weight)
+
+
+def test_files_of_equal_structure_share_one_map():
+    """In a zoo, the map is inferred for the first of them."""
+    target = transformer(*SPLIT)
+    reports = [ckptfix.check(transformer(*FUSED).state_dict(), target, rename_layers=True) for _ in range(2)]
+    rules = [
+        finding.evidence["rules"] for report in reports for finding in report.findings if "rules" in finding.evidence
+    ]
+    assert len(rules) == 2
+    assert rules[0] == rules[1]
+    assert (
+        "blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3" in rules[0]
+    )
+    before = _inferred.cache_info().misses
+    ckptfix.check(transformer(*FUSED).state_dict(), target, rename_layers=True)
+    assert _inferred.cache_info().misses == before
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, which stores its weight transposed."""
+
+    def __init__(self, width: int, inputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, width)), nn.Parameter(torch.zeros(width))
+
+
+def gpt(linear: Any) -> Any:
+    def block() -> Any:
+        return within(
+            ln_1=nn.LayerNorm(8),
+            attn=within(c_attn=linear(24, 8), c_proj=linear(8, 8)),
+            ln_2=nn.LayerNorm(8),
+            mlp=within(c_fc=linear(32, 8), c_proj=linear(8, 32)),
+        )
+
+    torch.manual_seed(0)
+    return within(h=nn.ModuleList(block() for _ in range(2)), lm_head=nn.Linear(8, 9, bias=False))
+
+
+def test_a_square_matrix_among_transposed_ones_is_transposed_too():
+    source, target = gpt(lambda width, inputs: nn.Linear(inputs, width)), gpt(Conv1D)
+    done, report = ckptfix.repair_state_dict(source.state_dict(), target)
+    assert report.exit_code == 0
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        assert torch.equal(done[f"h.1.{name}.weight"], source.state_dict()[f"h.1.{name}.weight"].t()), name
+
+
+def test_a_square_parameter_that_becomes_a_linear_layer_is_left_to_the_user():
+    """``x @ projection`` and ``nn.Linear`` hold it transposed, which the shape of a square matrix does not show."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.visual, self.projection = nn.Conv2d(3, 8, 4), nn.Parameter(torch.randn(8, 8))
+
+    model = within(vision=nn.Conv2d(3, 8, 4), projection=nn.Linear(8, 8, bias=False))
+    _, report = ckptfix.repair_state_dict(Bare().state_dict(), model, rename_layers=True)
+    assert "projection.weight" in {key for finding in report.findings for key in finding.keys if finding.fix is None}
+    assert report.exit_code == 1
+
+
+def test_what_a_map_explains_has_no_other_advice():
+    """Missing and unexpected keys point to the map: nothing is to be dropped, and no other model to be named."""
+    report = ckptfix.check(transformer(*FUSED).state_dict(), transformer(*SPLIT), values=False)
+    assert [remedy.options for remedy in recommended(report)] == [(("rename_layers", True),)]
+    shown = "\n".join(map(str, report_lines(report)))
+    assert shown.count("the fix of KEY106 gives these keys their place") == 2
+    assert "proves it, with the model that the file was saved from" in shown
+    assert "name the model" not in shown

@@ -1,0 +1,41 @@
+"""``check --optimizer``: which state belongs to which parameter, and how sure that is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Level
+from tests.rules.test_opt104_optimizer_of_another_model import run
+
+
+def test_nothing_is_said_unasked(tmp_path):
+    torch.save(run(nn.Linear(3, 2)), tmp_path / "run.pth")
+    assert ckptfix.check(tmp_path / "run.pth").findings == ()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_positions_have_names(tmp_path, named):
+    model = nn.Linear(3, 2)
+    saved = run(model, lambda parameters: torch.optim.AdamW(model.named_parameters() if named else parameters))
+    torch.save(saved, tmp_path / "run.pth")
+    (finding,) = ckptfix.check(tmp_path / "run.pth", optimizer_positions=True).findings
+    assert finding.level is Level.NOTE
+    assert finding.keys == ("weight", "bias")
+    assert ("certain" in finding.message) is named
+    assert finding.evidence["positions"]["weight"] == {
+        "id": 0,
+        "group": 0,
+        "state": {"step": [], "exp_avg": [2, 3], "exp_avg_sq": [2, 3]},
+    }
+
+
+def test_what_nothing_tells_is_said(tmp_path):
+    saved = run(nn.Linear(3, 2))
+    saved["optimizer"]["param_groups"][0]["params"] = [0, 1, 2]
+    torch.save(saved, tmp_path / "run.pth")
+    (finding,) = ckptfix.check(tmp_path / "run.pth", optimizer_positions=True).findings
+    assert "nothing tells" in finding.message
+    assert finding.keys == ()

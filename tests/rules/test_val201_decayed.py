@@ -1,0 +1,350 @@
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Level
+from ckptfix.reading.opening import open_file
+from ckptfix.rules.val201_decayed import Corroboration, decayed
+from tests.checks import check_repaired
+from tests.rules.healthy import HEALTHY, build
+from tests.rules.proposals import loud, propose
+
+
+class Net(nn.Module):
+    """Three blocks of which the forward pass may leave the last one out of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.conv3, self.bn3 = nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.fc, self.spare = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu(self.bn2(self.conv2(x)))
+        logits: torch.Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+UNUSED = ("conv3", "bn3", "spare")
+
+
+def trained(steps: int, momentum: float = 0.9) -> tuple[Net, torch.optim.SGD]:
+    """The net after training in which the unused layers got gradients of zero, as under DistributedDataParallel."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+    inputs, targets = torch.randn(16, 3, 7, 7), torch.randint(0, 16, (16,))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        for name in UNUSED:
+            for parameter in net.get_submodule(name).parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return net, optimizer
+
+
+@pytest.fixture(scope="module")
+def training() -> tuple[Net, torch.optim.SGD]:
+    return trained(1500)
+
+
+def scaled(factor: float, layer: str = "conv3") -> dict[str, torch.Tensor]:
+    """The state_dict of a fresh net of which one layer has shrunk."""
+    state = Net().state_dict()
+    return {key: value * factor if key == f"{layer}.weight" else value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_models_are_quiet(name):
+    assert propose(decayed, build(name).state_dict()) == []
+    assert propose(decayed, build(name).state_dict(), build(name)) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param(scaled(1e-2), id="light-decay-cannot-be-told"),
+        pytest.param({**scaled(1), "conv3.weight": torch.zeros(8, 8, 3, 3)}, id="exact-zeros-are-for-another-rule"),
+        pytest.param({**scaled(1), "gamma": torch.full((96,), 1e-9)}, id="vector"),
+        pytest.param({**scaled(1), "gamma": torch.full((1, 96, 1, 1), 1e-9)}, id="vector-in-disguise"),
+        pytest.param({**scaled(1), "w": torch.full((7, 9), 1e-9)}, id="too-small-to-say"),
+        pytest.param({**scaled(1), "bn3.running_mean": torch.full((8, 8), 1e-9)}, id="buffer"),
+        pytest.param({**scaled(1), "attn_mask": torch.full((8, 8), 1e-9)}, id="mask"),
+        pytest.param({**scaled(1), "w": torch.eye(64) * 1e-9}, id="mostly-exact-zeros"),
+        pytest.param({**scaled(1), "conv.weight_v": torch.full((8, 8), 1e-9)}, id="weight-norm-direction"),
+        pytest.param(
+            {**scaled(1), "fc.parametrizations.weight.original": torch.full((8, 8), 1e-9)}, id="spectral-norm"
+        ),
+        pytest.param({**scaled(1), "q.lora_B.weight": torch.full((64, 8), 1e-6)}, id="adapter-after-few-steps"),
+        pytest.param({**scaled(1), "steps": torch.ones(8, 8, dtype=torch.int64)}, id="integers"),
+        pytest.param(
+            {key: value * 1e-4 for key, value in Net().state_dict().items()}, id="a-file-of-small-differences"
+        ),
+        pytest.param({}, id="nothing"),
+    ],
+)
+def test_what_is_no_decay_is_quiet(state):
+    assert propose(decayed, state) == []
+
+
+def test_a_layer_that_the_model_starts_small_is_quiet():
+    model = Net()
+    nn.init.normal_(model.spare.weight, std=1e-5)  # the flow layer of VoxelMorph, for one
+    (finding,) = propose(decayed, model.state_dict())
+    assert finding.keys == ("spare.weight",)
+    assert propose(decayed, model.state_dict(), model) == []
+    nn.init.zeros_(model.spare.weight)
+    assert propose(decayed, scaled(1e-5, "spare"), model) == [], "it starts at zero and has left it"
+
+
+def test_a_kernel_is_scale_invariant_before_a_norm_that_was_updated():
+    state = scaled(1e-5)
+    assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "the norm saw no batch"
+    state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
+    assert propose(decayed, state) == []
+    state["bn3.running_var"] = torch.full((8,), 1e-9)
+    assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "eps is all that is left"
+
+
+def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance():
+    state = scaled(1e-30)
+    state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
+    (finding,) = propose(decayed, state)
+    assert (finding.level, finding.keys) == (Level.ERROR, ("conv3.weight",))
+
+
+@pytest.mark.parametrize(("bound", "is_quiet"), [(1e-4, True), (1.3e-4, False), (1e-12, False)])
+def test_a_matrix_that_was_drawn_from_within_a_power_of_ten(bound, is_quiet):
+    state = Net().state_dict() | {"spare.weight": torch.empty(256, 8).uniform_(-bound, bound)}
+    assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("spare.weight",)])
+
+
+@pytest.mark.parametrize(("scale", "is_quiet"), [(1e-4, True), (1e-9, False)])
+def test_a_table_starts_small_whatever_its_name(scale, is_quiet):
+    state = Net().state_dict() | {"grid.weight": torch.randn(5000, 2) * scale}
+    assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("grid.weight",)])
+
+
+def test_the_norm_and_the_bias_that_shrank_in_step_are_listed():
+    state = scaled(1e-9)
+    state["bn3.weight"], state["bn3.bias"] = torch.full((8,), 1e-9), torch.zeros(8)
+    state["spare.weight"], state["spare.bias"] = state["spare.weight"] * 1e-8, state["spare.bias"] * 1e-8
+    (finding,) = propose(decayed, state)
+    assert set(finding.keys) == {"conv3.weight", "bn3.weight", "bn3.bias", "spare.weight", "spare.bias"}
+    assert finding.level is Level.ERROR
+    assert finding.message == "2 weight matrices have decayed to 1e-09 of the expected scale"
+
+
+@pytest.mark.parametrize(
+    ("share", "level"), [(1e-4, Level.WARNING), (1e-5, Level.WARNING), (1e-7, Level.ERROR), (1e-36, Level.ERROR)]
+)
+@pytest.mark.parametrize("model", [None, Net()], ids=["by-fan-in", "by-the-model"])
+def test_the_level_follows_what_is_left(share, level, model):
+    (finding,) = propose(decayed, scaled(share), model)
+    figures = finding.evidence["tensors"]["conv3.weight"]
+    assert finding.level is level
+    assert figures["rms"] == pytest.approx(figures["expected_rms"] * share, rel=0.1)
+    assert figures["expected_from"] == ("fan-in" if model is None else "the model's initialisation")
+    assert finding.fix is None
+
+
+def test_subnormal_remains_are_found_although_some_are_zero():
+    state = scaled(1)
+    state["conv3.weight"] = state["conv3.weight"].sign() * 5.7e-44
+    state["conv3.weight"].view(-1)[::3] = 0
+    (finding,) = propose(decayed, state)
+    assert finding.keys == ("conv3.weight",)
+
+
+def test_the_only_layer_of_its_kind_is_compared_with_the_others():
+    state = {"conv.weight": torch.randn(8, 8, 3, 3) * 1e-8, "fc.weight": torch.randn(8, 8)}
+    assert [finding.keys for finding in propose(decayed, state)] == [("conv.weight",)]
+
+
+def test_a_file_of_nothing_but_remains_is_found():
+    state = {f"{index}.weight": torch.randn(16, 16) * 1e-12 for index in range(3)}
+    assert [finding.keys for finding in propose(decayed, state)] == [tuple(state)]
+
+
+def test_training_leaves_nothing_of_a_layer_without_gradients(training):
+    net, optimizer = training
+    state = net.state_dict()
+    assert 0 < state["conv3.weight"].norm() < 1e-6 * Net().state_dict()["conv3.weight"].norm()
+    (finding,) = propose(decayed, state, root={"state_dict": state, "optimizer": optimizer.state_dict()})
+    assert set(finding.keys) >= {"conv3.weight", "bn3.weight", "spare.weight"}
+    assert not any(key.startswith(("conv1", "conv2", "bn1", "bn2", "fc")) for key in finding.keys)
+    assert finding.evidence["optimizer"] == {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    assert "weight_decay 0.01" in finding.message
+    assert finding.evidence["tensors"]["conv3.weight"]["batches_seen_by_its_norm"] == 0
+
+
+def test_light_decay_is_not_reported():
+    net, _ = trained(200, momentum=0.0)
+    shrunk = (net.conv3.weight.norm() / Net().conv3.weight.norm()).item()
+    assert 0.5 < shrunk < 0.9
+    assert propose(decayed, net.state_dict()) == []
+
+
+def test_a_last_layer_may_start_at_a_thousandth():
+    state = {**scaled(1), "head.weight": torch.randn(64, 64) * 2e-5}
+    assert propose(decayed, state) == []
+    renamed = {"mlp.weight" if key == "head.weight" else key: value for key, value in state.items()}
+    assert [finding.keys for finding in propose(decayed, renamed)] == [("mlp.weight",)]
+
+
+def test_many_matrices_of_one_round_scale_were_initialised_so():
+    tiny = {f"{index}.weight": torch.randn(64, 64 + 32 * index) * 1e-10 for index in range(9)}
+    healthy = {f"fc{index}.weight": torch.randn(64, 64) * 0.1 for index in range(9)}
+    assert propose(decayed, {**tiny, **healthy}) == []
+    decays = {key: value * 3 for key, value in tiny.items()}
+    assert [finding.keys for finding in propose(decayed, {**decays, **healthy})] == [tuple(decays)]
+
+
+def test_few_large_weights_say_that_the_matrix_lives_on():
+    state = {**scaled(1), "fc2.weight": torch.randn(256, 256) * 1e-7}
+    state["fc2.weight"][3, 3] = 0.01
+    assert propose(decayed, state) == []
+
+
+def test_it_is_replaced_where_that_was_asked_for():
+    model, before = Net(), scaled(1e-5)
+    after = {**before, "conv3.weight": model.state_dict()["conv3.weight"]}
+    check_repaired(before, after, "VAL201", model, replace="VAL201", fill="target")
+
+
+@pytest.mark.parametrize("key", ["grid.params", "mixer.dynamic_alpha", "cell.igate_kernels"])
+def test_what_is_no_layers_weight_may_have_started_tiny(key):
+    state = {**nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).state_dict(), key: 1e-6 * torch.randn(64, 64)}
+    assert not [finding for finding in propose(decayed, state) if finding.level > Level.NOTE]
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1 / 8192], ids=["N(0, 1e-4)", "one over the rows"])
+def test_noop_a_table_that_starts_tiny(scale):
+    tables = {f"embed{n}.weight": torch.randn(1000, 16) for n in range(3)}
+    assert propose(decayed, {**tables, "quantize.embedding.weight": scale * torch.randn(8192, 16)}) == []
+
+
+def test_a_weight_that_grew_from_nothing_is_acquitted_by_its_moments(tmp_path):
+    """It started at 1e-9, gradients arrive, and decay has not begun to act."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    nn.init.normal_(model.get_parameter("2.weight"), std=1e-9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    for _ in range(3):
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pth")
+    (finding,) = propose(decayed, open_file(str(tmp_path / "model.pth")))
+    assert (finding.level, finding.keys) == (Level.NOTE, ("2.weight",))
+
+
+def test_the_weight_of_a_layer_with_one_output():
+    """A critic, a regression, a binary head."""
+    state = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 1)).state_dict()
+    state["4.weight"] *= 1e-9
+    (finding,) = propose(decayed, state)
+    assert (finding.level, finding.keys) == (Level.ERROR, ("4.weight",))
+
+
+@pytest.mark.parametrize(
+    ("observed", "predicted", "agrees"),
+    [
+        (1e-6, None, None),
+        (1e-6, 1e-6, True),
+        (1e-6, 1e-4, True),
+        (1e-6, 0.5, False),
+        (1e-9, 0.0, True),
+        (0.3, 0.0, False),
+    ],
+)
+def test_a_prediction_agrees_where_the_logarithms_do(observed, predicted, agrees):
+    assert Corroboration(observed, predicted).agrees is agrees
+
+
+@pytest.mark.parametrize(
+    ("corroboration", "words"),
+    [
+        (Corroboration(1e-6), ""),
+        (Corroboration(1e-6, weight_decay=0.0), ", though the optimizer in this file had no weight_decay"),
+        (
+            Corroboration(1e-6, terms="weight_decay 0.1", weight_decay=0.1),
+            "; the optimizer in this file had weight_decay 0.1",
+        ),
+        (
+            Corroboration(1e-6, 2e-6, True, None, "weight_decay 0.1 at lr 0.1 over 9 steps", 0.1),
+            "; no gradient arrived; weight_decay 0.1 at lr 0.1 over 9 steps predicts 2e-06 of the start, which agrees",
+        ),
+        (
+            Corroboration(1e-6, 0.9, None, 0.999, "weight_decay 0.1", 0.1),
+            "; only decay moved it, as its momentum is parallel to it; weight_decay 0.1 predicts 0.9 of the start, "
+            "which does not agree",
+        ),
+        (
+            Corroboration(1e-6, None, False, None, "weight_decay 0.1", 0.1),
+            "; though gradients arrived; the optimizer in this file had weight_decay 0.1",
+        ),
+    ],
+)
+def test_what_the_message_adds(corroboration, words):
+    assert corroboration.in_words == words
+
+
+def test_the_file_of_a_trainer_tells_how_the_layer_got_there(training, tmp_path):
+    net, optimizer = training
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1500}, tmp_path / "t.pth")
+    (finding,) = loud(propose(decayed, open_file(str(tmp_path / "t.pth"))))
+    assert "weight_decay 0.01 at lr 0.1 over 1500 steps predicts" in finding.message
+    assert finding.message.endswith("which agrees")
+    figures = finding.evidence["tensors"]["conv3.weight"]
+    assert figures["cosine_of_momentum"] == pytest.approx(1.0)
+    assert figures["prediction_agrees"] is True
+    assert 1 < figures["peak_to_rms"] < 6
+
+
+def save(path, *, steps, gradient=0.0, optimizer=True):
+    """What AdamW leaves of the unused layers, 5 % less at each step; their gradients are so large."""
+    net = Net()
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(steps):
+        for name, parameter in net.named_parameters():
+            size = gradient if name.startswith(UNUSED) else 1.0
+            parameter.grad = size * torch.randn_like(parameter)
+        adamw.step()
+    torch.save({"model": net.state_dict()} | ({"optimizer": adamw.state_dict()} if optimizer else {}), path)
+    return open_file(str(path))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"steps": 5}, id="more-than-half-is-left"),
+        pytest.param({"steps": 40, "gradient": 1e-3}, id="gradients-arrived"),
+        pytest.param({"steps": 80, "optimizer": False}, id="no-optimizer-to-ask"),
+    ],
+)
+def test_noop(tmp_path, settings):
+    assert propose(decayed, save(tmp_path / "t.pth", **settings)) == []
+
+
+@pytest.mark.parametrize(("steps", "level"), [(40, "NOTE"), (80, "WARNING")])
+def test_what_got_no_gradient_is_told_by_what_is_left(tmp_path, steps, level):
+    (finding,) = propose(decayed, save(tmp_path / "t.pth", steps=steps))
+    assert (finding.level.name, set(finding.keys)) == (level, {"conv3.weight", "spare.weight"})
+    assert finding.evidence["tensors"]["spare.weight"]["prediction_agrees"] is True
+
+
+def test_light_decay_is_replaced_where_that_was_asked_for(tmp_path):
+    save(tmp_path / "t.pth", steps=80)
+    before = torch.load(tmp_path / "t.pth")["model"]
+    torch.save(Net().state_dict(), tmp_path / "donor.pth")
+    donor = str(tmp_path / "donor.pth")
+    repaired = ckptfix.repair(
+        tmp_path / "t.pth", output=tmp_path / "out.pth", replace="VAL201", fill=donor, select="VAL201"
+    )
+    assert {key for key, value in repaired.state_dict().items() if not value.equal(before[key])} == {
+        "conv3.weight",
+        "spare.weight",
+    }

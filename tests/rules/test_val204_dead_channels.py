@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.core.finding import Level
+from ckptfix.rules.val204_dead_channels import dead_channels
+from tests.rules.healthy import HEALTHY, build
+from tests.rules.proposals import propose
+
+
+def kernel(*dead: int) -> torch.Tensor:
+    weight = torch.ones(12, 3, 3, 3)
+    weight[list(dead)] = 0
+    return weight
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_models_are_quiet(name):
+    assert propose(dead_channels, build(name).state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param({"conv.weight": kernel()}, id="none"),
+        pytest.param({"conv.weight": torch.zeros(8, 3, 3, 3)}, id="all-are-for-another-rule"),
+        pytest.param({"fc.weight": torch.eye(16)}, id="sparse-and-alive"),
+        pytest.param(nn.Embedding(50, 8, padding_idx=0).state_dict(prefix="embed."), id="padding"),
+        pytest.param({"shared.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-of-bart"),
+        pytest.param({"dw.weight": kernel(3).flatten(1)[:, :3]}, id="too-short-to-say"),
+        pytest.param({"0.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-without-a-name"),
+        pytest.param({"bn.weight": torch.zeros(8), "bn.bias": torch.zeros(8)}, id="a-norm-that-is-off"),
+        pytest.param({"bn.weight": torch.tensor([0.0, 1]), "bn.bias": torch.tensor([1.0, 0])}, id="a-bias-is-left"),
+    ],
+)
+def test_noop(state):
+    assert propose(dead_channels, state) == []
+
+
+def test_channels_of_zeros_are_noted():
+    norm = {"bn.weight": torch.tensor([1.0, 0, 0]), "bn.bias": torch.tensor([1.0, 0, 2])}
+    (finding,) = propose(dead_channels, {"conv.weight": kernel(2, 11), **norm})
+    assert (finding.level, finding.fix) == (Level.NOTE, None)
+    assert finding.message == "3 output channels of 2 layers are zero"
+    assert finding.evidence["tensors"] == {
+        "conv.weight": {"dead": 2, "of": 12, "channels": [2, 11]},
+        "bn.weight": {"dead": 1, "of": 3, "channels": [1]},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(12, 3, 3, 3), (16, 64), (8, 3000)])
+def test_channels_of_next_to_nothing_are_noted(dtype, shape):
+    weight = torch.randn(shape)
+    weight[[2, 7]] *= 1e-24
+    assert (
+        propose(dead_channels, {"conv.weight": (torch.randn(shape) * 1e-17).to(dtype), "fc.weight": torch.randn(8, 8)})
+        == []
+    )
+    weight[[2, 7]] *= 1e-3
+    (finding,) = propose(dead_channels, {"conv.weight": weight.to(dtype), "fc.weight": torch.randn(8, 8)})
+    assert finding.evidence["tensors"]["conv.weight"]["channels"] == [2, 7]

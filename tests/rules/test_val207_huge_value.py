@@ -1,0 +1,72 @@
+"""VAL207: a number far beyond what any training gives."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from torch import nn
+
+from ckptfix.core.finding import Level
+from ckptfix.rules.val207_huge_value import huge_value
+from tests.rules.healthy import HEALTHY
+from tests.rules.proposals import propose, repaired
+
+
+def flipped(value: float, bit: int) -> float:
+    (number,) = struct.unpack("<I", struct.pack("<f", value))
+    return float(struct.unpack("<f", struct.pack("<I", number ^ (1 << bit)))[0])
+
+
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=list(HEALTHY))
+def test_noop_models_as_they_are_born(make):
+    assert propose(huge_value, make().state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param({"w.weight": torch.full((4, 4), 2046.0)}, id="the largest of published files"),
+        pytest.param({"bn.running_var": torch.full((4,), 5e8)}, id="a variance of raw pixels"),
+        pytest.param({"attn.mask": torch.full((4, 4), -1e9)}, id="a mask"),
+        pytest.param({"attn.bias": torch.full((4, 4), -3.4e38)}, id="a bias of attention scores"),
+        pytest.param({"scaler.mean_": torch.tensor([1e7, 2e8]), "y_std": torch.full((3,), 3e9)}, id="data in its unit"),
+        pytest.param({"total_ops": torch.tensor(1e12)}, id="a counter"),
+        pytest.param({"steps": torch.tensor(10**12)}, id="a whole number"),
+    ],
+)
+def test_noop(state):
+    assert propose(huge_value, state) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["fc.bias", "fc.weight", "norm.weight", "bn.running_mean", "norm.scale", "scaler.mean_"]
+)
+def test_a_flipped_bit_of_the_exponent(key):
+    values = 0.02 * torch.randn(64)
+    values[7] = flipped(0.02, 30)
+    (finding,) = propose(huge_value, {key: values.view(8, 8) if key == "fc.weight" else values})
+    assert finding.level is Level.ERROR
+    assert finding.keys == (key,)
+
+
+def test_a_variance_has_a_bound_of_its_own():
+    (finding,) = propose(huge_value, {"bn.running_var": torch.tensor([1.0, 2e9])})
+    assert finding.level is Level.WARNING
+    assert finding.evidence["tensors"]["bn.running_var"]["channels"] == [1]
+
+
+def test_a_model_that_starts_so():
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.weight, 5e6)
+    assert propose(huge_value, model.state_dict(), model) == []
+    (finding,) = propose(huge_value, model.state_dict(), nn.Linear(4, 4))
+    assert finding.keys == ("weight",)
+
+
+def test_replaced_from_a_donor():
+    donor = {"fc.bias": torch.ones(4)}
+    settings = {"replace": ("VAL207",), "fill": "donor.pth"}
+    after = repaired(huge_value, {"fc.bias": torch.tensor([1.0, 1e12, 0, 0])}, donor=donor, **settings)
+    assert torch.equal(after["fc.bias"], donor["fc.bias"])
