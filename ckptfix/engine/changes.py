@@ -87,7 +87,7 @@ def _zeroed(checkpoint: Checkpoint, spec: TensorSpec, edit: Zero, supplies: Supp
 
 
 def _merged(checkpoint: Checkpoint, spec: TensorSpec, edit: MergeAdapter, supplies: Supplies) -> TensorSpec:
-    from ckptfix.values.merging import merged_spec
+    from ckptfix.values.merged_tensors import merged_spec
 
     _expect_form(checkpoint, spec, edit)
     factors = [
@@ -98,7 +98,7 @@ def _merged(checkpoint: Checkpoint, spec: TensorSpec, edit: MergeAdapter, suppli
 
 def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, supplies: Supplies) -> TensorSpec:
     """Return the tensor that a recipe makes of one of the file."""
-    from ckptfix.values.adapting import adapted_spec
+    from ckptfix.values.adapted_tensors import adapted_spec
 
     if not isinstance(spec, TensorSpec):
         raise _foreign(checkpoint, f"{edit.source} is not a tensor to adapt")

@@ -30,7 +30,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UsageError
-from ckptfix.values.adapting import is_of_blocks, patch
+from ckptfix.values.adapted_tensors import is_of_blocks, patch
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model

@@ -45,7 +45,7 @@ from ckptfix.errors import AdapterError
 from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, open_adapter
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.merging import is_merged, sampled_change
+from ckptfix.values.merged_tensors import is_merged, sampled_change
 
 _BASE = ".base_layer."
 _SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most

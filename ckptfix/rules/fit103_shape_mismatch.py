@@ -71,7 +71,7 @@ from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of, without_use
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.adapting import is_adaptable
+from ckptfix.values.adapted_tensors import is_adaptable
 
 _TRANSPOSED = advise(
     "convert the file with the code of the model: it keeps these tensors transposed, as Conv1D of GPT-2 does, "

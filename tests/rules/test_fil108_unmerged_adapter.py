@@ -68,7 +68,7 @@ def test_dora_is_within_one_rounding_of_peft(rank, dtype, tmp_path, monkeypatch)
     adapter = trained(DORA[rank], tmp_path / "adapter", dtype)
     want = merged_by_peft([adapter], dtype)
     for most in (1 << 25, 0):  # columns whose norms are taken as a whole, and block by block
-        monkeypatch.setattr("ckptfix.values.merging.MOST", most)
+        monkeypatch.setattr("ckptfix.values.merged_tensors.MOST", most)
         repaired, _ = ckptfix.repair_state_dict(net(dtype).state_dict(), adapter=adapter, select="FIL108")
         for key, value in want.items():
             if most:
@@ -80,14 +80,14 @@ def test_dora_is_within_one_rounding_of_peft(rank, dtype, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("config", [LORA(r=64, target_modules=[*FORMS, "line"]), DORA[4]], ids=["LoRA", "DoRA"])
 def test_a_matrix_of_many_blocks(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     adapter = trained(config, tmp_path / "adapter")
     repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
     assert_same(repaired, merged_by_peft([adapter]))
 
 
 def test_any_range_of_a_merged_tensor_can_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
     want = bytes_of(merged_by_peft([adapter])["q.weight"])
     base = open_state_dict(net().state_dict())
@@ -230,7 +230,7 @@ def test_stacked_experts(inputs_first, dtype, tmp_path, monkeypatch):
         model.experts = Experts(inputs_first=inputs_first).to(dtype)
         return model
 
-    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     config = LORA(r=3, target_modules=["q"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     adapter = trained(config, tmp_path / "adapter", dtype, make)
     repaired, _ = ckptfix.repair_state_dict(make(dtype).state_dict(), adapter=adapter, select="FIL108")

@@ -15,8 +15,8 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.errors import AdapterError
-from ckptfix.values import merging
-from ckptfix.values.merging import _factor
+from ckptfix.values import merged_tensors
+from ckptfix.values.merged_tensors import _factor
 from tests.checks import assert_same
 from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
 
@@ -175,7 +175,7 @@ SMALL = {
 @pytest.mark.parametrize("make", [mixtral, qwen])
 def test_experts_of_transformers_4_and_5(make, dtype, tmp_path, monkeypatch):
     """The file has the experts as release 4 had them, the model as release 5 has them, and so may an adapter."""
-    monkeypatch.setattr("ckptfix.values.merging.BLOCK", 1)
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     make(dtype).save_pretrained(tmp_path / "base")
     stored, model = load_file(tmp_path / "base" / "model.safetensors"), make(dtype).state_dict()
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
@@ -427,8 +427,8 @@ def test_the_kernel_and_torch_merge_alike(dtype, tmp_path, monkeypatch):
         adapters.append(f"{folder}=0.7")
     for some in (adapters[:1], adapters[:2], adapters[2:]):
         ways = []
-        for products in (merging._products, lambda source: None):
-            monkeypatch.setattr(merging, "_products", products)
+        for products in (merged_tensors._products, lambda source: None):
+            monkeypatch.setattr(merged_tensors, "_products", products)
             ways.append(ckptfix.repair_state_dict(base, adapter=some, select="FIL108")[0])
         assert_same(*ways)
         assert not torch.equal(ways[0]["q.weight"], base["q.weight"])
