@@ -12,7 +12,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, is_flat_optimizer, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
-from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in, numpy_type
 from ckptfix.reading.weights.document import Document
 
 _SCHEDULER = {"last_epoch", "_step_count"}  # what every `LRScheduler.state_dict` has
@@ -65,12 +65,15 @@ def _state_of(root: Any) -> str | None:
         return "an optimizer's state"
     if isinstance(root, dict) and root.keys() >= _SCHEDULER:
         return "the state of a learning-rate scheduler"
-    random = [*tensors_in(root)]
+    random = [*tensors_in(root), *arrays_in(root)]
     return "the states of random generators" if random and all(map(is_random_state, random)) else None
 
 
 def is_random_state(value: Any) -> bool:
-    """Return whether a tensor has the form of what torch.get_rng_state returns, on the CPU or on a GPU."""
+    """Return whether a tensor has the form of what torch.get_rng_state returns, on the CPU or on a GPU, or an array that
+    of the key in numpy.random.get_state."""
+    if isinstance(value, NumpyArray):
+        return value.shape == (624,) and numpy_type(value.dtype)[0] == "u4"
     return isinstance(value, TensorSpec) and value.dtype == "uint8" and value.shape in _RANDOM
 
 

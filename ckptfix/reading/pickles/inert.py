@@ -150,6 +150,7 @@ class InertTable(Struct):
     ) -> TensorSpec:
         if not isinstance(requires_grad, int) or requires_grad not in (0, 1):  # TorchScript of Python 2 has numbers
             raise MalformedError(f"a tensor whose requires_grad is {shown(requires_grad)}")
+        _refuse_gradient(dtype, requires_grad)
         bits = _NO_BITS
         if isinstance(metadata, dict):
             bits = {name: True for name in ("conj", "neg") if metadata.get(name) is True}
@@ -179,6 +180,7 @@ class InertTable(Struct):
         """``_rebuild_parameter``, and ``Parameter(data)`` of torch 0.1 to 0.3."""
         if not isinstance(data, TensorSpec):
             return NotImplemented
+        _refuse_gradient(data.dtype, requires_grad)
         return replace(data, is_parameter=True, requires_grad=bool(requires_grad))
 
     def variable(self, data: Any = None, *_: Any) -> Any:
@@ -294,6 +296,12 @@ class InertTable(Struct):
     def array_from_buffer(self, data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> Any:
         """``numpy.core.numeric._frombuffer`` of pickle protocol 5."""
         return NumpyArray(sizes(shape), dtype, order == "F", data)
+
+
+def _refuse_gradient(dtype: str, requires_grad: Any) -> None:
+    """Raise ``MalformedError`` for a gradient of whole numbers: torch neither writes such a tensor nor reads it."""
+    if requires_grad and not dtype.startswith(("float", "bfloat", "complex")):
+        raise MalformedError(f"a tensor of {dtype} that requires a gradient")
 
 
 # What pickle itself writes for values of the standard library. Each gets the table and the arguments of the call, and

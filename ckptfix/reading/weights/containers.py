@@ -16,7 +16,7 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_of_training, is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.lazy_tensors import LazyTensors
-from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document, split_entries, without_torn
 from ckptfix.reading.weights.loose_tensors import loose_remarks, value_at
@@ -207,9 +207,11 @@ def _is_set(mapping: Mapping[Any, Any]) -> bool:
     states of random generators, or the figures of its inputs (``{"mean": …, "var": …}`` of an agent)."""
     if _FIGURES.issuperset(mapping):
         return False
-    specs = [value for value in mapping.values() if isinstance(value, TensorSpec)]
-    return not specs or any(
-        not is_random_state(spec) and (spec.numel > 1 or spec.dtype.startswith("float")) for spec in specs
+    held = [value for value in mapping.values() if isinstance(value, (TensorSpec, NumpyArray))]
+    return not held or any(
+        not is_random_state(value)
+        and (isinstance(value, NumpyArray) or value.numel > 1 or value.dtype.startswith("float"))
+        for value in held
     )
 
 
@@ -230,8 +232,8 @@ def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tu
     tensors. States of random generators are no weights, even if nothing else is there."""
     sets = {path: mapping for path, mapping in found.items() if _is_set(mapping)}
     if not sets:
-        specs = list(tensors_in([*found.values()]))
-        return {} if specs and all(map(is_random_state, specs)) else dict(found)
+        held = [*tensors_in([*found.values()]), *arrays_in([*found.values()])]
+        return {} if held and all(map(is_random_state, held)) else dict(found)
     found = sets
     for test in (_is_state_dict, lambda mapping: 2 * _count_tensors(mapping) >= len(mapping)):
         chosen = {path: mapping for path, mapping in found.items() if test(mapping)}
@@ -257,6 +259,8 @@ def _packs_several(value: Any) -> bool:
 
 def _packs_tensors(item: Any) -> bool:
     """Return whether an item of packed parameters is a tensor, or a list of them, as in quantised LSTMs."""
+    if is_random_state(item):
+        return False
     return _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ckptfix.bytes.sources import MemoryBytes
-from ckptfix.core.dtypes import BY_NUMPY, BY_STORAGE
+from ckptfix.core.dtypes import BY_NUMPY, BY_STORAGE, DTYPES
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import HostileError
@@ -48,6 +49,26 @@ def test_a_tensor_of_every_release_becomes_a_spec():
     assert call("torch._utils._rebuild_tensor_v3", raw, 4, (2, 3), (3, 1), False, {}, dtype) == expected
     parameter = call("torch._utils._rebuild_parameter", expected, True, {})
     assert (parameter.is_parameter, parameter.requires_grad) == (True, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_is_for_the_dtypes_that_torch_gives_one(dtype):
+    whole = TensorSpec(dtype, (1,), (1,), Storage("0", MemoryBytes(bytes(16))))
+    typed = TypedStorage(whole.storage, dtype)
+    makes = (
+        lambda: call("torch._utils._rebuild_parameter", whole, True, {}),
+        lambda: call("torch._utils._rebuild_tensor_v2", typed, 0, (1,), (1,), True, {}),
+    )
+    kind = getattr(torch, dtype)
+    if kind.is_floating_point or kind.is_complex:
+        assert all(make().requires_grad for make in makes)
+        return
+    if not dtype.startswith("q"):
+        with pytest.raises(RuntimeError, match="can require gradients"):
+            torch.empty(1, dtype=kind).requires_grad_()
+    for make in makes:
+        with pytest.raises(ValueError, match=f"{dtype} that requires a gradient"):
+            make()
 
 
 @pytest.mark.parametrize("name", BY_STORAGE)

@@ -159,6 +159,20 @@ def test_a_random_state_beside_figures_is_no_weights(tmp_path):
         opened(path)
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_the_key_of_numpys_generator_is_no_weights(legacy, tmp_path):
+    state = np.random.RandomState(0).get_state(legacy=legacy)
+    path = tmp_path / "state.pkl"
+    for value in ({"rng": state, "w": {"a.weight": np.ones((3, 3))}}, {"a.weight": np.ones((3, 3)), "rng": state}):
+        path.write_bytes(pickle.dumps(value))
+        checkpoint = opened(path)
+        assert (list(checkpoint.specs), len(checkpoint.candidates)) == (["a.weight"], 1)
+    for value in (state, {"rng": state, "python": [1]}):
+        path.write_bytes(pickle.dumps(value))
+        with pytest.raises(UnreadableError, match="holds the states of random generators"):
+            opened(path)
+
+
 def test_a_plain_dict_of_arrays_is_weights(tmp_path):
     path = tmp_path / "params.pkl"
     path.write_bytes(pickle.dumps({"mean": np.zeros(3), "var": np.ones(3)}))
