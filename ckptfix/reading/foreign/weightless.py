@@ -70,8 +70,8 @@ def _state_of(root: Any) -> str | None:
 
 
 def is_random_state(value: Any) -> bool:
-    """Return whether a tensor has the form of what torch.get_rng_state returns, on the CPU or on a GPU, or an array that
-    of the key in numpy.random.get_state."""
+    """Return whether a tensor is like what torch.get_rng_state returns, on the CPU or on a GPU, or an array like the
+    key in numpy.random.get_state."""
     if isinstance(value, NumpyArray):
         return value.shape == (624,) and numpy_type(value.dtype)[0] == "u4"
     return isinstance(value, TensorSpec) and value.dtype == "uint8" and value.shape in _RANDOM
