@@ -53,8 +53,8 @@ def test_a_tensor_of_every_release_becomes_a_spec():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_is_for_the_dtypes_that_torch_gives_one(dtype):
-    whole = TensorSpec(dtype, (1,), (1,), Storage("0", MemoryBytes(bytes(16))))
-    typed = TypedStorage(whole.storage, dtype)
+    storage = Storage("0", MemoryBytes(bytes(16)))
+    whole, typed = TensorSpec(dtype, (1,), (1,), storage), TypedStorage(storage, dtype)
     makes = (
         lambda: call("torch._utils._rebuild_parameter", whole, True, {}),
         lambda: call("torch._utils._rebuild_tensor_v2", typed, 0, (1,), (1,), True, {}),
