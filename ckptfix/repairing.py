@@ -194,7 +194,8 @@ def repair_state_dict(
     model_args: Arguments = (),
     **settings: Unpack[RepairSettings],
 ) -> tuple[dict[str, Any], Report]:
-    """Repair a state_dict in memory. Tensors that no edit touches are not copied; the argument is not changed."""
+    """Repair a state_dict in memory, or that of a container such as ``torch.load`` returns. Tensors that no edit
+    touches are not copied; the argument is not changed."""
     repaired = repair(state_dict, model, like=like, model_args=model_args, **settings)
     return repaired.state_dict(), repaired.report
 

@@ -348,6 +348,21 @@ def test_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
     assert own.param_groups[0]["lr"] == 0.25
 
 
+def test_a_container_in_memory_is_one_as_in_a_file(tmp_path: Path) -> None:
+    """``torch.load`` has read it already; a random state beside the weights does not make it a state_dict."""
+    model = Layers("a", "b")
+    optimizer = adamw(model)
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    container = {"rng": torch.get_rng_state(), **torch.load(tmp_path / "run.pth", weights_only=True)}
+    new = Layers("a", "b")
+    own = torch.optim.AdamW(new.parameters(), lr=1.0)
+    assert ckptfix.load(new, container, optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    assert list(ckptfix.repair_state_dict(container, new)[0]) == list(new.state_dict())
+    with pytest.raises(UsageError, match="container in memory"):  # it may hold objects of any class
+        ckptfix.repair(container, new, output=tmp_path / "out.pth")
+
+
 @pytest.mark.parametrize("names", [True, False], ids=["names", "a recipe"])
 def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) -> None:
     model = Layers("a", "b", "c")

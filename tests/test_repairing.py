@@ -131,11 +131,6 @@ API: Any = ckptfix
             id="another format",
         ),
         pytest.param(lambda file: API.load(net(), file, map_location="meta"), "no values to load", id="onto meta"),
-        pytest.param(
-            lambda file: API.check({"state_dict": net().state_dict()}),
-            "its entry 'state_dict' does",
-            id="a level up",
-        ),
         pytest.param(lambda file: API.check({1: torch.ones(1), "1": torch.ones(1)}), "twice", id="1 and '1'"),
     ],
 )

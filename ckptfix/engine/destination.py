@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError, Words, WriteError
@@ -69,6 +69,11 @@ class Destination(Struct, frozen=True):
         if output is not None:
             if os.fspath(output) == "-":
                 raise UsageError("the output cannot go to stdout, as it is read back and compared; name a file")
+            if source is None and checkpoint.container:
+                raise UsageError(
+                    "a container in memory may hold objects that no file is to have; save it with torch.save and "
+                    f"repair that file, or give its entry {path_name(checkpoint.container)!r}"
+                )
             return cls._named(Path(output), source, checkpoint, settings.format)
         if not (beside or in_place):
             return None

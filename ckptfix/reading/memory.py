@@ -12,7 +12,7 @@ import torch
 from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import UnreadableError, UsageError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.live import spec_of_tensor
 
@@ -26,7 +26,9 @@ def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_specs_of(item, storages) for item in value)
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _specs_of(item, storages)) for key, item in value.items())
+        made = type(value)((key, _specs_of(item, storages)) for key, item in value.items())
+        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))  # a state_dict's _metadata
+        return made
     return value
 
 
@@ -52,9 +54,6 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
     if len(entries) < len(state_dict):
         raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
     specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
-    for key, value in entries.items() if not specs else ():  # nothing would be found wrong at this level
-        if isinstance(value, Mapping) and any(isinstance(part, TensorSpec) for part in value.values()):
-            raise UsageError(f"the {name} holds no tensors, but its entry {key!r} does; pass that one")
     metadata = getattr(state_dict, "_metadata", None)
     remarks = [Fact.of(Kind.NON_STRING_KEY, key=str(key)) for key in state_dict if not isinstance(key, str)]
     if any(_is_array(value) for value in state_dict.values()):

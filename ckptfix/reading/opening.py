@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.files import is_url
 from ckptfix.bytes.sources import Content
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.objects import holds_tensors
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
@@ -44,6 +45,9 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
     from ckptfix.reading.weights.prefixed_sets import with_pick
 
     checkpoint = open_state_dict(source)
+    if any(isinstance(entry, Mapping) and holds_tensors(entry) for entry in checkpoint.entries.values()):
+        # A container, as torch.load returns it.
+        return open_document(Document(checkpoint.path, IN_MEMORY, checkpoint.root), settings.weights, narrow=False)
     return checkpoint if settings.weights is None else with_pick(checkpoint, settings.weights)
 
 
