@@ -174,7 +174,18 @@ static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
 
 /* Merges a low-rank adapter: weight += (two @ one) * scaling, with the rounding of torch. Each element of the product is
    the sum over the rank from first to last, by fused multiply-adds: so do the kernels of MKL for ranks up to 192, and so
-   the result has the bits of torch's. */
+   the result has the bits of torch's. Those for processors of Intel without AVX-512 have another order at the edges of a
+   matrix. */
+int ckptfix_multiplies_as_torch(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") || (__builtin_cpu_is("amd") && __builtin_cpu_supports("fma"));
+#else
+    return 0;
+#endif
+}
+
 #if defined(__x86_64__) /* a register: gcc takes vectors that are wider apart into single numbers */
 #define WIDTH 32
 #else
@@ -183,17 +194,18 @@ static void count_bytes(const uint8_t *bytes, size_t length, uint64_t *counts)
 typedef float Lanes __attribute__((vector_size(WIDTH), aligned(4), may_alias)); /* from any float on */
 
 #define ROWS 4      /* of the weight, and */
-#define VECTORS 2   /* of as many columns as they hold: the sums of so many elements are in registers */
+#define STRIP 16    /* of its columns: the sums of so many elements are in registers */
+#define VECTORS (STRIP * 4 / WIDTH)
 #define COLUMNS 512 /* so few that these columns of `one` stay in the first-level cache */
 
 /* It is not inlined, or the scaling would be fused with the addition to the weight. */
-__attribute__((noinline)) EACH_PROCESSOR static void product(const float *const two[ROWS], const float *one, size_t step,
-    size_t rank, size_t columns, float scaling, float change[ROWS][COLUMNS])
+__attribute__((noinline)) EACH_PROCESSOR static void product(const float *const two[ROWS], const float *one, size_t rank,
+    size_t columns, float scaling, float change[ROWS][COLUMNS])
 {
-    for (size_t j = 0; j < columns; j += VECTORS * WIDTH / 4) {
+    for (size_t j = 0; j < columns; j += STRIP) {
         Lanes sums[ROWS][VECTORS] = {0};
         for (size_t k = 0; k < rank; k++) {
-            const Lanes *factors = (const Lanes *)(one + k * step + j);
+            const Lanes *factors = (const Lanes *)(one + j * rank + k * STRIP);
             for (int row = 0; row < ROWS; row++)
                 for (int v = 0; v < VECTORS; v++)
                     sums[row][v] += two[row][k] * factors[v];
@@ -251,8 +263,9 @@ ADD(float32, float, AS_IS, AS_IS)
 ADD(float16, uint16_t, whole_float16_value, float16_bits)
 ADD(bfloat16, uint16_t, bfloat16_value, bfloat16_bits)
 
-/* `two` is [rows, rank]; `one` is [rank, step], where `step` is `width` rounded up to a multiple of 32. */
-void ckptfix_merge(int kind, void *weight, const float *two, const float *one, size_t rows, size_t width, size_t step,
+/* `two` is [rows, rank]. `one` is [strips, rank, STRIP], that is in the order in which it is read, with zeros after the
+   last column: rows of a matrix would share a few lines of the cache, which took 1.5 times as long for rank 16. */
+void ckptfix_add_product(int kind, void *weight, const float *two, const float *one, size_t rows, size_t width,
     size_t rank, float scaling, int rounds)
 {
     fenv_t before;
@@ -260,12 +273,12 @@ void ckptfix_merge(int kind, void *weight, const float *two, const float *one, s
     fesetenv(FE_DFL_ENV);
     float change[ROWS][COLUMNS];
     for (size_t j = 0; j < width; j += COLUMNS) {
-        size_t columns = step - j < COLUMNS ? step - j : COLUMNS, count = width - j < COLUMNS ? width - j : COLUMNS;
+        size_t count = width - j < COLUMNS ? width - j : COLUMNS, columns = (count + STRIP - 1) / STRIP * STRIP;
         for (size_t i = 0; i < rows; i += ROWS) {
             const float *some[ROWS];
             for (size_t row = 0; row < ROWS; row++) /* past the last one, once more */
                 some[row] = two + (i + row < rows ? i + row : rows - 1) * rank;
-            product(some, one + j, step, rank, columns, scaling, change);
+            product(some, one + j * rank, rank, columns, scaling, change);
             for (size_t row = 0; row < ROWS && i + row < rows; row++) {
                 size_t place = (i + row) * width + j;
                 if (kind == 0)

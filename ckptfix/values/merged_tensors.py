@@ -22,7 +22,7 @@ from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.reading.folders.chunks import RowMajorBytes
 from ckptfix.reading.lazy_tensors import is_range
 from ckptfix.values.decode import Array, encoding
-from ckptfix.values.scan import KINDS, LANES, kernel
+from ckptfix.values.scan import KINDS, kernel, strips
 
 if TYPE_CHECKING:
     import torch
@@ -185,9 +185,7 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
         one, two = (_matrix(factor, source.path) for factor in factors)
         if delta.transposed:
             one, two = two.T, one.T
-        padded = np.zeros((len(one), -(-width // LANES) * LANES), np.float32)
-        padded[:, :width] = one
-        found.append((np.ascontiguousarray(two), padded))
+        found.append((np.ascontiguousarray(two), strips(one)))
     return found
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import platform
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -298,7 +297,7 @@ def first_numbers(spec: TensorSpec, count: int) -> Array:
 LIBRARY = Path(__file__).parent / "_kernel.so"
 INTERFACE = 6  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-LANES = 32  # columns that `ckptfix_merge` takes at a time
+STRIP = 16  # columns that `ckptfix_add_product` takes at a time
 
 
 class _Figures(ctypes.Structure):
@@ -326,40 +325,28 @@ class Kernel:
         self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *map(ctypes.POINTER, (_Cast, _Figures)))
         self._count.argtypes = (pointer, ctypes.c_size_t, pointer)
         self._scan.restype = self._count.restype = None
-        self._has_merge = hasattr(library, "ckptfix_merge")  # one of an earlier build has none
-        if self._has_merge:
-            self._merge = library.ckptfix_merge
+        # A library of an earlier build does not multiply.
+        self.merges = hasattr(library, "ckptfix_add_product") and bool(library.ckptfix_multiplies_as_torch())
+        if self.merges:
+            self._merge = library.ckptfix_add_product
             self._merge.argtypes = (
                 *(ctypes.c_int, pointer, pointer, pointer),
-                *(ctypes.c_size_t,) * 4,
+                *(ctypes.c_size_t,) * 3,
                 *(ctypes.c_float, ctypes.c_int),
             )
             self._merge.restype = None
-
-    @cached_property
-    def merges(self) -> bool:
-        """Return whether it adds up products as torch does: with fused multiply-adds, which old processors lack, and on
-        the kind of processor for which torch is built with MKL."""
-        import numpy as np
-
-        power = 2.0**-12
-        two, one = np.array([[1, 1 + power]], np.float32), np.zeros((2, LANES), np.float32)
-        one[:, 0] = -(1 + 2 * power), 1 + power
-        found = bytearray(4)
-        if self._has_merge and platform.machine() in ("x86_64", "AMD64"):
-            self.merge("float32", found, two, one, 1, 1.0, rounds=False)
-        return bool(struct.unpack("f", found)[0] == power**2)
 
     def merge(
         self, dtype: str, rows: bytearray, two: Array, one: Array, width: int, scaling: float, rounds: bool
     ) -> None:
         """Add a scaled product to rows of ``width`` numbers.
 
-        ``two`` is [rows, rank] and ``one`` [rank, columns], both contiguous float32, the columns a multiple of
-        ``LANES``. With ``rounds``, the product is rounded to ``dtype`` before it is added."""
+        ``two`` is [rows, rank], contiguous float32, and ``one`` the ``strips`` of [rank, width]. With ``rounds``, the
+        product is rounded to ``dtype`` before it is added."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
-        sizes = (len(two), width, one.shape[1], len(one))
-        self._merge(KINDS[dtype], address, two.ctypes.data, one.ctypes.data, *sizes, scaling, rounds)
+        self._merge(
+            KINDS[dtype], address, two.ctypes.data, one.ctypes.data, len(two), width, two.shape[1], scaling, rounds
+        )
 
     def takes(self, encoding: Encoding) -> bool:
         """Return whether it knows the numbers."""
@@ -396,6 +383,16 @@ class Kernel:
         counts = np.zeros(256, np.uint64)
         self._count(address, len(units), counts.ctypes.data)
         return tally_codes(units, counts, encoding, narrowing)
+
+
+def strips(matrix: Array) -> Array:
+    """Return a float32 matrix cut into strips of columns, [strips, rows, ``STRIP``], with zeros after the last one."""
+    import numpy as np
+
+    rows, width = matrix.shape
+    padded = np.zeros((rows, -(-width // STRIP) * STRIP), np.float32)
+    padded[:, :width] = matrix
+    return np.ascontiguousarray(padded.reshape(rows, -1, STRIP).swapaxes(0, 1))
 
 
 @cache
