@@ -233,6 +233,7 @@ _REASONS = {
     "SwappedBytes": "turned round from big-endian order",
     "CastBytes": "cast to another dtype",
     "ChunkedBytes": "put together from chunks",
+    "SpreadBytes": "put together from chunks",
     "RowMajorBytes": "put in row-major order",
     "MemoryBytes": "from memory",
     "LiveBytes": "from memory",

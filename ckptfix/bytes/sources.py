@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -147,15 +147,6 @@ class SoughtBytes(Struct, eq=False, dict=True):
         return self.found.read(start, stop)
 
 
-@runtime_checkable
-class PiecedBytes(ByteSource, Protocol):
-    """Bytes that are computed, in pieces of a size of their own."""
-
-    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield bytes ``start`` to ``stop``."""
-        ...
-
-
 def located(source: ByteSource) -> FileBytes | None:
     """Return the range of a file that a source is; None if its bytes have to be made first."""
     if isinstance(source, FileBytes):
@@ -191,7 +182,7 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     pieces: Iterable[memoryview] | None = None
     if isinstance(source, JoinedBytes):
         pieces = (block for each in source.within(start, stop) for block in stream(*each))
-    elif place is None and isinstance(source, PiecedBytes):  # of a protocol, that takes as long as a small tensor
+    elif place is None and hasattr(source, "pieces"):  # bytes that are computed, in pieces of a size of their own
         pieces = source.pieces(start, stop)
     if place is None and pieces is None:
         yield from (source.read(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))

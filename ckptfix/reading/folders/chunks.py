@@ -260,6 +260,9 @@ def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> boo
     return True
 
 
+_FLAT_BLOCK, _FLAT_BLOCKS = 16 << 10, 4  # bytes of a block, and how many a rank keeps: groups lie apart in its run
+
+
 class Flat:
     """A run of elements in one dimension, of which ranks or groups hold one stretch each; stretches may be missing."""
 
@@ -269,6 +272,9 @@ class Flat:
         self.parts = [part for _, part in parts]
         self.is_torn = any(map(is_torn, self.parts))
         self.stop = parts[-1][0] + parts[-1][1].numel if parts else 0
+        self._blocks: dict[
+            int, bytes
+        ] = {}  # those read last, by number; never changed, since threads read side by side
 
     @classmethod
     def joined(cls, parts: Sequence[TensorSpec]) -> Flat:
@@ -296,6 +302,19 @@ class Flat:
                 yield part.storage.source, base, base + count
                 start += count
             index += 1
+
+    def read(self, start: int, stop: int, path: str) -> bytes:
+        """Return the bytes ``start`` to ``stop`` of the run, by way of blocks: small tensors follow one another."""
+        number, first = divmod(start, _FLAT_BLOCK)
+        if (block := self._blocks.get(number)) is None:
+            end = min((number + 1) * _FLAT_BLOCK, self.stop * self.parts[0].itemsize)
+            block = b"".join(part.read(*place) for part, *place in self.within(start - first, end, path))
+            kept = list(self._blocks.items())[1 - _FLAT_BLOCKS :]
+            self._blocks = {**dict(kept), number: block}
+        last = first + stop - start
+        return (
+            block[first:last] if last <= len(block) else block[first:] + self.read(stop + len(block) - last, stop, path)
+        )
 
     def pieces(self, start: int, stop: int) -> list[TensorSpec] | None:
         """Return the elements ``start`` to ``stop`` as views of the parts; None if any of them is missing."""
@@ -346,23 +365,36 @@ class Spread:
             is_gone, storages = pieces is None, tuple(piece.storage for piece in pieces or () if piece.storage)
         if is_gone:
             return gone(name, spec, path)
-        return replace(spec, storage=Storage(name, _SpreadBytes(self, start, spec, path), parts=storages))
+        return replace(spec, storage=Storage(name, SpreadBytes(self, start, spec, path), parts=storages))
 
 
-class _SpreadBytes(PartedBytes):
+class SpreadBytes(PartedBytes):
     """The bytes of a tensor that is spread over ranks.
 
     Where they are is worked out when they are read: 10,000 tensors on 64 ranks have 640,000 stretches."""
 
-    __slots__ = ("_path", "_share", "_spread", "_start", "nbytes")
+    __slots__ = ("_is_fine", "_path", "_share", "_spread", "_start", "nbytes")
 
     def __init__(self, spread: Spread, start: int, spec: TensorSpec, path: str) -> None:
         self._spread, self._path, self.nbytes = spread, path, spec.nbytes
         self._share, self._start = spread.share(spec.numel) * spec.itemsize, start * spec.itemsize
+        self._is_fine = self._share < min(_FLAT_BLOCK, self.nbytes)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the stretches of the ranks."""
-        share = self._share
+        """Yield the stretches of the ranks, unless they are short."""
+        for flat, first, last in () if self._is_fine else self._stretches(start, stop):
+            yield from flat.within(first, last, self._path)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``."""
+        if not self._is_fine:
+            return super().read(start, stop)
+        return memoryview(
+            b"".join(flat.read(first, last, self._path) for flat, first, last in self._stretches(start, stop))
+        )
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[Flat, int, int]]:
+        share, begin = self._share, self._start
         for rank in range(start // share, -(-stop // share)) if stop > start else ():
-            first, last = max(start - rank * share, 0), min(stop - rank * share, share)
-            yield from self._spread.flats[rank].within(self._start + first, self._start + last, self._path)
+            at = begin - rank * share
+            yield self._spread.flats[rank], max(start + at, begin), min(stop + at, begin + share)

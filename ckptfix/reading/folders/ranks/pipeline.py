@@ -158,7 +158,6 @@ def _take_masters(
 ) -> tuple[dict[str, Any] | None, str]:
     """Put the fp32 masters of all stages in the place of the layers' halves; return the optimizer's state by name and
     what wrote it. A tied layer has a master in each of its stages; the first is taken."""
-    zero.note_masters(files, weights)
     optimizers: list[dict[str, Any] | None] = []
     taken: dict[str, TensorSpec] = {}
     release = ""
@@ -181,6 +180,7 @@ def _take_masters(
             f"{files.folder}: {first_names(odd)} differ in shape between the layers and the optimizer states; put the"
             " files of one save together"
         )
+    zero.note_masters(files, weights, taken)
     weights.update(taken)
     return _one_optimizer(optimizers), release
 

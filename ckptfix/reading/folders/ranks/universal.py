@@ -87,7 +87,7 @@ class _Reading:
         }
         if (optimizer := self._optimizer(root["param_shapes"], moments)) is not None:
             merged["optimizer"] = optimizer
-        zero.note_masters(self.files, root["module"])
+        zero.note_masters(self.files, root["module"], trained)
         version = root.get("ds_version")
         release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
         return self.files.document(NAME, merged, f"{release}, universal")

@@ -138,7 +138,7 @@ def _document(files: RankFiles) -> Document:
         merged["optimizer"] = masters.optimizer
     elif root.get("optimizer"):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
-    note_masters(files, root["module"])
+    note_masters(files, root["module"], masters.tensors if masters else {})
     note_copies(files.remarks, joining.differing)
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
@@ -471,10 +471,11 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
     return roots
 
 
-def note_masters(files: RankFiles, module: Mapping[str, Any]) -> None:
-    """Note that the weights are fp32 masters, if the training used a half type."""
-    used = {spec.dtype for spec in module.values() if isinstance(spec, TensorSpec) and spec.numel}
-    for half in sorted(used & {"bfloat16", "float16"}):
+def note_masters(files: RankFiles, module: Mapping[str, Any], masters: Mapping[str, TensorSpec]) -> None:
+    """Note the types of the training in which the model states have what is trained, beside the masters of fp32; of
+    stage 3 they have it empty."""
+    halves = (module.get(name) for name, master in masters.items() if master.dtype == "float32")
+    for half in sorted({spec.dtype for spec in halves if isinstance(spec, TensorSpec)} - {"float32"}):
         files.remarks[Fact.of(Kind.MASTERS, dtype=half)] = None
 
 

@@ -14,6 +14,7 @@ import torch
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError, UsageError
+from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
@@ -144,6 +145,28 @@ def test_padding_after_each_parameter_is_passed_over(tmp_path: Path) -> None:
     write_zero(tmp_path, tensors, world=2, paddings=[3, 1, 3])
     got = ckptfix.open_checkpoint(tmp_path).state_dict()
     assert all(torch.equal(got[key], value) for key, value in tensors.items())
+
+
+def test_small_and_large_shares_are_put_together_in_any_order(tmp_path: Path) -> None:
+    """Short shares are read block by block, long ones as ranges: over the edges of blocks, and back and forth."""
+    numels = [1, 4095, 4096 * 3, 12_289, 0, 7, 40_000, 2, 90_000, 12_287, 5, 12_288, 4000]
+    tensors = {f"t{at}": torch.rand(numel) for at, numel in enumerate(numels)}
+    write_zero3(tmp_path, tensors, 3)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    for name in [*tensors, *reversed(tensors), "t1", "t9", "t3", "t11", "t0", "t12"]:
+        assert bytes(row_major_bytes(checkpoint.specs[name], name)) == bytes_of(tensors[name]), name
+
+
+def test_masters_are_said_to_be_those_of_a_training_in_a_half_type(tmp_path: Path) -> None:
+    write_zero3(tmp_path, TENSORS, 2)
+    assert not ckptfix.check(tmp_path).findings
+
+    def halve(states: Any) -> None:
+        states["module"] = OrderedDict((key, value.half()) for key, value in states["module"].items())
+
+    _change(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt", halve)
+    (finding,) = ckptfix.check(tmp_path).findings
+    assert (finding.code, finding.level, "float16" in finding.evidence.values()) == ("FIL105", 0, True)
 
 
 def write_zero(
