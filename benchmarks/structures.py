@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptfix.core.target import BUFFER, Target, target_from_module
-from ckptfix.known.table import PATH, SKETCH, Items, Table, expanded, fixed, hashes_of, is_passing, starred
+from ckptfix.known.table import PATH, SKETCH, Items, Table, expanded, fixed, hashes_of, is_passing, starred, text_of
 
 CLASSES, CHANNELS, WORDS = 1009, 1013, 1_000_003
 MARKS = {"classes": ("c", CLASSES), "channels": ("i", CHANNELS), "words": ("v", WORDS)}
@@ -435,7 +435,7 @@ def packed(structures: Structures, versions: Mapping[str, str]) -> bytes:
             shapes = fixed(dict(tokens))
             below = [(starred(key), shape) for key, shape in shapes.items() if "." in key]
             for each in (shapes.items(), below):
-                sketches += [(value, number) for value in hashes_of(each)[:SKETCH]]
+                sketches += [(value, number) for value in hashes_of(text_of(*tensor) for tensor in each)[:SKETCH]]
             items = [*tokens, *((key, "~") for key in transient), *((key, "!") for key in others)]
             root = nodes.tree(items)
             if [(key, token) for key, token in expanded(nodes.lines, root, modules) if token not in "~!"] != list(

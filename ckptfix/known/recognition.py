@@ -7,17 +7,18 @@ every tensor outside of its head is in the file in the right shape."""
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from os.path import commonprefix
-from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.likeness import Fit, Likeness
-from ckptfix.core.wrappers import bare, colliding, segments_in, strip_segments
+from ckptfix.core.wrappers import MODULE, bare, colliding, segments_in, strip_segments
 from ckptfix.known.table import (
     NAMES,
     OF_CLIP,
@@ -31,11 +32,13 @@ from ckptfix.known.table import (
     solve,
     starred,
     table,
+    text_of,
 )
 
-T = TypeVar("T")
+_Seen = set[tuple[int, ...]]  # what was compared already, by its hashes
+_Candidates = Iterator[tuple["_View", int, bool]]  # the number of a structure, and whether none is more similar
 Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
-MOST = 20_000  # tensors of a state_dict that is looked at; no known structure has as many
+MOST = 7_500  # tensors of a state_dict that is looked at; those of no known structure are as large a share of more
 _DEPTH = 6  # segments of a prefix that are tried
 
 # Tensors of structures that are compared in full: some libraries have a dozen models around the same encoder.
@@ -59,6 +62,8 @@ _LIBRARIES = (
     "dinov2",
 )
 
+_LEADING = f"{MODULE}."
+_OLD = (f".{_LEADING}", "denselayer", "LayerNorm.gamma", "LayerNorm.beta")  # what newer names do not have
 _DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
 
 
@@ -72,7 +77,7 @@ class _View(Struct, frozen=True):
     renamed: Mapping[str, str] = {}
 
 
-class _Match(Struct, frozen=True):
+class _Match(Struct, frozen=True, dict=True):
     """A structure that was compared with a view."""
 
     structure: Structure
@@ -84,7 +89,7 @@ class _Match(Struct, frozen=True):
     added: tuple[str, ...]
     differing: tuple[str, ...]
 
-    @property
+    @cached_property
     def rank(self) -> tuple[int, int, int, int]:
         """The smaller, the better: fit, keys that differ, those that stand in the place of no other, sizes that are not
         the usual ones."""
@@ -98,7 +103,6 @@ class _Match(Struct, frozen=True):
         return (_ORDER[self.fit], keys, strange, unusual)
 
 
-_Candidates = Iterable[tuple[int, bool]]  # numbers of structures, and whether none is more similar
 _ORDER = {Fit.EXACT: 0, Fit.HEADLESS: 1, Fit.OTHER_HEAD: 2, Fit.PART: 2, Fit.PIECE: 3, Fit.NEAR: 4}
 
 
@@ -108,36 +112,39 @@ def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
     ``names`` are those of the files: of models that are built alike, the one that they name comes first."""
     if not _FEWEST <= len(shapes) <= MOST:
         return None
-    names = tuple(names)
-    best = _best(_views(shapes))
+    names, seen = tuple(names), _Seen()
+    solid = {key: ".".join(map(str, shape)) for key, shape in shapes.items() if not is_passing(key, shape)}
+    best = _best(_views(solid, seen))
     found = _likeness(best, names) if best else None
     if found is not None and found.is_named and found.outside < _FEWEST:
         return found
-    parts = sorted(_parts(shapes, names), key=lambda part: -part.matching)
+    if found is not None and found.is_named:
+        seen.clear()  # it is one of the parts
+    parts = sorted(_parts(solid, names, seen), key=lambda part: -part.matching)
     if len(parts) > 1 or (parts and found is None):
-        covered = sum(len(shapes) - part.outside for part in parts)
-        if found is None or found.is_named or 2 * covered > len(shapes):
-            first, *others = (replace(part, fit=Fit.PART, outside=len(shapes) - covered) for part in parts)
+        covered = sum(len(solid) - part.outside for part in parts)
+        if found is None or found.is_named or 2 * covered > len(solid):
+            first, *others = (replace(part, fit=Fit.PART, outside=len(solid) - covered) for part in parts)
             return replace(first, others=tuple(others))
-    if found is None and (best := _best(_renamed(shapes))):
+    if found is None and (best := _best(_renamed(solid))):
         return _likeness(best, names)
     return found
 
 
-def _best(views: Iterable[tuple[_View, _Candidates]]) -> list[_Match]:
+def _best(views: Iterable[tuple[int, _Candidates]]) -> list[_Match]:
     """Return the structures that fit best; several if they fit one view equally well."""
     best: list[_Match] = []
-    for view, candidates in views:
-        left = _KEYS
-        for number, is_first in candidates:
+    for outside, candidates in views:
+        # Nothing under a prefix ranks before this, whatever is compared.
+        if best and best[0].rank[:2] < (_ORDER[Fit.PART] if outside else 0, outside):
+            continue
+        for view, number, is_first in candidates:
             is_named = bool(best) and best[0].fit is not Fit.NEAR
             # What fits in full has all of its hashes in the file, so that none with fewer fits better.
-            if left <= 0 or (is_named and not is_first):
+            if is_named and not is_first:
                 break
-            count = table().count(number)
-            if best and best[0].fit is Fit.EXACT and best[0].structure.count != count:
+            if best and best[0].fit is Fit.EXACT and best[0].structure.count != table().count(number):
                 continue
-            left -= count
             match = _compare(view, table().structure(number), near=not (is_named or view.renamed))
             if match is None:
                 continue
@@ -173,88 +180,109 @@ def modern_name(name: str) -> str:
 # ---- ways to read the keys
 
 
-def _views(shapes: Shapes) -> Iterator[tuple[_View, _Candidates]]:
+def _views(solid: Mapping[str, str], seen: _Seen) -> Iterator[tuple[int, _Candidates]]:
     """Yield the names without the segments of wrappers, then without one first segment after the other that most of
     them share. After that the same with names as newer releases have them, and without ``module`` inside of them.
 
-    Each comes with the structures that have much in common with it."""
-    plain = {key: strip_segments(key) for key in shapes}
-    if colliding(shapes, plain) is not None:
-        plain = {key: key for key in shapes}
-    segments = segments_in(shapes)
-    solid = _solid(shapes)
-    yield from _shorter(solid, plain, segments)
-    modern = {key: modern_name(bare(key)) for key in shapes}
-    if modern != plain and colliding(shapes, modern) is None:
-        yield from _shorter(solid, modern, segments)
+    Each comes as the number of tensors that are left out, and the structures that have much in common with the rest."""
+    segments = segments_in(solid)
+    for rename in (strip_segments, lambda key: modern_name(bare(key)))[: 1 + _has_old_names(solid)]:
+        names = {key: rename(key) for key in solid}
+        if colliding(solid, names) is not None:
+            names = {key: key for key in solid}
+        texts = sorted(text_of(name, solid[key]) for key, name in names.items())
+        prefix = b""
+        for _ in range(_DEPTH if texts else 0):
+            yield len(solid) - len(texts), _candidates(solid, names, texts, prefix, segments, seen)
+            # Of sorted texts, what more than half begin with is what the middle one begins with.
+            name = texts[len(texts) // 2].rpartition(b" ")[0]
+            first, dot, _ = name[len(prefix) :].partition(b".")
+            prefix += first + dot
+            below = texts[bisect_left(texts, prefix) : bisect_left(texts, prefix[:-1] + b"/")]  # a slash follows a dot
+            if not dot or 2 * len(below) <= len(texts):
+                break
+            texts = below
 
 
-def _solid(shapes: Shapes) -> dict[str, str]:
-    """Return the shapes, with dots, of the tensors that say something of the architecture."""
-    return {key: ".".join(map(str, shape)) for key, shape in shapes.items() if not is_passing(key, shape)}
+def _has_old_names(names: Collection[str]) -> bool:
+    """Return whether some names may have newer ones, or a ``module`` that not all of them begin with."""
+    text = "\n".join(names)
+    return text.count(_LEADING) not in (0, len(names)) or any(each in text for each in _OLD)
 
 
-def _shorter(
-    solid: Mapping[str, str], names: dict[str, str], segments: list[str]
-) -> Iterator[tuple[_View, _Candidates]]:
-    for _ in range(_DEPTH):
-        own = {name: solid[key] for key, name in names.items() if key in solid and name not in OF_CLIP}
-        view = _View(own, _prefix(names, segments), len(solid) - sum(key in solid for key in names))
-        yield view, _similar(own.items(), len(own))
-        firsts = Counter(name.partition(".")[0] for name in names.values() if "." in name)
-        first, count = max(firsts.items(), key=lambda item: item[1], default=("", 0))
-        if 2 * count <= len(names):
-            return
-        names = {key: name[len(first) + 1 :] for key, name in names.items() if name.startswith(f"{first}.")}
+def _candidates(
+    solid: Mapping[str, str],
+    names: Mapping[str, str],
+    texts: list[bytes],
+    prefix: bytes,
+    segments: list[str],
+    seen: _Seen,
+) -> _Candidates:
+    """Yield the structures that are similar to the tensors under a prefix, unless the same were ``seen``."""
+    hashes = tuple(hashes_of(texts, len(prefix)))
+    if hashes in seen:
+        return
+    seen.add(hashes)
+    view = None
+    for number, is_first in _similar(hashes, len(texts)):
+        if view is None:
+            before = prefix.decode(errors="surrogatepass")
+            below = {key: name.removeprefix(before) for key, name in names.items() if name.startswith(before)}
+            own = {name: solid[key] for key, name in below.items() if name not in OF_CLIP}
+            view = _View(own, _prefix(below, segments), len(solid) - len(texts))
+        yield view, number, is_first
 
 
-def _similar(tensors: Iterable[tuple[str, str]], count: int) -> _Candidates:
-    """Yield the structures that have many of the smallest hashes of these names and shapes, the most first
-    and of those the nearest in size; and whether none has more. ``count`` is the number of all tensors."""
+def _similar(hashes: Sequence[int], count: int) -> Iterator[tuple[int, bool]]:
+    """Yield the structures that have many of the smallest of these hashes, the most first and of those the nearest in
+    size; and whether none has more. ``count`` is the number of all tensors."""
     known = table()
-    votes = known.similar(hashes_of(tensors)[:WIDE])
+    votes = known.similar(hashes[:WIDE])
     top = max(votes.values(), default=0)
     least = max(_VOTES, top - 2)
     found = sorted((top - hits, abs(known.count(each) - count), each) for each, hits in votes.items() if hits >= least)
-    for behind, difference, number in found:
-        if difference <= count * (1 - _NEAR / 2):
+    left = _KEYS
+    for behind, _, number in found:
+        if left > 0 and _NEAR * count <= known.count(number) <= (2 - _NEAR / 2) * count:
+            left -= known.count(number)
             yield number, not behind
 
 
-def _grouped(shapes: Mapping[str, T]) -> dict[str, dict[str, T]]:
+def _grouped(shapes: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return what has a name by the first segment of the name, and then by the rest."""
-    groups: dict[str, dict[str, T]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for name, shape in shapes.items():
         first, _, rest = name.partition(".")
         groups.setdefault(first, {})[rest] = shape
     return groups
 
 
-def _without_common(shapes: Mapping[str, T]) -> tuple[str, dict[str, T]]:
+def _without_common(shapes: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return the segments that all names begin with, and the names without them."""
     common = commonprefix(list(shapes))  # noqa: RUF071 - texts, not paths; it is cut at the last dot
     before = common[: common.rfind(".") + 1]
     return before, {name[len(before) :]: shape for name, shape in shapes.items()}
 
 
-def _parts(shapes: Shapes, names: tuple[str, ...]) -> Iterator[Likeness]:
+def _parts(solid: Mapping[str, str], names: tuple[str, ...], seen: _Seen) -> Iterator[Likeness]:
     """Yield the known models that are beside each other, each under a first segment of its own."""
-    before, own = _without_common(shapes)
+    before, own = _without_common(solid)
     for first, part in _grouped(own).items():
-        if len(part) >= max(_FEWEST, _PART * len(shapes)):
-            best = _best(_views(part))
+        if len(part) >= max(_FEWEST, _PART * len(solid)):
+            best = _best(_views(part, seen))
             if best and best[0].fit is not Fit.NEAR:
                 found = _likeness(best, names)
-                outside = len(shapes) - len(part) + found.outside
+                outside = len(solid) - len(part) + found.outside
                 yield replace(found, prefix=f"{before}{first}.{found.prefix}", outside=outside)
 
 
-def _renamed(shapes: Shapes) -> Iterator[tuple[_View, _Candidates]]:
+def _renamed(solid: Mapping[str, str]) -> Iterator[tuple[int, _Candidates]]:
     """Yield names with the first segments of a known model in the place of their own, which are numbers in a Sequential
     of its layers; and with one before them, if the file is no more than that layer of the model."""
-    before, own = _without_common(_solid(shapes))
+    before, own = _without_common(solid)
     groups = _grouped(own)
-    for number, _ in _similar(((starred(name), shape) for name, shape in own.items() if "." in name), len(own)):
+    stars = hashes_of(text_of(starred(name), shape) for name, shape in own.items() if "." in name)
+    for number, _ in _similar(stars, len(own)):
         if firsts := _paired(groups, _layers(table().structure(number))):
             new = {
                 f"{firsts[first]}.{rest}".rstrip("."): shape
@@ -262,12 +290,12 @@ def _renamed(shapes: Shapes) -> Iterator[tuple[_View, _Candidates]]:
                 for rest, shape in group.items()
             }
             changed = {old: first for old, first in firsts.items() if old != first}
-            yield _View(new, before, renamed=changed), [(number, True)]
-    for number, _ in _similar(((f"*.{name}", shape) for name, shape in own.items()), len(own)):
+            yield 0, iter([(_View(new, before, renamed=changed), number, True)])
+    for number, _ in _similar(hashes_of(text_of(f"*.{name}", shape) for name, shape in own.items()), len(own)):
         for first, layer in _layers(table().structure(number)).items():
             if own.keys() == layer.keys():
                 new = {f"{first}.{name}": shape for name, shape in own.items()}
-                yield _View(new, before, renamed={"": first}), [(number, True)]
+                yield 0, iter([(_View(new, before, renamed={"": first}), number, True)])
 
 
 def _layers(structure: Structure) -> dict[str, dict[str, str]]:
@@ -300,12 +328,11 @@ def _prefix(names: Mapping[str, str], segments: list[str]) -> str:
 def _compare(view: _View, structure: Structure, near: bool) -> _Match | None:
     """Compare all names and shapes. None if the structure is not even near, or if ``near`` is not asked for."""
     missing, differing, solved = [], [], dict[str, dict[str, int]]()
-    matching = 0
-    for key, shape in structure.shapes.items():
+    others = [(key, shape) for key, shape in structure.shapes.items() if view.shapes.get(key) != shape]
+    matching = len(structure.shapes) - len(others)
+    for key, shape in others:
         own = view.shapes.get(key)
-        if own == shape:
-            matching += 1
-        elif own is None:
+        if own is None:
             missing.append(key)
         elif is_free(shape) and (sizes := solve(shape, own, structure.models[0].sizes)) is not None:
             solved[key] = sizes
@@ -376,10 +403,9 @@ def _fit(structure: Structure, matching: int, missing: list[str], added: list[st
 def _head_places(structure: Structure, head: Iterable[str]) -> tuple[str, ...]:
     """Return the modules that hold the head, each with its dot; the one around a layer if it holds little else."""
     places = set()
-    for key in head:
-        module = key.rpartition(".")[0]
+    for module in {key.rpartition(".")[0] for key in head}:
         around = module.rpartition(".")[0]
-        inner = sum(other.startswith(f"{around}.") for other in structure.shapes)
+        inner = sum(other.startswith(f"{around}.") for other in structure.shapes) if around else 0
         places.add(f"{around if around and inner <= _SMALL * len(structure.shapes) else module}.")
     return tuple(places) or ("\0",)
 

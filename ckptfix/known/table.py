@@ -24,6 +24,7 @@ from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from msgspec import Struct
 
@@ -108,6 +109,7 @@ def is_of_head(shape: str) -> bool:
     return "c" in shape
 
 
+@cache
 def is_free(shape: str) -> bool:
     """Return whether a shape depends on any size that the user chooses."""
     return not shape.replace(".", "").isdigit() and bool(shape)
@@ -222,14 +224,15 @@ def starred(key: str) -> str:
     return f"*.{key.partition('.')[2]}"
 
 
-def hashes_of(tensors: Iterable[tuple[str, str]]) -> list[int]:
-    """Return the hashes of names with shapes, by which structures are found, the smallest first."""
-    return sorted(
-        {
-            zlib.crc32(f"{key} {shape}".encode(errors="surrogatepass")) * 2654435761 & 0xFFFFFFFF
-            for key, shape in tensors
-        }
-    )
+def text_of(key: str, shape: str) -> bytes:
+    """Return a name with its shape as it is hashed."""
+    return f"{key} {shape}".encode(errors="surrogatepass")
+
+
+def hashes_of(texts: Iterable[bytes], cut: int = 0) -> list[int]:
+    """Return the hashes of texts, each without its first ``cut`` bytes, by which structures are found: the smallest
+    first."""
+    return sorted({crc32(text[cut:]) * 2654435761 & 0xFFFFFFFF for text in texts})
 
 
 class Table:

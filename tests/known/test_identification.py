@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import random
 import shlex
-import statistics
-import time
 from collections import Counter
 from itertools import product
 
@@ -17,7 +15,7 @@ from torch import nn
 
 from ckptfix.core.likeness import Fit
 from ckptfix.known.recognition import recognise
-from ckptfix.known.table import is_of_head, is_passing, known_target, table
+from ckptfix.known.table import Table, is_of_head, is_passing, known_target, table
 from tests.cli.programs import run_here
 
 PREFIXES = ("", "module.", "model.", "_orig_mod.", "module._orig_mod.", "backbone.", "net.encoder.", "module.model.")
@@ -70,12 +68,22 @@ def has_this_structure(found, shapes, prefix):
     return known == given
 
 
+@pytest.fixture
+def compared(monkeypatch):
+    """The tensors of each structure that is compared in full, which is what takes the time."""
+    counts: list[int] = []
+    real = Table.structure
+    monkeypatch.setattr(
+        Table, "structure", lambda self, number: counts.append(self.count(number)) or real(self, number)
+    )
+    return counts
+
+
 @pytest.mark.slow
-def test_models_of_the_table_are_named():
+def test_models_of_the_table_are_named(compared):
     chance = random.Random(20)
     names = list(table().names())
     results: Counter[str] = Counter()
-    seconds: list[float] = []
     failed: list[tuple[object, ...]] = []
     while results.total() < 200:
         name, change, prefix = chance.choice(names), chance.choice(CHANGES), chance.choice(PREFIXES)
@@ -83,9 +91,9 @@ def test_models_of_the_table_are_named():
         if saved is None or len(saved[0]) < 12:
             continue
         shapes, expected = saved
-        begun = time.process_time()
+        compared.clear()
         found = recognise({prefix + key: shape for key, shape in shapes.items()})
-        seconds.append(time.process_time() - begun)
+        assert sum(compared) < 8_000, name
         if found is None or not found.is_named:
             results["silent"] += 1
             failed.append(("silent", name, change, prefix, found and found.names[:3]))
@@ -96,7 +104,6 @@ def test_models_of_the_table_are_named():
             results["right" if found.fit is expected else "right, otherwise"] += 1
     assert results["wrong"] == 0, failed
     assert results["silent"] <= 4, failed
-    assert statistics.median(seconds) < 0.25  # 10 ms on a machine that does nothing else
 
 
 # ---- what the table does not have
@@ -148,12 +155,14 @@ def _unknown_nets():
 
 
 @pytest.mark.slow
-def test_nets_that_the_table_does_not_have_are_not_named():
+def test_nets_that_the_table_does_not_have_are_not_named(compared):
     count, wrong = 0, []
     with torch.device("meta"):
         for what, net in _unknown_nets():
             count += 1
+            compared.clear()
             found = recognise({key: tuple(tensor.shape) for key, tensor in net.state_dict().items()})
+            assert sum(compared) < 10_000, what
             if found is not None and found.is_named:
                 wrong.append((what, found.fit, found.names[:3]))
     assert count >= 100
