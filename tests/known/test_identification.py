@@ -73,9 +73,12 @@ def compared(monkeypatch):
     """The tensors of each structure that is compared in full, which is what takes the time."""
     counts: list[int] = []
     real = Table.structure
-    monkeypatch.setattr(
-        Table, "structure", lambda self, number: counts.append(self.count(number)) or real(self, number)
-    )
+
+    def structure(self, number):
+        counts.append(self.count(number))
+        return real(self, number)
+
+    monkeypatch.setattr(Table, "structure", structure)
     return counts
 
 
