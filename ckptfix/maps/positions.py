@@ -139,11 +139,11 @@ def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Opt
 
 def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float] | None:
     """Return the numbers that the state of a new parameter is filled with, by name; None if it begins without a state,
-    or is not known to begin with one. Adagrad has one from the start on, and torch loads flat keys only if each
-    parameter has all of them."""
+    or is not known to begin with one. Adagrad has one from the start on, fused SGD fails on a momentum that only some
+    parameters have, and torch loads flat keys only if each parameter has all of them."""
     rows = [row for row in map(optimizer.row, optimizer.ids) if row]
     names = rows[0].keys() if rows else ()
-    is_needed = optimizer.is_flat or INITIAL in group
+    is_needed = optimizer.is_flat or INITIAL in group or (group.get("fused") and "momentum_buffer" in names)
     if not names or not is_needed or any(row.keys() != names for row in rows) or group.get("dampening"):
         return None
     known = {name: _BEGINNINGS.get(name) for name in names}
@@ -376,7 +376,7 @@ def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from values_in(value)
         else:
-            yield name, value
+            yield str(name), value
 
 
 def _moments(row: Mapping[str, Any]) -> list[Any]:
@@ -397,6 +397,8 @@ def logical_shape(value: object) -> Shape:
 
 # What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks.
 BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
+# What Shampoo keeps of each axis; SOAP and Kron keep theirs in lists.
+_OF_AXES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*")
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
@@ -408,6 +410,7 @@ def fits(row: Mapping[str, Any], shape: Shape) -> bool:
         (found := logical_shape(value)) in whole
         or (len(shape) > 1 and name not in _BEGINNINGS and found in factored)
         or BLOCKWISE.fullmatch(name)
+        or _OF_AXES.fullmatch(name)
         for name, value in values_in(row)
     )
 

@@ -22,6 +22,7 @@ from ckptfix.maps.positions import (
     NAMED,
     OUTER,
     RECIPES,
+    SCALARS,
     Layout,
     Naming,
     Optimizer,
@@ -345,13 +346,18 @@ def _carried(
         return Step(key, ids[origin.key], spec.shape)
     if origin.key or not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
         return Step(key)
+    if not all(_is_of_elements(name, optimizer, ids, change) for name in rows[0].keys() - SCALARS):
+        return Step(key)
     parts = tuple(Part(str(ids[part.source]), part.box, part.place, part.view, part.axes) for part in origin.parts)
     return Step(key, None, spec.shape, parts)
 
 
 def _is_reshapable(row: Mapping[str, Any], shape: Shape) -> bool:
     """Return whether another shape of the same elements changes the shape of moments and nothing else: none is factored
-    or put together by a class. Blocks of 8-bit moments are counted over all elements."""
+    or put together by a class, and no list has one for each axis. Blocks of 8-bit moments are counted over all
+    elements."""
+    if any(isinstance(value, (list, tuple)) for _, value in values_in(row)):
+        return False
     moments = [value for name, value in values_in(row) if logical_shape(value) and not BLOCKWISE.fullmatch(name)]
     return all(
         isinstance(value, TensorSpec) and value.shape in (shape, (1,)) and _is_plain(value) and value.is_contiguous
@@ -373,11 +379,18 @@ def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape])
         is_moment = name != STEP and [value.shape for value in moments] == list(shapes)
         if is_moment and len({value.dtype for value in moments}) == 1:
             continue
-        if any(isinstance(value, Mapping) or logical_shape(value) not in ((), (1,)) for value in values):
+        if any(isinstance(value, (Mapping, list, tuple)) or logical_shape(value) not in ((), (1,)) for value in values):
             return False
         if len(set(map(_number, values))) > 1:
             return False
     return True
+
+
+def _is_of_elements(name: str, optimizer: Optimizer, ids: Mapping[str, Any], change: Change) -> bool:
+    """Return whether tensors of this name have the shape of their parameter in all rows: what Shampoo keeps of an axis
+    of a square matrix has it by chance."""
+    known = ((optimizer.row(number).get(name), change.before[key].shape) for key, number in ids.items())
+    return all(logical_shape(value) in (shape, (), (1,)) for value, shape in known)
 
 
 def _number(value: object) -> Hashable:

@@ -291,6 +291,32 @@ def test_flat_keys_begin_as_the_optimizer_does(tmp_path, make, begins_with):
         assert float(result[f"state.h.1.up.weight.{name}"].max()) == number
 
 
+def test_fused_momentum_begins_with_zeros(tmp_path):
+    """torch's kernel fails if only some of the parameters have one, and zeros lead to the same first step."""
+    model, target = Decoder(1), Decoder(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    marked(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "output": tmp_path / "out.pth"}
+    ckptfix.repair(tmp_path / "run.pth", target, **asked, allow_untrained=True)
+    steps = []
+    for fused in (True, False):
+        result = torch.load(tmp_path / "out.pth", weights_only=True)
+        again = Decoder(2)
+        again.load_state_dict(result["model"])
+        own = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+        own.load_state_dict(result["optimizer"])
+        own.param_groups[0].update(fused=fused, foreach=False)
+        for parameter in again.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            if not fused and not own.state[parameter]["momentum_buffer"].any():
+                del own.state[parameter]
+        own.step()
+        steps.append(list(again.parameters()))
+    for one, other in zip(*steps, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 # What cannot be told
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -590,7 +616,7 @@ def brought_in_step(path: Path, edits: list[Edit]) -> tuple[dict[str, Any], ckpt
     return made, report
 
 
-@pytest.mark.parametrize("spoilt", ["steps", "a state is missing", "factored"])
+@pytest.mark.parametrize("spoilt", ["steps", "a state is missing", "factored", "lists", "axes"])
 def test_what_cannot_be_cut_exactly_starts_anew(tmp_path, spoilt):
     model = Layers(**Q)
     make = torch.optim.Adafactor if spoilt == "factored" else torch.optim.AdamW
@@ -603,6 +629,11 @@ def test_what_cannot_be_cut_exactly_starts_anew(tmp_path, spoilt):
     saved = optimizer.state_dict()
     if spoilt == "steps":
         saved["state"][1]["step"] = torch.tensor(1.0)
+    for number, parameter in enumerate(model.parameters()):
+        if spoilt == "lists":  # as SOAP has them
+            saved["state"][number]["GG"] = [torch.eye(size) for size in parameter.shape]
+        if spoilt == "axes":  # as Shampoo has them: what is of an axis may have the shape of the whole by chance
+            saved["state"][number]["pre_cond_0"] = torch.ones(2, 3) if parameter.ndim > 1 else torch.eye(5)
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "run.pth")
     made, _ = brought_in_step(tmp_path / "run.pth", [FUSE])
     assert made["optimizer"]["param_groups"][0]["params"] == [0, 1]

@@ -32,6 +32,19 @@ def test_its_own_optimizer_is_no_finding(tmp_path):
         assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
 
 
+def test_what_shampoo_keeps_of_each_axis_is_no_finding(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    saved = run(model)
+    for number, parameter in enumerate(model.parameters()):
+        axes = {f"{name}_{axis}": torch.eye(size) for axis, size in enumerate(parameter.shape) for name in NAMES}
+        saved["optimizer"]["state"][number] = {"step": 1, **axes}
+    torch.save(saved, tmp_path / "run.pth")
+    assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
+
+
+NAMES = ("precond", "inv_precond", "pre_cond", "inv_pre_cond")  # of torch_optimizer and of pytorch_optimizer
+
+
 def test_one_of_a_part_is_no_finding(tmp_path):
     """A frozen backbone, or a second network beside the weights that were taken."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
