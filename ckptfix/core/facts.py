@@ -92,6 +92,7 @@ class Kind(Enum):
     RANK_COPIES = "rank-copies"
     RANK_LEFT_OUT = "rank-left-out"
     RANK_REPEATED = "rank-repeated"
+    RANK_RENAMED = "rank-renamed"
     MASTERS = "masters"
     PACKED_MEMBERS = "packed-members"
     FLATTENED = "flattened"

@@ -244,6 +244,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.STRAY_FILE: "holds nothing of this checkpoint",
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
     Kind.RANK_REPEATED: "holds the same values as {other}",
+    Kind.RANK_RENAMED: "was saved as {other}, and stands after {before}",
     Kind.FLATTENED: "the weights are flattened: the files have their names, but not their shapes",
     Kind.MASTERS: "the weights are the fp32 masters of a training in {dtype}",
     Kind.RANK_LEFT_OUT: "has no names that would hold for the whole, and is left out",

@@ -9,8 +9,8 @@ empty ranges of quantisation observers, are left alone. Tensors of the meta devi
 A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
 its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
 choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out. A
-warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype, and
-files of two ranks that hold the same values.
+warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype,
+files of two ranks that hold the same values, and files that a rank saved and that are called as those of another one.
 
 ## Why it matters
 The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
@@ -133,14 +133,15 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 evidence={"trained in": dtype},
                 remedies=(Remedy((("dtype", dtype),), "writes them as the training used them"),),
             )
-    if repeated := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarks if fact.kind is Kind.RANK_REPEATED]:
-        yield rule.finding(
-            Level.WARNING,
-            f"{'; '.join(repeated)}: each rank has a part of its own, so one file was copied over the other, and the"
-            " weights made of it are wrong",
-            evidence={"repeated": len(repeated)},
-            remedies=advise("fetch the files of these ranks again"),
-        )
+    moved = {Kind.RANK_REPEATED: "one file was copied over the other", Kind.RANK_RENAMED: "files were renamed"}
+    for kind, cause in moved.items():
+        if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarks if fact.kind is kind]:
+            yield rule.finding(
+                Level.WARNING,
+                f"{'; '.join(odd)}: each rank has a part of its own, so {cause}, and the weights made of it are wrong",
+                evidence={kind.value.removeprefix("rank-"): len(odd)},
+                remedies=advise("fetch the files of these ranks again"),
+            )
     if copies := places.get(Kind.RANK_COPIES):
         yield rule.finding(
             Level.NOTE,

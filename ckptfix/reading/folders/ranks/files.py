@@ -30,6 +30,9 @@ _FACTS = 4096
 # Bytes of a storage that are looked at, and how many different ones constant tensors have at most.
 _LOOKED_AT, _FEW = 4096, 8
 
+_NUMBER = re.compile(r"\d+")
+_ZIP_HEAD = 30  # bytes in front of the name of the first member
+
 _Rank = TypeVar("_Rank")
 
 # Reads the content of one file; the second argument says whether damaged files are to be salvaged.
@@ -40,13 +43,21 @@ Reader = Callable[[Path, bool, ReadContent], Document | None]
 
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """Return the files whose whole name matches, by the numbers in its groups, in numerical order."""
-    found = {
-        tuple(int(number or 0) for number in match.groups()): path
-        for path in folder.iterdir()
-        if (match := pattern.fullmatch(path.name)) and path.is_file()
-    }
+    """Return the files whose whole name matches, by the numbers in its groups, in numerical order.
+
+    Raises ``UnreadableError`` for two files with the same numbers."""
+    found: dict[tuple[int, ...], Path] = {}
+    for path in folder.iterdir():
+        if (match := pattern.fullmatch(path.name)) and path.is_file():
+            add_rank(found, tuple(int(number or 0) for number in match.groups()), path)
     return {numbers: found[numbers] for numbers in sorted(found)}
+
+
+def add_rank(found: dict[_Rank, Path], rank: _Rank, path: Path) -> None:
+    """Add the file of a rank. Raises ``UnreadableError`` if the rank has one: the folder is of two saves."""
+    if (other := found.setdefault(rank, path)) != path:
+        names = first_names(sorted((other.name, path.name)))
+        raise UnreadableError(f"{path.parent}: {names} are files of one rank; leave those of one save there")
 
 
 def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | None:
@@ -87,6 +98,7 @@ class RankFiles:
         self.folder, self.salvage, self._read = folder, salvage, read
         self.names: set[str] = set()
         self._home: Path | None = None
+        self._saved_as: dict[Path, str] = {}  # what a file was called when it was saved
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
 
@@ -98,7 +110,9 @@ class RankFiles:
         self._home = self._home or file
         found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
         try:
-            document = self._read(Content.of_file(str(found)), self.salvage)
+            content = Content.of_file(str(found))
+            self._saved_as[file] = _saved_as(content)
+            document = self._read(content, self.salvage)
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
             return None
@@ -146,8 +160,30 @@ class RankFiles:
             if any(len(set(start)) > _FEW for start in starts):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
 
+    def note_order(self, told: Mapping[str, tuple[int, ...]], words: Mapping[str, object]) -> None:
+        """Note files that do not stand in the order of the numbers that they say themselves; ``words`` show these.
+
+        What was renumbered, and kept its order, is well."""
+        last: tuple[str, tuple[int, ...]] | None = None
+        for name, numbers in told.items():
+            if last is not None and numbers <= last[1]:
+                fact = Fact.of(Kind.RANK_RENAMED, name, other=str(words[name]), before=last[0])
+                self.remarks[fact] = None
+            last = max(last or (name, numbers), (name, numbers), key=lambda each: each[1])
+
+    def _note_renamed(self) -> None:
+        """Note files that were saved under the name of another rank: torch keeps it in the archive."""
+        alike: dict[tuple[Path, str], list[tuple[tuple[int, ...], str, str]]] = {}
+        for file, saved in self._saved_as.items():
+            if (form := _NUMBER.sub("0", saved)) == _NUMBER.sub("0", file.stem):
+                alike.setdefault((file.parent, form), []).append((_numbers(file.stem), file.name, saved))
+        for files in alike.values():
+            words = {name: saved for _, name, saved in sorted(files)}
+            self.note_order({name: _numbers(saved) for name, saved in words.items()}, words)
+
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
         """Return the merged document."""
+        self._note_renamed()
         return Document(
             str(self.folder),
             form,
@@ -158,3 +194,13 @@ class RankFiles:
             producer=producer,
             copies=copies or {},
         )
+
+
+def _saved_as(content: Content) -> str:
+    """Return the name under which ``torch.save`` wrote a zip, which is that of the folder in it; empty if unknown."""
+    head = bytes(content.buffer[: _ZIP_HEAD + 256])
+    return head[_ZIP_HEAD:].partition(b"/")[0].decode("utf-8", "replace") if head.startswith(b"PK\3\4") else ""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _NUMBER.findall(text)))

@@ -35,6 +35,7 @@ from ckptfix.reading.folders.ranks.files import (
     RankFiles,
     ReadContent,
     Reader,
+    add_rank,
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import NUMBERED
@@ -73,7 +74,7 @@ def rank_sets(folder: Path) -> list[RankSet]:
     for path in sorted(folder.iterdir()):
         if (match := NUMBERED.fullmatch(path.name)) and path.is_file():
             key = match["stem"], int(match["world"] or 0), match["suffix"]
-            found.setdefault(key, {})[int(match["rank"])] = path
+            add_rank(found.setdefault(key, {}), int(match["rank"]), path)
     return [RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()]
 
 

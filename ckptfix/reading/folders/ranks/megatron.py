@@ -154,6 +154,7 @@ class _Reading:
             raise UnreadableError(
                 f"{self.path}: experts that are divided otherwise than the other layers are not merged"
             )
+        self._note_order({_place(numbers, sizes): found[numbers] for numbers in found}, by_place)
         weights = self._weights(by_place, grid, first)
         if not args.get("untie_embeddings_and_output_weights", True):
             self._tie(weights)
@@ -174,6 +175,20 @@ class _Reading:
         odd = [found[numbers].parent.name for numbers in unlike_most(told)]
         if odd:
             raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
+
+    def _note_order(
+        self, files: Mapping[tuple[int, int, int], Path], roots: Mapping[tuple[int, int, int], Any]
+    ) -> None:
+        """Note ranks whose arguments say that they are others: the numbers of processes rise with the tensor-parallel
+        rank, and with the stage of the pipeline. A conversion in one process leaves the same number in all."""
+        told = {place: rank for place in sorted(roots) if type(rank := _arguments(roots[place]).get("rank")) is int}
+        for axis in (0, 1) if len(set(told.values())) == len(roots) else ():
+            lines: dict[tuple[int, ...], dict[str, int]] = {}
+            for place, rank in told.items():
+                lines.setdefault((*place[:axis], *place[axis + 1 :]), {})[files[place].parent.name] = rank
+            for line in lines.values():
+                words = {name: f"process {rank}" for name, rank in line.items()}
+                self.files.note_order({name: (rank,) for name, rank in line.items()}, words)
 
     def _grid(self, found: Mapping[tuple[int, ...], Path], sizes: Sequence[Any]) -> tuple[int, int, int]:
         """Return the sizes of tensor, pipeline and expert parallelism: what the files say, or their numbers."""

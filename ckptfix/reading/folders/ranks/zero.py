@@ -143,17 +143,22 @@ def _document(files: RankFiles) -> Document:
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
-    return files.document(NAME, merged, producer, copies_of(masters, root["module"]) if masters else {})
+    return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
 
 
-def copies_of(masters: Masters, module: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Return the copies that the model states have of the masters; in stage 3, there are none."""
-    found = {name: module.get(name) for name in masters.tensors}
-    return {
-        name: copy
-        for name, copy in found.items()
-        if isinstance(copy, TensorSpec) and copy.shape == masters.tensors[name].shape
-    }
+def copies_of(masters: Masters, module: Mapping[str, Any], path: str) -> dict[str, TensorSpec]:
+    """Return the copies that the model states have of the masters; in stage 3, there are none.
+
+    Raises ``UnreadableError`` if they are of other shapes."""
+    found = {name: copy for name in masters.tensors if isinstance(copy := module.get(name), TensorSpec)}
+    if masters.stage == 3:
+        return {}
+    if odd := [name for name, copy in found.items() if copy.shape != masters.tensors[name].shape]:
+        raise UnreadableError(
+            f"{path}: {first_names(odd)} differ in shape between the model states and the optimizer states; put the"
+            " files of one save together"
+        )
+    return found
 
 
 def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Splits:

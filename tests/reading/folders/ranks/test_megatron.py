@@ -248,3 +248,21 @@ def test_the_report_says_what_is_left_out(tmp_path: Path) -> None:
     write_megatron(tmp_path, 2)
     (note,) = [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL105"]
     assert note.evidence == {"left out": ["optimizer"]}
+
+
+@pytest.mark.parametrize("change", ["none", "converted", "swapped"])
+def test_ranks_that_were_renamed_are_named(tmp_path: Path, change: str) -> None:
+    write_megatron(tmp_path, tensor=2, pipeline=2)
+    for number, file in enumerate(
+        sorted(tmp_path.glob("**/model_optim_rng.pt"), key=lambda file: file.parent.name[::-1])
+    ):
+        root = torch.load(file, weights_only=False)
+        root["args"].rank = 0 if change == "converted" else 8 * number
+        torch.save(root, file)
+    if change == "swapped":
+        one, other = sorted(tmp_path.glob("**/mp_rank_0?_000"))
+        one.rename(tmp_path / "kept")
+        other.rename(one)
+        (tmp_path / "kept").rename(other)
+    found = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_RENAMED]
+    assert [mark.data["other"] for mark in found] == (["process 0"] if change == "swapped" else [])

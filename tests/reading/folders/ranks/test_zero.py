@@ -462,3 +462,37 @@ def test_what_is_tied_to_a_frozen_parameter_of_stage_3_is_that(tmp_path: Path) -
         ckptfix.open_checkpoint(tmp_path)
     salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert list(salvaged.specs) == list(TENSORS)
+
+
+@pytest.mark.parametrize("change", ["none", "shifted", "swapped"])
+def test_ranks_that_were_renamed_are_named_if_their_order_changed(tmp_path: Path, change: str) -> None:
+    write_zero3(tmp_path, TENSORS, world=3)
+    for rank in range(3) if change == "shifted" else ():  # from files that were counted from 1
+        torch.save(torch.load(tmp_path / _optim(rank), weights_only=False), tmp_path / _optim(rank + 7))
+        (tmp_path / _optim(rank + 7)).rename(tmp_path / _optim(rank))
+    if change == "swapped":
+        (tmp_path / _optim(0)).rename(tmp_path / "kept")
+        (tmp_path / _optim(2)).rename(tmp_path / _optim(0))
+        (tmp_path / "kept").rename(tmp_path / _optim(2))
+    found = [finding for finding in ckptfix.check(tmp_path).findings if finding.level]
+    assert [(finding.code, finding.evidence) for finding in found] == (
+        [("FIL105", {"renamed": 2})] if change == "swapped" else []
+    )
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    write_zero(tmp_path, TENSORS, world=2)
+    shutil.copy(tmp_path / _optim(1), tmp_path / f"bf16_{_optim(1)}")
+    with pytest.raises(UnreadableError, match="are files of one rank"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_model_states_of_another_shape_than_the_masters_are_refused(tmp_path: Path) -> None:
+    write_zero(tmp_path, TENSORS, world=2)
+
+    def turn(states: Any) -> None:
+        states["module"]["a"] = states["module"]["a"].T.contiguous()
+
+    _change(tmp_path / "mp_rank_00_model_states.pt", turn)
+    with pytest.raises(UnreadableError, match="a differ in shape between the model states and the optimizer states"):
+        ckptfix.open_checkpoint(tmp_path)
