@@ -138,7 +138,10 @@ class _JsonDocument:
     def add(self, report: Report, telling: Telling) -> None:
         from ckptfix.report.advice import suggested
 
-        commands = [{"words": list(words), "text": typed(words)} for words in suggested(report, telling)]
+        commands = [
+            {"words": list(words), "text": typed(words), **({"price": price} if price else {})}
+            for words, price in suggested(report, telling)
+        ]
         digest = _sha256(report.source) if telling.choices.get("values", True) else None
         self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
 

@@ -10,9 +10,10 @@ from msgspec import Struct
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report
+from ckptfix.core.wording import typed
 from ckptfix.explain.explanation import MODEL, Explanation, Record
 from ckptfix.explain.fit import Advice
-from ckptfix.report.advice import Telling, message_with_count, next_command, price_text, recommended
+from ckptfix.report.advice import Telling, message_with_count, suggested
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.style import Line, Span
 
@@ -59,8 +60,8 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
         sentence = f"Nothing is wrong in {report.source} itself, which agrees with this: the file is not at fault."
     else:
         sentence = f"{report.source}: nothing is wrong with it{_as_far(report)}."
-    command = next_command(report, telling)
-    return Verdict(sentence, confirming, others, command, price_text(report, recommended(report)) if command else "")
+    words, price = next(suggested(report, telling), ((), ""))
+    return Verdict(sentence, confirming, others, typed(words), price)
 
 
 def _what_it_holds(report: Report) -> str:

@@ -90,22 +90,22 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
         if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
-    if commands := [typed(words) for words in suggested(report, telling)]:
-        if download := _download(report.source):
+    for number, (words, price) in enumerate(suggested(report, telling)):
+        if not number and (download := _download(report.source)):
             yield ("first: ", Span(download, "command"))
-        yield ("  run: ", Span(commands[0], "command"))
-        yield from (("   or: ", Span(other, "command")) for other in commands[1:])
-        if price := price_text(report, recommended(report)):
+        yield ("   or: " if number else "  run: ", Span(typed(words), "command"))
+        if price:
             yield ("       ", Span(price, "warning"))
 
 
 def next_command(report: Report, telling: Telling) -> str:
     """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
-    return typed(next(suggested(report, telling), ()))
+    return typed(next(suggested(report, telling), ((), ""))[0])
 
 
-def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
-    """Yield the commands that cure what remains word by word: the recommended one, then those with another choice."""
+def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the commands that cure what remains, word by word, each with its price: the recommended one, then those
+    with another choice."""
     remedies = recommended(report)
     # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
@@ -119,8 +119,8 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[str, ...]]:
     if telling.mode is Mode.CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
-        yield command_for(_here(report.source), telling.choices, remedies)
-        yield from _with_other_choices(report, telling, remedies)
+        for chosen in (remedies, *_other_choices(report, remedies)):
+            yield command_for(_here(report.source), telling.choices, chosen), price_text(report, chosen)
 
 
 def recommended(report: Report) -> list[Remedy]:
@@ -164,15 +164,14 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
     )
 
 
-def _with_other_choices(report: Report, telling: Telling, remedies: list[Remedy]) -> Iterator[tuple[str, ...]]:
-    """Yield the same command for each other value of the option that a finding lets the user choose."""
+def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Remedy]]:
+    """Yield the same remedies with each other value of the option that a finding lets the user choose."""
     for finding in report.left:
         first, *others = remedies_of(finding) or (Remedy(),)
         if first in remedies:
             for other in others:
                 if other.is_complete and [name for name, _ in other.options] == [name for name, _ in first.options]:
-                    chosen = [other if remedy is first else remedy for remedy in remedies]
-                    yield command_for(_here(report.source), telling.choices, chosen)
+                    yield [other if remedy is first else remedy for remedy in remedies]
 
 
 def _download(source: str) -> str:

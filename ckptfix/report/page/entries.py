@@ -13,8 +13,9 @@ from ckptfix.core.finding import Level
 from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
+from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import Mode, Telling, next_command, remedies_text
+from ckptfix.report.advice import Mode, Telling, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.folding import folded_lines
 from ckptfix.report.inspection import size_on_disk
@@ -47,6 +48,7 @@ class Entries:
         self.levels: dict[str, str] = {}  # the worst level of each code in the files so far
         # The first command of each file that needs a decision, up to `MOST_COMMANDS`.
         self.commands: dict[str, str] = {}
+        self.prices: dict[str, str] = {}  # what the command of a file leaves untrained
 
     def row(self, record: Mapping[str, Any]) -> list[Any]:
         """Return the row of the table: the values of ``COLUMNS``."""
@@ -60,6 +62,9 @@ class Entries:
             self.levels[finding["code"]] = max(levels, key=LEVELS.index)
         if record.get("command") and len(self.commands) < MOST_COMMANDS:
             self.commands[record["source"]] = record["command"]
+            for way in record.get("decisions") or ():
+                if way.get("price") and way["command"] == record["command"]:
+                    self.prices[record["source"]] = way["price"]
         outcome = record["outcome"]
         return [
             record["source"],
@@ -144,11 +149,13 @@ def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
     """Return the record of one report, in the form of a line of ``manifest.jsonl``."""
+    ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, telling)]
     return {
         **report.to_json(fixes=False),
         "size": _size(report.source),
         "outcome": _outcome(report, telling),
-        "command": next_command(report, telling) or None,
+        "command": ways[0]["command"] if ways else None,
+        "decisions": ways,
         "looks_like": _likeness(report, telling),
         "error": None,
         "seconds": seconds,

@@ -337,9 +337,12 @@ def test_the_commands_of_all_decisions_are_copied_together(browser, show):
         {"options": {"fill": "twin"}, "text": "takes them from the twin", "command": "ckptfix migrate a --fill twin"},
         {"options": {"accept": ["VAL101"]}, "text": "keeps it", "command": "ckptfix migrate a --accept VAL101"},
     ]
+    ways[0]["price"] = "`fc` becomes untrained: 2.5 % of the model"
     show([undecided("a.pth") | {"command": ways[0]["command"], "decisions": ways}, record("c")])
+    assert texts(browser, "#decisions .price li") == ["a.pth: `fc` becomes untrained: 2.5 % of the model"]
     go(browser, "#/a.pth")
     assert texts(browser, "#file .command pre") == [way["command"] for way in ways]
+    assert texts(browser, "#file .price") == ["`fc` becomes untrained: 2.5 % of the model"]
 
 
 def test_old_and_new_names_show_what_differs(browser, show):

@@ -3,6 +3,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.core.smoke_result import SmokeResult
@@ -41,6 +42,12 @@ def test_the_command_carries_the_flags():
         "ckptfix repair 'a b.pth' --model zoo:net --fill twin --replace VAL101"
     )
     assert record_of(report(), telling)["command"] is None
+
+
+def test_a_command_that_fills_has_its_price():
+    made = record_of(report(MISSING, coverage=Coverage(20_520_000, 20_007_000, 0, 0)), Telling(Mode.REPAIR))
+    (way,) = made["decisions"]
+    assert (way["command"], way["price"]) == (made["command"], "`fc` becomes untrained: 2.5 % of the model")
 
 
 def test_what_a_file_is_like_is_said_with_the_command_that_goes_on():

@@ -131,7 +131,8 @@ function showPairs(section, list, pairs) {
 function showDecisions() {
   const commands = Object.values(run.commands);
   document.getElementById("decisions-section").hidden = commands.length === 0;
-  if (commands.length) document.getElementById("decisions").append(commandBox(...commands));
+  const prices = Object.entries(run.prices).map(([source, price]) => el("li", {}, name(source), `: ${shown(price)}`));
+  if (commands.length) document.getElementById("decisions").append(commandBox(...commands), el("ul", { className: "price", hidden: !prices.length }, prices));
 }
 
 function showRenames() {
