@@ -138,7 +138,7 @@ def _merge(rule: Rule, context: Context) -> Finding:
     checkpoint, settings = context.checkpoint, context.settings
     adapters = [open_adapter(text, checkpoint) for text in settings.adapter]
     if len(adapters) == 1 and not adapters[0].path:
-        edits = tuple(edits_within(checkpoint, adapters[0]))
+        edits = tuple(edits_within(checkpoint, adapters[0], context.target))
         merge = Merge()
     else:
         merge = find_merge(checkpoint, adapters, settings.unmerge, context.target)

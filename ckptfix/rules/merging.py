@@ -61,7 +61,7 @@ def find_merge(
     for key, spec in checkpoint.specs.items():
         twins[spec.view].append(key)
     for adapter in adapters:
-        for key, delta in _deltas(checkpoint, adapter, merge):
+        for key, delta in _deltas(checkpoint, adapter, merge, target):
             if undo and (delta.form not in _TAKEN_OFF or len(delta.factors) > 2):
                 raise AdapterError(
                     f"{adapter.path}: {key} cannot be given back: the adapter has "
@@ -147,7 +147,9 @@ def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
     return set()
 
 
-def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[tuple[str, Delta]]:
+def _deltas(
+    checkpoint: Checkpoint, adapter: Adapter, merge: Merge, target: Target | None
+) -> Iterator[tuple[str, Delta]]:
     groups: dict[str, list[AdapterLayer]] = defaultdict(list)
     for layer in adapter.layers:
         groups[layer.component].append(layer)
@@ -177,7 +179,7 @@ def _deltas(checkpoint: Checkpoint, adapter: Adapter, merge: Merge) -> Iterator[
     view = view.with_entries({**view.entries, **wider}, None)
     for component, layers in groups.items():
         keys = [names[component].key_of(layer) for layer in layers]
-        turned = _Orientation(adapter, [(layer, view.specs[key]) for layer, key in zip(layers, keys, strict=True)])
+        turned = _Orientation(view, adapter, dict(zip(keys, layers, strict=True)), target)
         for layer, key in zip(layers, keys, strict=True):
             for name, delta in _of_layer(view, adapter, layer, key, turned):
                 yield from _placed(adapter, layer, name, delta, places)
@@ -416,38 +418,56 @@ def _either(names: Iterable[str]) -> str:
 
 
 class _Orientation:
-    """Whether layers have the inputs first, as Conv1D of transformers has: their shapes say so, except for square ones,
-    for which those beside them speak, and the configuration if there are none."""
+    """Which layers have their inputs first, as Conv1D of transformers has: the model says so, or the shapes of layers
+    of the same name. Others do not speak for a square one, as an adapter may have layers of both kinds."""
 
-    def __init__(self, adapter: Adapter, layers: list[tuple[AdapterLayer, TensorSpec]]) -> None:
-        self.adapter = adapter
-        self.by_name: dict[str, set[bool]] = defaultdict(set)
-        for layer, spec in layers:
-            one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
-            if one is None or two is None or layer.is_embedding or len(spec.shape) != 2:
+    def __init__(
+        self, checkpoint: Checkpoint, adapter: Adapter, layers: Mapping[str, AdapterLayer], target: Target | None
+    ) -> None:
+        self.specs, self.adapter = checkpoint.specs, adapter
+        self.classes = {} if target is None else target.modules or {}
+        self.names = {_leaf(key) for key in layers}
+        self.seen: dict[str, set[bool]] = defaultdict(set)
+        for key, spec in self.specs.items():
+            if len(spec.shape) != 2 or spec.shape[0] == spec.shape[1]:
                 continue
-            outputs, inputs = two.shape[0], one.shape[-1]
-            if outputs != inputs and spec.shape in ((outputs, inputs), (inputs, outputs)):
-                for name in self._names(layer):
-                    self.by_name[name].add(spec.shape == (inputs, outputs))
+            sizes = [bias.shape[0] for bias in self._biases(key) if len(bias.shape) == 1]
+            if (layer := layers.get(key)) is not None and not layer.is_embedding:
+                two, scale = adapter.spec(layer, "B"), adapter.spec(layer, "scale")
+                sizes = [two.shape[0]] if two is not None and two.shape else sizes
+                sizes = [scale.shape[0]] if scale is not None and scale.shape[1:] == (1,) else sizes
+            self.seen[_leaf(key)] |= {outputs == spec.shape[1] for outputs in sizes if outputs in spec.shape}
 
-    def of(self, layer: AdapterLayer) -> bool:
-        """Return whether a square layer has the inputs first."""
-        for name in self._names(layer):
-            if seen := self.by_name.get(name):
-                if len(seen) == 1:
-                    return next(iter(seen))
-                raise AdapterError(
-                    f"{self.adapter.path}: nothing says whether the square {layer.module} has its inputs first; merge "
-                    "it with peft and the model itself"
-                )
-        return bool((self.adapter.settings(layer) or {}).get("fan_in_fan_out"))
+    def _biases(self, key: str) -> list[TensorSpec]:
+        module, _, leaf = key.rpartition(".")
+        return [self.specs[name] for name in (f"{module}.bias",) if leaf == "weight" and name in self.specs]
 
-    @staticmethod
-    def _names(layer: AdapterLayer) -> tuple[str, ...]:
-        """Return the neighbourhoods of a layer, the closest first."""
-        parent, _, leaf = layer.module.rpartition(".")
-        return f"leaf {leaf}", f"parent {parent}", ""
+    def is_turned(self, layer: AdapterLayer, key: str) -> bool:
+        """Return whether a square layer has its inputs first. Raises ``AdapterError`` if nothing says so."""
+        leaf = _leaf(key)
+        if kind := self.classes.get(key.rpartition(".")[0]):
+            return "Conv1D" in kind
+        if len(seen := self.seen.get(leaf, set())) == 1:
+            return next(iter(seen))
+        is_set = bool((self.adapter.settings(layer) or {}).get("fan_in_fan_out"))
+        is_possible = is_set or any(True in self.seen.get(name, ()) for name in self.names)
+        if not is_possible or not self._biases(key):
+            return False  # a Conv1D always has a bias
+        if (leaf in _INPUTS_FIRST and not seen) or (is_set and self.names == {leaf}):
+            return True  # of layers of several names, peft sets it for the last one
+        raise AdapterError(
+            f"{self.adapter.path}: nothing says whether the square {layer.module} is a Conv1D, which has its inputs "
+            "first, or a Linear; name the model with ",
+            Opt("model"),
+        )
+
+
+# Names of the layers for which transformers has Conv1D.
+_INPUTS_FIRST = frozenset(("c_attn", "c_proj", "c_fc", "q_attn"))
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[0].rpartition(".")[2]
 
 
 def _of_layer(
@@ -461,7 +481,7 @@ def _of_layer(
         )
     path = adapter.path
     if "scale" in layer.keys:
-        yield from _scales(checkpoint, adapter, layer, key)
+        yield from _scales(checkpoint, adapter, layer, key, turned)
         return
     if "tokens" in layer.keys:
         yield key, Delta(path, "rows", (layer.keys["tokens"],), rows=_token_rows(adapter, layer, spec))
@@ -501,7 +521,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     else:
         fits = len(one) == len(two) == 2 and one[0] == two[1] == rank
         fits = fits and spec.shape in ((two[0], one[1]), (one[1], two[0]))
-        is_turned = turned.of(layer) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
+        is_turned = turned.is_turned(layer, key) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
         rounds = narrow or is_parameter
         delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
     if not fits:
@@ -518,22 +538,32 @@ def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
     return isinstance(targets, list) and any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
 
 
-def _scales(checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str) -> Iterator[tuple[str, Delta]]:
+def _scales(
+    checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
+) -> Iterator[tuple[str, Delta]]:
     spec, scale = checkpoint.specs[key], adapter.checkpoint.specs[layer.keys["scale"]]
     if adapter.weight != 1:
         raise AdapterError(f"{adapter.path}: IA3 multiplies, and takes no weight; leave out ={adapter.weight:g}")
-    size = max(scale.shape, default=0)
-    is_output = scale.shape[:1] == (size,)
-    outputs, inputs = spec.shape[0], spec.shape[1] if len(spec.shape) > 1 else 0
-    is_turned = len(spec.shape) == 2 and bool((adapter.config or {}).get("fan_in_fan_out"))
-    if is_turned:
-        outputs, inputs = inputs, outputs
-    if (
-        scale.numel != size
-        or len(scale.shape) != 2
-        or len(spec.shape) != 2
-        or size != (outputs if is_output else inputs)
-    ):
+    if len(spec.shape) == 2:
+        is_output = scale.shape[:1] == (scale.numel,)
+        is_square = spec.shape[0] == spec.shape[1]
+        is_turned = turned.is_turned(layer, key) if is_square else spec.shape[not is_output] != scale.numel
+        axis = int(is_output == is_turned)
+    else:  # of a convolution, where those of inputs and of outputs have the same shape
+        inputs = (adapter.config or {}).get("feedforward_modules") or []
+        if isinstance(inputs, list):
+            is_output = not any(layer.module.endswith(str(name)) for name in inputs)
+        elif len(set(spec.shape[:2])) == 2:
+            is_output = spec.shape[0] == scale.numel
+        else:
+            raise AdapterError(
+                f"{adapter.path}: {layer.module} has as many inputs as outputs, and feedforward_modules of {CONFIG} is "
+                "an expression; name its layers one by one"
+            )
+        is_turned, axis = is_output, int(not is_output)
+    wanted = [size if at == axis else 1 for at, size in enumerate(spec.shape)]
+    wanted[:2] = wanted[1::-1] if is_turned else wanted[:2]
+    if list(scale.shape) != wanted:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has {list(scale.shape)} numbers, which do not fit {key} "
             f"{list(spec.shape)}; give the base that it was trained on"
@@ -586,13 +616,13 @@ def _whole(
         yield key, Delta(adapter.path, "whole", (stored,))
 
 
-def edits_within(checkpoint: Checkpoint, adapter: Adapter) -> Iterator[Edit]:
+def edits_within(checkpoint: Checkpoint, adapter: Adapter, target: Target | None) -> Iterator[Edit]:
     """Yield the edits that merge an adapter which was saved inside of its base, and give the base its own names."""
     own = {key for layer in adapter.layers for key in layer.keys.values()} | set(adapter.saved.values())
     names = {key: plain_name(key) for key in checkpoint.entries if key not in own}
     base = checkpoint.with_entries({name: checkpoint.entries[key] for key, name in names.items()}, None)
     stored = {name: key for key, name in names.items()}
-    for edit in merge_edits(base, find_merge(base, [adapter])):
+    for edit in merge_edits(base, find_merge(base, [adapter], target=target)):
         yield replace(edit, key=stored[edit.key]) if isinstance(edit, MergeAdapter) else edit
     yield from renames(names)
     yield from map(Drop, sorted(own))

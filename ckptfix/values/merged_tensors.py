@@ -305,10 +305,8 @@ class _Layer:
         scales = self.factors[0]
         if weight.shape[1:] == (1,):
             return scales.reshape(-1, 1)[first:last]
-        if weight.ndim > 2:
-            scales = scales.transpose(0, 1)
         if self.delta.transposed:
-            scales = scales.T
+            scales = scales.transpose(0, 1)
         return scales[first:last] if scales.shape[0] > 1 else scales
 
     @property

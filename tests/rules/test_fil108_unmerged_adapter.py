@@ -44,6 +44,7 @@ CASES = {
     "tokens": LORA(r=4, target_modules=["q"], trainable_token_indices={"embed": [3, 49]}),
     "a parameter": LORA(r=4, target_modules=["q"], target_parameters=["fc.weight"]),
     "IA3": peft.IA3Config(target_modules=["q", "fc"], feedforward_modules=["fc"]),
+    "IA3 of convolutions": peft.IA3Config(target_modules=["conv", "pixel"], feedforward_modules=["pixel"]),
 }
 
 
@@ -57,6 +58,16 @@ def test_a_merge_has_the_bits_of_peft(config, dtype, tmp_path):
     assert_same(repaired, want)
     assert report.exit_code == 0
     assert any(bytes_of(repaired[key]) != bytes_of(before[key]) for key in before)
+
+
+def test_a_square_layer_among_both_kinds_is_not_guessed(tmp_path):
+    """``fc`` is a Linear, which neither the file nor the adapter says, and peft has noted that of ``c_attn``."""
+    adapter = trained(LORA(r=4, target_modules=["fc", "c_attn"]), tmp_path / "adapter")
+    before = net().state_dict()
+    with pytest.raises(AdapterError, match="whether the square block.0.fc is a Conv1D"):
+        ckptfix.repair_state_dict(before, adapter=adapter)
+    repaired, _ = ckptfix.repair_state_dict(before, net(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter]))
 
 
 DORA = {r: LORA(r=r, lora_alpha=9, target_modules=FORMS, use_dora=True) for r in RANKS}
