@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,9 @@ Specs = Mapping[str, Sequence[int]]
 ORDER_WEIGHT = 0.6
 SORTED_WEIGHT = 0.12
 """Keys sorted by name say less about the order of the layers."""
+
+SORTED_UP_TO = 10
+"""Keys are sorted if one of so many comes before its predecessor by name; as a model defines them, about half do."""
 
 Converters = tuple["Converter | None", "Converter | None"]
 """Those of the model that the file is from, and of the target."""
@@ -77,7 +80,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     ``without`` are choices of another map between them that were wrong."""
     sources = {key: tuple(shape) for key, shape in source.items()}
     targets = {key: tuple(shape) for key, shape in target.items()}
-    ours, weight = _leaves(sources)
+    ours, weight = _leaves(sources, _is_in_order(sources, targets))
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
     matcher = Matcher(min(weight, other), without)
@@ -145,14 +148,23 @@ def _parts(inference: Inference) -> dict[str, tuple[Part, ...]]:
     return {key: match.parts for key, match in inference.matches.items()}
 
 
-def _leaves(specs: Mapping[str, Shape]) -> tuple[Leaves, float]:
+def _leaves(specs: Mapping[str, Shape], is_in_order: bool = True) -> tuple[Leaves, float]:
     keys = [key for key in specs if key.rpartition(".")[2] != COUNTER]
     weight = ORDER_WEIGHT
-    if keys == sorted(keys):
+    if not is_in_order or _is_in_order(keys, sorted(keys)):
         keys.sort(key=_natural)
         weight = SORTED_WEIGHT
     paths = told_apart([segments(key) for key in keys])
     return [whole(key, specs[key], path, at) for at, (key, path) in enumerate(zip(keys, paths, strict=True))], weight
+
+
+def _is_in_order(source: Iterable[str], target: Iterable[str]) -> bool:
+    """Tell whether the keys that both sides have come in much the same order.
+
+    A file that was sorted keeps its order if some of its keys are renamed; safetensors sorts each dtype by itself."""
+    places = {key: at for at, key in enumerate(target)}
+    common = [places[key] for key in source if key in places]
+    return SORTED_UP_TO * sum(one > other for one, other in pairwise(common)) <= len(common)
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

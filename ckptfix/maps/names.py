@@ -36,9 +36,13 @@ patch: patch patches patchify
 class: cls class
 head: head heads classifier classif predictions score
 image: vision visual image img
-text: text language txt
+text: text language txt textual
+audio: audio aud speech
+averaged: ema momentum target teacher averaged shadow
+trained: online student base
 conv: conv convs convolution cnv
 downsample: downsample downsampling downsampler
+upsample: upsample upsampling upsampler upscale
 shortcut: shortcut skip identity
 scale: scale scaling gamma lambda lambdas
 bias: bias beta biases b
@@ -139,6 +143,8 @@ PHRASES = {
     "ln_pre": ("norm", "first"),
     "pre_layrnorm": ("norm", "first"),
     "logit_scale": ("temperature",),
+    "encoder_q": ("encoder", "trained"),
+    "encoder_k": ("encoder", "averaged"),
     "feed_forward1": ("mlp", "first"),
     "ffn1": ("mlp", "first"),
     "ff1": ("mlp", "first"),
@@ -167,6 +173,9 @@ EXCLUSIVE = (
     frozenset({"encoder", "decoder"}),
     frozenset({"mean", "variance"}),
 )
+
+# Concepts of the layers that a U-Net, a pyramid or a generator has on its way back up.
+BACKWARD = frozenset({"decoder", "up", "upsample", "deconv", "lateral", "fpn", "synthesis"})
 
 STATISTICS = {"running_mean": "mean", "running_var": "variance"}
 

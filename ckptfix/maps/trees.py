@@ -10,6 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import pairwise
+from operator import sub
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -17,7 +19,18 @@ from msgspec.structs import replace
 from ckptfix.core.parts import Bounds, Shape
 from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Path
-from ckptfix.maps.names import STATISTICS, bag, conflicts, kind, module, numbers, similarity, template, weights
+from ckptfix.maps.names import (
+    BACKWARD,
+    STATISTICS,
+    bag,
+    conflicts,
+    kind,
+    module,
+    numbers,
+    similarity,
+    template,
+    weights,
+)
 
 FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
 REORDERED_WEIGHT = 0.3  # of the order that the layers of the other side show
@@ -111,8 +124,9 @@ class Matcher(Struct):
 
         ``sorted_side`` is the side (0, 1) whose keys are sorted by name, if only one is: what is certain then says in
         which order its layers are."""
-        for at in range(2):
-            if at and sorted_side is not None:
+        for _ in range(2):
+            is_shown = any(label >= Label.CERTAIN for each in self.decisions for label in each.labels)
+            if is_shown and sorted_side is not None:
                 source, target = _reordered((source, target), sorted_side, self.decisions)
                 self.order_weight = REORDERED_WEIGHT
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
@@ -148,7 +162,7 @@ class Matcher(Struct):
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
             )
-            for pair in self._pairs(here, there, places, complete, key, len(pool.labels)):
+            for pair in self._pairs(here, there, places, complete, key, pool):
                 taken[0].update(pair.source.members)
                 taken[1].update(pair.target.members)
                 ones = [pool.source[at] for at in pair.source.members]
@@ -177,7 +191,7 @@ class Matcher(Struct):
         places: Sequence[Places],
         complete: bool,
         key: Key,
-        instances: int,
+        pool: _Pool,
     ) -> Iterator[_Pair]:
         if not source or not target:
             return
@@ -185,7 +199,7 @@ class Matcher(Struct):
         votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
         for row, votes_of_row in zip(scores, votes, strict=True):
             for column, vote in enumerate(votes_of_row):
-                most = max(instances, *votes_of_row, *(each[column] for each in votes))
+                most = max(len(pool.labels), *votes_of_row, *(each[column] for each in votes))
                 row[column] += VOTE_WEIGHT * vote / most if vote else 0.0
         for at, one in enumerate(source if self.without else ()):
             for to, other in enumerate(target):
@@ -194,8 +208,10 @@ class Matcher(Struct):
         if runs:
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
             ours, theirs = _by_number(source), _by_number(target)
-            if _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end, perhaps
-                label = min(label, Label.LIKELY)
+            is_shown = self.order_weight > REORDERED_WEIGHT  # keys that are sorted count up in any case
+            sides = _front(ours[0], pool.source), _front(theirs[0], pool.target)
+            if _is_rising(ours) != _is_rising(theirs) if is_shown else _may_count_down(*sides):
+                label = min(label, Label.LIKELY)  # one side counts from the other end, perhaps
             straight, mirrored = (
                 {(key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}
                 for side in (theirs, theirs[::-1])
@@ -298,7 +314,8 @@ def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
     ours, theirs = ({numbers(node.path) for node in nodes} for nodes in (source, target))
     if ours == theirs:
         return Label.CERTAIN
-    return Label.AMBIGUOUS if ours & theirs else Label.LIKELY
+    steps = ({tuple(map(sub, two, one)) for one, two in pairwise(sorted(side))} for side in (ours, theirs))
+    return Label.AMBIGUOUS if ours & theirs and next(steps) == next(steps) else Label.LIKELY
 
 
 def _end(path: Path, places: Places) -> Path:
@@ -319,6 +336,19 @@ def _by_number(nodes: Sequence[Node]) -> list[Node]:
 def _is_rising(nodes: Sequence[Node]) -> bool:
     """Tell whether modules come in this order in their file."""
     return nodes[0].order < nodes[-1].order
+
+
+def _front(node: Node, leaves: Sequence[Pooled]) -> Path:
+    """Return the path of a module from the root of its file on."""
+    leaf = leaves[node.members[0]]
+    full = leaf.leaves[0].path
+    return full[: len(full) - len(leaf.path) + len(node.path)]
+
+
+def _may_count_down(one: Path, other: Path) -> bool:
+    """Tell whether modules with other names are on the way back up, where some libraries count from the deepest one."""
+    is_named = template(".".join(one)) == template(".".join(other))
+    return not is_named and not BACKWARD.isdisjoint([*bag(one), *bag(other)])
 
 
 def _same_end(one: Node, other: Node) -> bool:
@@ -421,7 +451,7 @@ def _places(leaves: list[Pooled]) -> Places:
 
 def _numbered(node: Node, places: Places) -> tuple[int, ...]:
     fronts = (node.path[: depth + 1] for depth in range(len(node.path)))
-    return tuple(places[front][0] for front in fronts if front in places)
+    return tuple(places[front][0] for front in fronts if places.get(front, (0, 1))[1] > 1)
 
 
 def _same_numbers(one: tuple[int, ...], other: tuple[int, ...]) -> float:

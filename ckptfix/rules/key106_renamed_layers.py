@@ -46,7 +46,7 @@ written by hand."""
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -139,12 +139,14 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     moves = _moves(inference, checkpoint)
     if twin is not None:
         inference, moves, proof = proved(inference, twin, target.tie_of, checkpoint)
+    is_own = inference.origin not in ("", "values")
+    if not is_own:
+        moves = _settled(moves, source, wanted, target.tie_of, values)
     least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
-    is_own = inference.origin not in ("", "values")
-    if applied and (is_own or _is_stable(applied, source, wanted, target.tie_of, values)):
+    if applied:
         missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
         is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
@@ -360,16 +362,45 @@ def _explained(source: Specs, target: Specs, tied: Collection[str], values: Valu
     return inference if values is None else by_values(inference, source, target, *values)
 
 
-def _is_stable(moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values) -> bool:
-    """Tell whether the map, applied, leaves nothing that another look would move: else it contradicts itself."""
+def _settled(moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values) -> Moves:
+    """Return the moves with their labels after another look at the file as it will be.
+
+    What is ambiguous is likely if the other look finds the same. If it would move anything else, the map contradicts
+    itself, and all of it is ambiguous."""
+    for _ in range(2):
+        applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
+        more = dict(_moved_next(applied, source, target, tied, values)) if applied else {}
+        if not more:
+            return moves
+        found = {key: replace(moves[key], label=Label.LIKELY) for key in more if key in moves}
+        together = {key: move.parts for key, move in (applied | found).items()}
+        if {key: move.parts for key, move in found.items()} != more or len(used_in_full(together, source)) < len(
+            together
+        ):
+            break
+        moves = moves | found
+    return {key: replace(move, label=Label.AMBIGUOUS) for key, move in moves.items()}
+
+
+def _moved_next(
+    moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values
+) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """Yield what another look would move once these moves are made."""
+    made: dict[str, list[str]] = defaultdict(list)
+    for key, move in moves.items():
+        made[move.parts[0].source].append(key)
     used = {part.source for move in moves.values() for part in move.parts}
-    after = {key: shape for key, shape in source.items() if key not in used} | {key: target[key] for key in moves}
+    after: dict[str, Shape] = {}  # in the order of the file that will be written
+    for key, shape in source.items():
+        after |= {name: target[name] for name in made[key]} if key in used else {key: shape}
     if values is not None:  # what was moved has the values of its place, as far as they are compared
         values = {**values[0], **{key: values[1][key] for key in moves}}, values[1]
     again = _explained(after, target, tied, values)
-    return again is None or not any(
-        match.label > Label.AMBIGUOUS and not _stays(key, match, again) for key, match in again.matches.items()
-    )
+    if again is None:
+        return
+    for key, match in again.matches.items():
+        if match.label > Label.AMBIGUOUS and not _stays(key, match, again):
+            yield key, match.parts
 
 
 def _edits(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:

@@ -305,6 +305,35 @@ def test_equal_layers_counted_from_the_other_end_are_not_certain():
     assert {match.label for match in infer(source, target).matches.values()} == {Label.LIKELY}
 
 
+def test_sorted_layers_of_the_way_back_up_may_be_counted_from_the_other_end():
+    source = dict(sorted(stack("up", [linear("conv", 8, 8)] * 4).items()))
+    target = stack("decoder", [linear("conv", 8, 8)] * 4)
+    assert {match.label for match in infer(source, target).matches.values()} == {Label.LIKELY}
+
+
+def test_layers_of_a_sequence_are_numbered_anew_in_their_order():
+    layers = [linear(f"net.{at}", 8, 8) for at in (0, 2, 4)], [linear(f"net.{at}", 8, 8) for at in (0, 3, 6)]
+    source, target = ({key: shape for layer in side for key, shape in layer.items()} for side in layers)
+    assert sources(source, target)["net.6.weight"] == ["net.4.weight"]
+    shifted = {f"net.{at}.weight": (8, 8) for at in range(4)}, {f"net.{at}.weight": (8, 8) for at in range(1, 5)}
+    assert infer(*shifted).matches["net.1.weight"].label is Label.AMBIGUOUS, "the first or the last may be another one"
+
+
+def test_a_sorted_file_with_some_new_names_says_nothing_of_the_order():
+    """What is ambiguous in the sorted file is so in what a repair makes of it."""
+    shapes = {"Ua": (8, 8), "Wa": (8, 8), **linear("fc", 16, 8), **norm("bn"), **linear("out", 3, 16)}
+    target = {"W_query": (8, 8), "W_key": (8, 8), **norm("bn"), **linear("fc", 16, 8), **linear("out", 3, 16)}
+    for source in (dict(sorted(shapes.items())), {"Ua": (8, 8), "Wa": (8, 8), **dict(sorted(target.items())[2:])}):
+        assert infer(source, target).matches["W_key"].label is Label.AMBIGUOUS
+
+
+def test_a_number_that_all_have_does_not_count():
+    """``xyz.{n}.0`` is ``pts.{n}``, also beside a layer of their shape and another name."""
+    source: Specs = {"feature.weight": (8, 8), **{f"pts.{at}.weight": (8, 3 if at == 0 else 8) for at in range(4)}}
+    target: Specs = {**{f"xyz.{at}.0.weight": (8, 3 if at == 0 else 8) for at in range(4)}, "last.weight": (8, 8)}
+    assert sources(source, target)["xyz.1.0.weight"] == ["pts.1.weight"]
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [

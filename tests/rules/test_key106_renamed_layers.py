@@ -99,6 +99,21 @@ def test_a_layer_that_counts_from_another_number_is_not_moved():
         assert finding.fix is None
 
 
+def test_what_is_ambiguous_does_not_keep_the_rest_from_its_place():
+    """The keys are sorted, as in safetensors, so that nothing says which of two heads is which."""
+    trunk = {f"trunk.{at}.weight": torch.full((6, 6), float(at)) for at in range(3)}
+    trunk |= {f"trunk.{at}.bias": torch.zeros(6) for at in range(3)}
+    state = dict(sorted({**trunk, "head_a.weight": torch.ones(1, 6), "head_b.weight": torch.zeros(1, 6)}.items()))
+    heads = {name: nn.Linear(6, 1, bias=False) for name in ("valence", "arousal")}
+    model = within(backbone=nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), **heads)
+    done, report = ckptfix.repair_state_dict(state, model, rename_layers=True)
+    assert torch.equal(done["backbone.2.weight"], trunk["trunk.2.weight"])
+    assert not any(f"{name}.weight" in done for name in heads)
+    assert any(finding.keys == tuple(f"{name}.weight" for name in heads) for finding in report.findings)
+    again, _ = ckptfix.repair_state_dict(done, model, rename_layers=True)
+    assert list(again) == list(done)
+
+
 class Stages(nn.Module):
     """A stem, two stages of two blocks each, and a head, as in a ResNet."""
 
