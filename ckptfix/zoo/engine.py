@@ -5,6 +5,7 @@ lacked the memory that its neighbours had, and fails for good if the worker dies
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -287,6 +288,7 @@ def main() -> None:
     pipe = Connection(descriptor)
     faulthandler.enable()
     gc.set_threshold(_NEW_OBJECTS)
+    atexit.register(gc.freeze)  # else Python goes through all of torch once more when it ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     die_with(driver)
     with contextlib.suppress(OSError):
