@@ -120,7 +120,7 @@ def test_arguments_that_are_no_json_are_refused() -> None:
 ORPHAN = """
 import os, subprocess, sys
 os.mkfifo("answer")  # which nobody reads: the child waits there for ever
-child = subprocess.Popen([sys.executable, "-m", "ckptfix.smoke.launch"], stdin=-1, stdout=-3, stderr=-3)
+child = subprocess.Popen([sys.executable, "-m", "ckptfix.smoke.child"], stdin=-1, stdout=-3, stderr=-3)
 order = '{"parent": %d, "answer": "answer", "stack": "stack", "timeout": 1000, "cwd": ".", "job": {}}'
 child.stdin.write(order.encode() % os.getpid())
 child.stdin.close()
