@@ -208,24 +208,23 @@ class PageOfZoo:
     """``--report FILE`` of a migration."""
 
     def __init__(self, file: str) -> None:
-        from ckptfix.report.page import check_page_file
+        from ckptfix.report.page import page_file
 
-        check_page_file(file)  # now, and not after a night of work
-        self._file = file
+        self._file = page_file(file)
+        self._file.refuse()  # now, and not after a night of work
 
     def save(self, migration: Migration, command: str, dry_run: bool) -> None:
         """Write the page of the whole zoo, also of what earlier runs have done."""
         from ckptfix.cli.output import facts_of_run
-        from ckptfix.report.page import save_page, write_page
+        from ckptfix.report.page import write_page
 
         renames = {
             line["source"]: line["output"]
             for line in migration.records()
             if line["output"] not in (None, line["source"])
         }
-        save_page(
-            self._file,
-            lambda out: write_page(
+        with self._file.writing() as out:
+            write_page(
                 out,
                 migration.source,
                 migration.records(),
@@ -233,5 +232,4 @@ class PageOfZoo:
                 facts={**facts_of_run(), "Command": command},
                 renames=renames,
                 dry_run=dry_run,
-            ),
-        )
+            )

@@ -110,7 +110,7 @@ class ReportWriter(Struct):
             write_output(self._document.text())
         if self.page is not None:
             self.page.save()
-            self.console.note(f"report: {self.page.file}")
+            self.console.note(f"report: {self.page.file.path}")
 
 
 def _document(form: str) -> _Document | None:
@@ -181,13 +181,13 @@ class PageWriter:
 
     def __init__(self, file: str, taken: Mapping[str, str | None]) -> None:
         """``taken`` are other files of the command by the option that names them; the page is none of them."""
-        from ckptfix.report.page import check_page_file
+        from ckptfix.report.page import page_file
 
-        check_page_file(file)
+        self.file = page_file(file)
+        self.file.refuse()
         for option, other in taken.items():
             if other is not None and Path(other).resolve() == Path(file).resolve():
                 raise UsageError(f"{file}: is the file of {option}; name another file for the report")
-        self.file = file
         self._title = ""
         self._count = 0
         self._records = _spool()
@@ -209,13 +209,11 @@ class PageWriter:
 
     def save(self) -> None:
         """Write the page. Raises ``CkptfixError`` if that cannot be."""
-        from ckptfix.report.page import save_page, write_page
+        from ckptfix.report.page import write_page
 
         title = self._title if self._count == 1 else f"{self._count} checkpoints"
-        save_page(
-            self.file,
-            lambda out: write_page(out, title, _lines(self._records), _lines(self._weights), facts=facts_of_run()),
-        )
+        with self.file.writing() as out:
+            write_page(out, title, _lines(self._records), _lines(self._weights), facts=facts_of_run())
 
     def _add(self, source: str, record: Mapping[str, Any]) -> None:
         self._title = Path(source).name or source

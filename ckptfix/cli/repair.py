@@ -11,8 +11,9 @@ from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
-from ckptfix.errors import Opt, PlanError, UsageError, Words, WriteError
+from ckptfix.errors import Opt, PlanError, UsageError, Words
 from ckptfix.report.advice import Mode, Telling
+from ckptfix.writing.atomic import OwnFile
 
 if TYPE_CHECKING:
     from ckptfix.core.plan import Plan
@@ -69,7 +70,8 @@ def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any])
     plan = None if choices.get("apply") is None else _saved_plan(choices["apply"])
     result = ckptfix.repair(path, plan=plan, **arguments)
     if choices.get("plan") is not None:
-        _save_plan(choices["plan"], result.plan)
+        with _plan_file(choices["plan"]).writing() as file:
+            file.write(json.dumps(result.plan.to_json(), indent=2) + "\n")
     return result.report
 
 
@@ -87,7 +89,7 @@ def _saved_plan(file: str) -> Plan:
 
 
 def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
-    """A plan may replace an older plan and nothing else: one slip of a name must not cost a checkpoint."""
+    """Raise ``UsageError`` if the plan cannot go to its file."""
     from ckptfix.engine.destination import refuse_inputs
 
     file = Path(choices["plan"])
@@ -96,10 +98,11 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
         raise UsageError(f"{file}: is the checkpoint itself; name another file for the plan")
     if choices.get("output") is not None and file.resolve() == Path(choices["output"]).resolve():
         raise UsageError(f"{file}: is where the checkpoint goes; name another file for the plan")
-    if not _may_be_replaced(file):
-        raise UsageError(f"{file}: already exists and is not a ckptfix plan; name another file")
-    if not file.parent.is_dir():
-        raise UsageError(f"{file}: the folder {file.parent} does not exist; make it, or name another file for the plan")
+    _plan_file(file).refuse()
+
+
+def _plan_file(file: str | Path) -> OwnFile:
+    return OwnFile(Path(file), "plan", b'"ckptfix-plan"')
 
 
 def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
@@ -114,31 +117,3 @@ def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
         Opt("apply"): choices.get("apply"),
         Opt("compare"): None if compare == "source" else compare,
     }
-
-
-def _may_be_replaced(file: Path) -> bool:
-    """Return whether nothing is lost where a plan goes: it is free or empty, or has a plan, of whatever version."""
-    if not file.exists() or (file.is_file() and file.stat().st_size == 0):
-        return True
-    try:
-        data = json.loads(file.read_bytes()) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and "ckptfix-plan" in data
-
-
-def _save_plan(file: str, plan: Plan) -> None:
-    from ckptfix.writing.atomic import atomic_file
-
-    goal = Path(file).resolve()  # a link keeps pointing at its file
-    if not _may_be_replaced(goal):
-        raise WriteError(
-            f"{file}: is no longer a plan; the checkpoint was written completely; name another file for the plan"
-        )
-    try:
-        with atomic_file(goal) as out:
-            out.write(json.dumps(plan.to_json(), indent=2) + "\n")
-    except (OSError, WriteError) as error:
-        raise WriteError(
-            f"{file}: the plan cannot be written ({error.__cause__ or error}); name another place"
-        ) from error

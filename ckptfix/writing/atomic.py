@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ckptfix.errors import Opt, UsageError, WriteError
 
@@ -91,6 +91,40 @@ def atomic_file(goal: Path) -> Iterator[TextIO]:
         except OSError as error:
             raise unwritten(goal, error) from error
         deliver_file(temporary, goal)
+
+
+class OwnFile(NamedTuple):
+    """A plan or a report: it may replace an older one, which has ``mark`` among its first bytes, and nothing else. One
+    slip of a name must not cost a checkpoint."""
+
+    path: Path
+    what: str
+    mark: bytes
+
+    def refuse(self) -> None:
+        """Raise ``UsageError`` if it cannot go there: before the work begins, so that no hour of it is lost."""
+        path, what, _ = self
+        if path.exists() and not (path.is_file() and self._is_own()):
+            raise UsageError(f"{path}: already exists and is not a ckptfix {what}; name another file")
+        if not path.resolve().parent.is_dir():
+            raise UsageError(f"{path}: the folder {path.parent} does not exist; make it, or name another file")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[TextIO]:
+        """Open it as ``atomic_file`` does. Raises ``WriteError`` if the disk refuses; nothing is left then."""
+        self.refuse()
+        try:
+            with atomic_file(self.path) as file:
+                yield file
+        except (OSError, WriteError) as error:
+            raise WriteError(
+                f"{self.path}: the {self.what} cannot be written ({error.__cause__ or error}); name another place"
+            ) from error
+
+    def _is_own(self) -> bool:
+        with self.path.open("rb") as file:
+            head = file.read(4096)
+        return not head or self.mark in head
 
 
 def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, flush: bool = True) -> None:

@@ -9,18 +9,18 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from ckptfix.errors import UsageError, WriteError
 from ckptfix.report.page.data import Layers, data_element, script_json
 from ckptfix.report.page.entries import COLUMNS, Entries
 from ckptfix.report.style import printable
 from ckptfix.rules import RULES
+from ckptfix.writing.atomic import OwnFile
 
 T = TypeVar("T")
 
@@ -127,38 +127,6 @@ def _digest(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
-def check_page_file(file: str | Path) -> None:
-    """Raises ``UsageError`` if a page cannot go: one slip of a name must not cost a checkpoint.
-
-    Called before the work begins, so that an hour of checking does not end in a refused name."""
-    path = Path(file)
-    if not _may_be_replaced(path):
-        raise UsageError(f"{file}: already exists and is not a ckptfix report; name another file")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"{file}: the folder {path.parent} does not exist; make it, or name another file")
-
-
-def save_page(file: str | Path, write: Callable[[TextIO], None]) -> None:
-    """Have a page written and put it in place. Raises ``WriteError`` if the disk refuses; nothing is left then."""
-    from ckptfix.writing.atomic import atomic_file
-
-    goal = Path(file).resolve()  # a link keeps pointing at its file
-    check_page_file(goal)
-    try:
-        with atomic_file(goal) as out:
-            write(out)
-    except (OSError, WriteError) as error:
-        raise WriteError(
-            f"{file}: the report cannot be written ({error.__cause__ or error}); name another place"
-        ) from error
-
-
-def _may_be_replaced(path: Path) -> bool:
-    """Return whether nothing is lost where a page goes: the place is free or empty, or has a page of ours."""
-    if not path.exists():
-        return True
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(4096)
-    return not head or MARK.encode("ascii") in head
+def page_file(file: str | Path) -> OwnFile:
+    """Return the file of a page, whose place is checked before the work begins."""
+    return OwnFile(Path(file), "report", MARK.encode("ascii"))

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.report.page import check_page_file, render_page, rendering, save_page
+from ckptfix.report.page import page_file, render_page, rendering
 from ckptfix.report.page.rendering import MARK
 from tests.report.page.reading import Page
 from tests.report.page.samples import HOSTILE, record, repaired, undecided, weights, zoo
@@ -126,22 +126,23 @@ def test_the_size_of_a_page_is_bounded():
     assert len(render_page("t", (repaired(f"{number}.pth") for number in range(400)), own)) < 15_000_000
 
 
-def page(text="page"):
-    return lambda out: out.write(render_page(text, []))
+def save_page(file, text="page"):
+    with page_file(file).writing() as out:
+        out.write(render_page(text, []))
 
 
 def test_a_free_place(tmp_path):
     file = tmp_path / "out.html"
-    check_page_file(file)
-    save_page(file, page())
+    page_file(file).refuse()
+    save_page(file)
     assert "<title>page</title>" in file.read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
 
 
 def test_a_page_is_replaced(tmp_path):
     file = tmp_path / "out.html"
-    save_page(file, page("first"))
-    save_page(file, page("second"))
+    save_page(file, "first")
+    save_page(file, "second")
     assert "<title>second</title>" in file.read_text(encoding="utf-8")
 
 
@@ -150,29 +151,30 @@ def test_nothing_else_is(tmp_path, content):
     file = tmp_path / "model.pth"
     file.write_bytes(content)
     with pytest.raises(UsageError, match="is not a ckptfix report"):
-        check_page_file(file)
+        page_file(file).refuse()
     with pytest.raises(UsageError):
-        save_page(file, page())
+        save_page(file)
     assert file.read_bytes() == content
 
 
 def test_a_folder_is_no_place(tmp_path):
     with pytest.raises(UsageError, match="is not a ckptfix report"):
-        check_page_file(tmp_path)
+        page_file(tmp_path).refuse()
     with pytest.raises(UsageError, match="does not exist"):
-        check_page_file(tmp_path / "nowhere" / "out.html")
+        page_file(tmp_path / "nowhere" / "out.html").refuse()
 
 
 def test_an_error_leaves_the_old_page(tmp_path):
     file = tmp_path / "out.html"
-    save_page(file, page("first"))
+    save_page(file, "first")
 
-    def fail(out):
-        out.write("half")
-        raise OSError(28, "No space left on device")
+    def fail():
+        with page_file(file).writing() as out:
+            out.write("half")
+            raise OSError(28, "No space left on device")
 
     with pytest.raises(WriteError, match="No space left"):
-        save_page(file, fail)
+        fail()
     assert "<title>first</title>" in file.read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
 
@@ -181,6 +183,6 @@ def test_a_link_keeps_pointing(tmp_path):
     (tmp_path / "real").mkdir()
     link = tmp_path / "out.html"
     link.symlink_to(tmp_path / "real" / "page.html")
-    save_page(link, page())
+    save_page(link)
     assert link.is_symlink()
     assert (tmp_path / "real" / "page.html").is_file()
