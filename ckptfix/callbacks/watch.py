@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.core.wording import first_names
 from ckptfix.rules import VALUES
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Watch:
         if found:
             self.defects[path] = found
         for each in found:
-            keys = ", ".join(each["keys"][:3]) + (f" and {len(each['keys']) - 3} more" if len(each["keys"]) > 3 else "")
+            keys = first_names(each["keys"], 3)
             _log.warning("%s: %s %s: %s%s", path, each["code"], each["name"], each["message"], keys and f" ({keys})")
 
 

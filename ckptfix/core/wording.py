@@ -28,10 +28,10 @@ def clauses(facts: Iterable[Fact]) -> str:
     return "; ".join(map(clause, found[:_LISTED])) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def first_names(names: Sequence[object]) -> str:
+def first_names(names: Sequence[object], most: int = _LISTED) -> str:
     """Return the first few names, and how many more there are."""
-    rest = len(names) - _LISTED
-    return ", ".join(map(str, names[:_LISTED])) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _names(words: str) -> Callable[[Fact], str]:

@@ -80,7 +80,7 @@ def _joined(shape: Shape, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> ByteSo
         if piece.is_contiguous:
             sources[place] = WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)
         else:
-            sources[place] = AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
+            sources[place] = _ordered(piece)
     first, *others = [sources[place] for place in sorted(sources) if sources[place].nbytes] or sources.values()
     return JoinedBytes((first, *others)) if others else first
 
@@ -94,8 +94,7 @@ def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
     piece = replace(spec, shape=extent(part.box), offset=offset)
     if part.view:
         if not piece.is_contiguous:
-            source = AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
-            piece = replace(piece, storage=Storage(part.source, source), offset=0)
+            piece = replace(piece, storage=Storage(part.source, _ordered(piece)), offset=0)
         piece = replace(piece, shape=part.view, strides=contiguous_strides(part.view))
     if part.axes:
         shape, strides = (tuple(sizes[axis] for axis in part.axes) for sizes in (piece.shape, piece.strides))
@@ -151,11 +150,15 @@ class AssembledBytes:
         return panel
 
 
+def _ordered(piece: TensorSpec) -> AssembledBytes:
+    """Return the bytes of a piece in row-major order."""
+    return AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
+
+
 def _shaped(piece: TensorSpec, shape: Shape) -> TensorSpec:
     """Return the piece with its elements, in row-major order, in another shape."""
     if piece.shape != shape and not piece.is_contiguous:
-        source = AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
-        piece = replace(piece, storage=Storage("", source), offset=0)
+        piece = replace(piece, storage=Storage("", _ordered(piece)), offset=0)
     return piece if piece.shape == shape else replace(piece, shape=shape, strides=contiguous_strides(shape))
 
 

@@ -85,11 +85,6 @@ def _becomes_state_dict(report: Report) -> bool:
     return any(text.endswith("→ state_dict") for text in texts)
 
 
-def finding_text(finding: Finding) -> str:
-    """Return a finding in one line without its code and name."""
-    return message_with_count(finding)
-
-
 def _elsewhere(report: Report, codes: tuple[str, ...]) -> str:
     if "FIL101" in codes and "FIT" not in codes:
         place = "it is a bare state_dict" if report.container == "." else f"its weights stand under {report.container}"
@@ -160,7 +155,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
     yield (Span("this file: ", "strong"), verdict.sentence)
     for finding in (*verdict.confirming, *verdict.others):
         level = finding.level.name.lower()
-        yield ("  ", Span(finding.code, level), f" {finding.name} {level}: {finding_text(finding)}")
+        yield ("  ", Span(finding.code, level), f" {finding.name} {level}: {message_with_count(finding)}")
     if verdict.command:
         yield ("  run: ", Span(verdict.command, "strong"))
     if verdict.price:

@@ -14,7 +14,7 @@ from ckptfix.core.edits import Assemble, Rename, RenameModule
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
-from ckptfix.core.wording import typed
+from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
 
@@ -156,12 +156,9 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
     if not untrained or report.coverage is None:
         return ""
     modules = list(dict.fromkeys(key.rpartition(".")[0] or key for key in untrained))
-    named = ", ".join(f"`{module}`" for module in modules[:_NAMED])
-    more = f" and {len(modules) - _NAMED} more" if len(modules) > _NAMED else ""
+    named = first_names([f"`{module}`" for module in modules], _NAMED)
     verb = "becomes" if len(modules) == 1 else "become"
-    return (
-        f"{named}{more} {verb} untrained: {percent(sum(untrained.values()), report.coverage.parameters)} of the model"
-    )
+    return f"{named} {verb} untrained: {percent(sum(untrained.values()), report.coverage.parameters)} of the model"
 
 
 def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Remedy]]:

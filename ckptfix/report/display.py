@@ -65,15 +65,13 @@ def _plan_lines(plan: Plan) -> list[str]:
     return [repr(plan), *edit_lines(plan.edits)]
 
 
-show_as(Report, Form(report_lines, report_rows))
-show_as(Checkpoint, Form(_checkpoint_lines))
-
-
 def _map_lines(rename_map: RenameMap) -> list[str]:
     from ckptfix.report.edits import map_lines
 
     return [repr(rename_map), *map_lines(rename_map)]
 
 
+show_as(Report, Form(report_lines, report_rows))
+show_as(Checkpoint, Form(_checkpoint_lines))
 show_as(Plan, Form(_plan_lines))
 show_as(RenameMap, Form(_map_lines))

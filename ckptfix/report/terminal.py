@@ -152,8 +152,7 @@ def _kind(finding: Finding) -> int:
 def _kind_text(kind: int, findings: list[Finding]) -> str:
     what = ("in the values", "need a choice" if len(findings) > 1 else "needs a choice", "fixable")[kind]
     names = list(dict.fromkeys(finding.name for finding in findings))
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f"{len(findings)} {what} ({', '.join(names[:_NAMES])}{more})"
+    return f"{len(findings)} {what} ({first_names(names, _NAMES)})"
 
 
 _DONE: Mapping[type[Edit], str] = {

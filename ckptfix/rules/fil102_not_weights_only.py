@@ -191,10 +191,9 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     if not conversions:
         return
     classes = list(dict.fromkeys(edit.before for edit in conversions))
-    shown = ", ".join(classes[:4]) + (f" and {len(classes) - 4} more" if len(classes) > 4 else "")
     yield rule.finding(
         Level.WARNING,
-        f"torch.load refuses this file with its default weights_only=True, because of {shown}",
+        f"torch.load refuses this file with its default weights_only=True, because of {first_names(classes)}",
         evidence={edit.where: f"{edit.before} → {edit.after}" for edit in conversions},
         fix=Fix(tuple(conversions), Applicability.SAFE),
     )

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, Remedy, counted
 from ckptfix.core.objects import holds_tensors
+from ckptfix.core.wording import first_names
 from ckptfix.rules.rule import Context, Rule, rule
 
 
@@ -48,10 +49,9 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
             blocks=Blocks.WRITING,
         )
     if lost := [place for place in lost if place not in weights]:
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         yield rule.finding(
             Level.NOTE,
-            f"safetensors cannot carry {', '.join(lost[:4])}{more}, and the file to be written does not have it",
+            f"safetensors cannot carry {first_names(lost)}, and the file to be written does not have it",
             evidence={"places": lost},
             remedies=(Remedy((("format", "pth"),), "keeps it"),),
         )

@@ -16,6 +16,7 @@ from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.finding import FILE, Finding, Level, Placeholder, Remedy, advise, counted
 from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
+from ckptfix.core.wording import first_names
 from ckptfix.engine.delivery import ForwardTest
 from ckptfix.rules.run101_forward_fails import forward_fails
 from ckptfix.rules.run102_forward_non_finite import forward_non_finite
@@ -285,7 +286,6 @@ def _remedies(failure: Failure, device: str) -> tuple[Remedy, ...]:
 
 
 def _non_finite(outcome: Outcome) -> Finding:
-    what = _listed(outcome)
     evidence: dict[str, Any] = {
         "outputs": [str(figures) for figures in outcome.non_finite],
         "inputs": list(outcome.inputs),
@@ -321,16 +321,11 @@ def _non_finite(outcome: Outcome) -> Finding:
         )
     return forward_non_finite.finding(
         level,
-        f"the model runs, but its output is not finite: {what}{cause}",
+        f"the model runs, but its output is not finite: {first_names(outcome.non_finite, 3)}{cause}",
         keys=keys,
         evidence=evidence,
         remedies=remedies,
     )
-
-
-def _listed(outcome: Outcome) -> str:
-    what = ", ".join(str(figures) for figures in outcome.non_finite[:3])
-    return what + (f" and {len(outcome.non_finite) - 3} more" if len(outcome.non_finite) > 3 else "")
 
 
 def _culprit(origin: Origin) -> str:
@@ -367,7 +362,7 @@ def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
         ]
     if training.non_finite and is_good_in_eval:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
-        message = f"fine in eval mode, but not finite in training mode: {_listed(training)}{cause}"
+        message = f"fine in eval mode, but not finite in training mode: {first_names(training.non_finite, 3)}{cause}"
         evidence = _origin(training.origin) if training.origin is not None else {}
         remedy = Remedy(text="look at the named module: what differs are the statistics of the batch, and dropout")
         return [forward_in_training.finding(Level.WARNING, message, evidence=evidence, remedies=(remedy,))]

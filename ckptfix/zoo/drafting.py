@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ckptfix.core.config import parse_toml
 from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
-from ckptfix.core.wording import no_option, typed
+from ckptfix.core.wording import first_names, no_option, typed
 from ckptfix.errors import one_line
 from ckptfix.known.recognition import Shapes, recognise
 from ckptfix.known.table import table
@@ -206,7 +206,7 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
             else:
                 pairs = ((key, shape, other.layout.shapes[key]) for key, shape in own.shapes.items())
                 unlike = [f"{key} {list(one)} and not {list(two)}" for key, one, two in pairs if one != two]
-                yield f"the keys of {other_number} in other shapes: {_listed(unlike)}"
+                yield f"the keys of {other_number} in other shapes: {first_names(unlike, _FEW)}"
             return
 
 
@@ -235,7 +235,8 @@ def _weights(group: Group) -> Iterator[str]:
     rest = [each for each in first.candidates if each != first.weights]
     averaged = [each for each in rest if any(mark in each.lower() for mark in AVERAGED)]
     kind = "an averaged set (EMA) beside the raw one" if averaged else "several state_dicts"
-    yield from comment(f"each file has {kind}: {_listed(first.candidates)}; without this line {first.weights} is taken")
+    named = f"{kind}: {first_names(first.candidates, _FEW)}"
+    yield from comment(f"each file has {named}; without this line {first.weights} is taken")
     yield f"# weights = {quoted((averaged or rest or [first.weights])[0])}"
 
 
@@ -247,7 +248,7 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
         return
     yield "# What is open ".ljust(WIDTH, "-")
     for group in unknown:
-        yield from comment(f"which model this is: {_listed(group.names)}", "# - ")
+        yield from comment(f"which model this is: {first_names(group.names, _FEW)}", "# - ")
     for sight in sorted(unread, key=lambda sight: (not sight.is_hostile, sight.name)):
         yield from comment(f"{sight.name}: {sight.fault}", "# - ")
         if sight.whole:
@@ -269,12 +270,7 @@ def _by(sights: Iterable[Sight], key: Callable[[Sight], str]) -> list[tuple[str,
 
 
 def _which(names: Sequence[str], sights: Sequence[Sight]) -> str:
-    return "all" if len(names) == len(sights) else _listed(names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
+    return "all" if len(names) == len(sights) else first_names(names, _FEW)
 
 
 def quoted(text: str) -> str:

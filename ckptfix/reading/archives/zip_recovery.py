@@ -85,14 +85,14 @@ class FoundMembers(Struct):
 def walk(content: Content) -> FoundMembers:
     """Return the members of an archive without its directory. Raises ``HostileError`` if there is no end of them."""
     found = FoundMembers(content, zeros=zero_tail(content))
-    headers = {position: _data_start(content, position) for position in _signatures(content, b"PK\x03\x04")}
-    descriptors = _descriptors(content, set(headers.values()))
+    headers = {place: _whole_header(content, place) for place in _signatures(content, b"PK\x03\x04")}
+    descriptors = _descriptors(content, {header.start for header in headers.values() if header is not None})
     position = 0
-    for header, start in headers.items():
-        if header < position or start > len(content):
+    for place, header in headers.items():
+        if place < position or header is None:
             continue  # inside of the member before, or cut itself
-        info = _member(content, header, start)
-        if header != position and (not info.filename.isprintable() or info.compress_type not in _METHODS):
+        info, start = _member(content, place, header), header.start
+        if place != position and (not info.filename.isprintable() or info.compress_type not in _METHODS):
             continue  # bytes of a tensor that look like a header
         if info.flag_bits & 8:
             if start in descriptors:
@@ -116,14 +116,13 @@ def first_names(content: Content) -> list[str]:
     position = 0
     limit = member_limit(content)
     while bytes(content.buffer[position : position + 4]) == b"PK\x03\x04" and len(names) < limit:
-        start = _data_start(content, position)
-        if start > len(content):
+        if (header := _whole_header(content, position)) is None:
             break
-        info = _member(content, position, start)
+        info = _member(content, position, header)
         names.append(info.filename)
         if info.flag_bits & 8:
             break  # the size follows the data
-        position = start + info.compress_size
+        position = header.start + info.compress_size
     return names
 
 
@@ -138,12 +137,9 @@ def _signatures(content: Content, signature: bytes) -> Iterator[int]:
         position = content.buffer.find(signature, position + 4)
 
 
-def _data_start(content: Content, header: int) -> int:
-    fields = bytes(content.buffer[header + 26 : header + 30])
-    if len(fields) < 4:
-        return len(content) + 1
-    name, extra = struct.unpack("<2H", fields)
-    return int(header + HEADER.size + name + extra)
+def _whole_header(content: Content, place: int) -> Header | None:
+    header = read_header(content, place)
+    return header if header is not None and header.start <= len(content) else None
 
 
 def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int, int, int]]:
@@ -159,16 +155,13 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
     return found
 
 
-def _member(content: Content, header: int, start: int) -> Member:
-    _, _, flags, method, _, _, crc, packed, size, name_length, _ = HEADER.unpack(
-        content.buffer[header : header + HEADER.size]
-    )
-    names = header + HEADER.size
-    name = bytes(content.buffer[names : names + name_length]).decode("utf-8", "replace")
-    extra = bytes(content.buffer[names + name_length : start])
+def _member(content: Content, place: int, header: Header) -> Member:
+    name, packed, size = header.name.decode("utf-8", "replace"), header.packed, header.size
+    extra = bytes(content.buffer[place + HEADER.size + len(header.name) : header.start])
     if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
         size, packed = struct.unpack("<2Q", extra[4:20])
-    return Member(plain_name(name.partition("\0")[0]), name, flags, method, crc, packed, size, header)
+    plain = plain_name(name.partition("\0")[0])
+    return Member(plain, name, header.flags, header.method, header.crc, packed, size, place)
 
 
 _LOOK = 1 << 13  # bytes that a look at a claim counts as, beside those that are looked at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
@@ -51,7 +53,7 @@ WEIGHTS = frozenset(
 )
 
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
-_LISTED = 6
+_some = partial(first_names, most=6)
 
 
 def weights_file(path: str) -> str | None:
@@ -151,8 +153,3 @@ def _contents(folder: Path) -> str:
     if likely or below:
         return f"a folder, and no sharded checkpoint; name one of the files in it: {_some(likely or below)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
