@@ -70,6 +70,7 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
         copies = [copy for state in states.values() if isinstance(copy := state.get(key), TensorSpec)]
         if copies and not agree(copies, path, reads=False):
             note_copies(files.remarks, (key,))
+    files.note_renamed()
     merged = {**first, place: weights}
     for key in [key for key, value in first.items() if key == _METADATA or is_optimizer(value)]:
         del merged[key]

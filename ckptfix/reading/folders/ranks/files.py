@@ -171,8 +171,9 @@ class RankFiles:
                 self.remarks[fact] = None
             last = max(last or (name, numbers), (name, numbers), key=lambda each: each[1])
 
-    def _note_renamed(self) -> None:
-        """Note files that were saved under the name of another rank: torch keeps it in the archive."""
+    def note_renamed(self) -> None:
+        """Note files that were saved under the name of another rank, which torch keeps in the archive, if only the name
+        says which part of the weights a file has."""
         alike: dict[tuple[Path, str], list[tuple[tuple[int, ...], str, str]]] = {}
         for file, saved in self._saved_as.items():
             if (form := _NUMBER.sub("0", saved)) == _NUMBER.sub("0", file.stem):
@@ -183,7 +184,6 @@ class RankFiles:
 
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
         """Return the merged document."""
-        self._note_renamed()
         return Document(
             str(self.folder),
             form,

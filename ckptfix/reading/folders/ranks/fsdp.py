@@ -247,6 +247,7 @@ class _Merge:
         if any(part.numel for parts in stretches for part in parts):
             self.left_out |= {path for path in self.found if _is_flat_name(path)}
             self.files.remarks[Fact(Kind.FLATTENED)] = None
+            self.files.note_renamed()
         for path in [*(path for path, found in self.found.items() if found.differs), *lacking]:
             above = [path[:depth] for depth in range(1, len(path))]
             optimizer = next((part for part in above if is_optimizer(_at(root, part))), None)

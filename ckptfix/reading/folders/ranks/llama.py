@@ -56,6 +56,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
+    files.note_renamed()
     params = _params(folder)
     joining = Joining(str(folder))
     with files.merging():

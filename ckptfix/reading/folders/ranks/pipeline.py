@@ -107,6 +107,7 @@ def _document(files: RankFiles) -> Document:
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     producer += f", TP {tensor}" if tensor > 1 else ""
     note_copies(files.remarks, joining.differing)
+    files.note_renamed()
     merged["module"] = weights
     if optimizer is not None:
         merged["optimizer"] = optimizer

@@ -77,10 +77,11 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, if there are others beside it.
 
-    Model states without a data-parallel rank in their name are whole if there are no others, and stand for
-    themselves."""
+    Model states without a data-parallel rank in their name are whole if there are no others and no experts, and stand
+    for themselves."""
     if match := ZERO_OPTIM.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name):
-        is_one = len(by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)) > 1
+        others = by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)
+        is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT))
     else:
         is_one = ZERO_EXPERT.fullmatch(file.name) is not None
     return (file.parent, read_folder) if is_one else None
@@ -138,6 +139,7 @@ def _document(files: RankFiles) -> Document:
         merged["optimizer"] = masters.optimizer
     elif root.get("optimizer"):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})
     note_copies(files.remarks, joining.differing)
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
@@ -305,7 +307,8 @@ class Merging:
         self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
         self._ranks = {rank: made for rank, file in self.optim.items() if (made := self._states(file)) is not None}
         if not self._ranks:
-            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
+            causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
+            raise UnreadableError(f"{self.path}: {causes}; no rank can be read: fetch it again")
 
     def masters(self, root: Any) -> Masters:
         """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""

@@ -208,3 +208,15 @@ def test_a_check_reads_every_rank_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(OpenFile, "__init__", count)
     assert run_here("check", "--no-values", folder, cwd=tmp_path).returncode == 0
     assert len(opened) == len(set(opened)) == 4
+
+
+@pytest.mark.parametrize(("name", "is_named"), [("fsdp2_w4", False), ("fsdp1_local_names_w2", True)])
+def test_renamed_ranks_are_named_if_they_do_not_say_themselves_what_they_hold(
+    tmp_path: Path, name: str, is_named: bool
+) -> None:
+    folder, _ = unpacked(name, tmp_path)
+    one, other, *_ = sorted(folder.iterdir())
+    one.rename(tmp_path / "kept")
+    other.rename(one)
+    (tmp_path / "kept").rename(other)
+    assert (Kind.RANK_RENAMED in {mark.kind for mark in ckptfix.open_checkpoint(folder).remarks}) is is_named

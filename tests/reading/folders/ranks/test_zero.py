@@ -496,3 +496,9 @@ def test_model_states_of_another_shape_than_the_masters_are_refused(tmp_path: Pa
     _change(tmp_path / "mp_rank_00_model_states.pt", turn)
     with pytest.raises(UnreadableError, match="a differ in shape between the model states and the optimizer states"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def test_model_states_beside_files_of_experts_are_not_whole(tmp_path: Path) -> None:
+    folder, _ = unpacked("moe_w4_ep2", tmp_path)
+    one = ckptfix.open_checkpoint(folder / TAG / "mp_rank_00_model_states.pt")
+    assert one.keys() == ckptfix.open_checkpoint(folder).keys()
