@@ -331,12 +331,16 @@ def _grid_of_model(key: str, shape: Shape, target: Target) -> Grid | None:
     """Return the grid of patches that the model takes an image for, if its table of positions has one for each."""
     rows = math.prod(shape[:-1])
     path = key.rpartition(".")[0]
+    others = [name for name in target.slots if name != key and POSITIONS.search(name)]
     while True:
         below = f"{path}." if path else ""
         grids = {
             grid
             for place, grid in target.grids.items()
-            if (place == path or place.startswith(below)) and 0 <= rows - math.prod(grid) <= _MOST_TOKENS
+            if (place == path or place.startswith(below))
+            and 0 <= rows - math.prod(grid) <= _MOST_TOKENS
+            # That of an image encoder with a table of its own is not for the positions of a text beside it.
+            and not (place and any(name.startswith(f"{place}.") for name in others))
         }
         if grids or not path:
             return grids.pop() if len(grids) == 1 else None

@@ -150,7 +150,7 @@ def _merge(rule: Rule, context: Context) -> Finding:
     if merge.resized:
         key, words = next(iter(merge.resized.items()))
         elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
-    names = " and ".join(f"{_kind(adapter)}{f' ({adapter.label})' * bool(adapter.path)}" for adapter in adapters)
+    names = " and ".join(f"{_kind(adapter)}{_origin(adapter, checkpoint.path)}" for adapter in adapters)
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
     one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
     verb = "would change nothing in" if is_idle else one if len(adapters) == 1 else many
@@ -161,6 +161,13 @@ def _merge(rule: Rule, context: Context) -> Finding:
         evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
         fix=Fix(edits, Applicability.UNSAFE, asked=True),
     )
+
+
+def _origin(adapter: Adapter, base: str) -> str:
+    """Return the place of an adapter, and the base that it names if that may be another one."""
+    named = (adapter.config or {}).get("base_model_name_or_path")
+    is_other = isinstance(named, str) and bool(named) and Path(named).name.lower() not in base.lower()
+    return f" ({adapter.label}{f', trained on {named}' * is_other})" if adapter.path else ""
 
 
 def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAdapter]) -> dict[str, float]:

@@ -26,6 +26,8 @@ _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_
 _TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 _HEADS = ("lm_head", "embed_out")
+# Layers of diffusion models as their authors name them, and not diffusers.
+_ORIGINAL = re.compile(r"(?:^|\.)(?:(?:in|out)put_blocks|middle_block|(?:double|single)_blocks)[._]")
 _DROPPED = 3  # leading segments of a layer's name that the base may lack
 
 # Segments that may stand in the place of each other: releases of a library nest the same layers in other modules.
@@ -288,7 +290,9 @@ class _Names:
     def _find(self) -> tuple[int, str, dict[str, str]]:
         modules = list(dict.fromkeys(layer.module for layer in self.layers))
         best: tuple[int, str, dict[str, str]] = (0, "", {})
-        for dropped in range(_DROPPED + 1 if self.dot == "." else 1):
+        for dropped in range(_DROPPED + 1):
+            if dropped and self.dot == "_" and modules[0].split("_")[:dropped] != ["text", "model"]:
+                continue  # which transformers 5 leaves out; the segments of others are not known
             tails = {module: self.dot.join(module.split(self.dot)[dropped:]) for module in modules}
             ends = [*tails.values()]
             if not all(ends) or len(set(ends)) < len(ends):
@@ -387,6 +391,9 @@ class _Names:
                 f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "
                 f"such as {lacking[0]}: a tied layer is stored only under its other name; otherwise fetch both again"
             )
+        is_original = bool(_ORIGINAL.match(lacking[0]))
+        if is_original is not any(map(_ORIGINAL.search, self.checkpoint.entries)) and self.adapter.is_kohya:
+            own += "; its layers are named as in " + ("the one file of the authors" if is_original else "diffusers")
         return AdapterError(
             f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
             f"{lacking[0]}{own}; give the base that it was trained on"

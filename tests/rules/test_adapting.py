@@ -264,6 +264,13 @@ def test_keys_name_what_a_recipe_is_for():
     assert left.fix is None
 
 
+def test_a_short_text_is_not_taken_for_the_patches_beside_it():
+    """64 positions could be the 49 patches and 15 tokens."""
+    file, model = open_clip(224), open_clip(224, 64)
+    (finding,) = propose(shape_mismatch, file.state_dict(), model, adapt=("pos_embed=cut",))
+    assert (finding.keys, finding.fix is not None) == (("positional_embedding",), True)
+
+
 @pytest.mark.parametrize(
     ("recipe", "old", "new"),
     [

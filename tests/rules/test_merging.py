@@ -128,6 +128,18 @@ def test_names_with_underscores_for_dots(tmp_path):
     base["a_b.c.weight"] = torch.randn(6, 4)
     with pytest.raises(AdapterError, match=r"may be a\.b_c\.weight or a_b\.c\.weight"):
         ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors")
+    diffusion = {"model.diffusion_model.input_blocks.4.1.to_q.weight": torch.ones(4, 4)}
+    with pytest.raises(AdapterError, match="its layers are named as in diffusers"):
+        ckptfix.repair_state_dict(diffusion, adapter=tmp_path / "k.safetensors")
+
+
+def test_the_text_encoder_of_kohya_in_names_of_transformers_5(tmp_path):
+    name, one, two = "lora_te1_text_model_encoder_layers_0_q_proj", torch.randn(2, 4), torch.randn(6, 2)
+    save_file({f"{name}.lora_down.weight": one, f"{name}.lora_up.weight": two}, tmp_path / "k.safetensors")
+    for key in ("encoder.layers.0.q_proj.weight", "text_model.encoder.layers.0.q_proj.weight"):
+        base = {key: torch.randn(6, 4)}
+        repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors", select="FIL108")
+        assert_same(repaired, {key: base[key] + two @ one})
 
 
 def test_square_experts_and_attention_are_refused(tmp_path):
