@@ -15,7 +15,7 @@ from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
     from ckptfix.zoo.migrating import MakeEngine
-    from ckptfix.zoo.table import Table
+    from ckptfix.zoo.zoo_toml import Table
 
 
 ARGUMENTS = {
@@ -49,7 +49,7 @@ def migrate(run: Run, source: str, destination: str | None) -> int:
 def _migrate(
     console: Console, source: str, destination: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> int:
-    from ckptfix.cli.migration import MigrationMeter, PageOfZoo, closing_lines, write_json
+    from ckptfix.cli.zoo_output import MigrationMeter, PageOfZoo, closing_lines, write_json
     from ckptfix.zoo.job import Others
     from ckptfix.zoo.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
@@ -141,7 +141,7 @@ def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def table_name() -> str:
     """Return what the table is called where nobody names it."""
-    from ckptfix.zoo.table import FILE_NAME
+    from ckptfix.zoo.zoo_toml import FILE_NAME
 
     return FILE_NAME
 
@@ -157,7 +157,7 @@ def tables(
     console: Console, place: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Table, Table | None]:
     """Return the table of the zoo at a place, and the same with what is decided for single files."""
-    from ckptfix.zoo.table import plain_table, read_table
+    from ckptfix.zoo.zoo_toml import plain_table, read_table
 
     file, everything = _table_file(choices), of_a_repair(choices)
     if file is not None and choices.get("table") is None:

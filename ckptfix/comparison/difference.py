@@ -15,7 +15,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.folding import folded_lines
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span, elements, tensor_text
 
 Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor

@@ -14,7 +14,7 @@ from ckptfix.core.wording import typed
 from ckptfix.explain.explanation import MODEL, Explanation, Record
 from ckptfix.explain.fit import Advice
 from ckptfix.report.advice import Telling, message_with_count, suggested
-from ckptfix.report.folding import folded_lines
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
 
 _OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")

@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
 from ckptfix.core.rename_map import RenameMap
-from ckptfix.maps.assignment import assign
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import bag, module, roles, segments, similarity, told_apart, weights
-from ckptfix.maps.trees import Choice, Label, Matcher
+from ckptfix.maps.trees import Choice, Label, Matcher, assign
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter

@@ -33,7 +33,7 @@ from ckptfix.core.edits import (
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import extent
 from ckptfix.core.rename_map import CERTAIN, RenameMap
-from ckptfix.report.folding import folded_lines
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import elements, tensor_text
 
 _ANY = "{…}"

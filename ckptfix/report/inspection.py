@@ -18,7 +18,7 @@ from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.reading.weights.modules import is_module
-from ckptfix.report.folding import folded_lines
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, elements, size, tensor_text
 from ckptfix.writing.plain import NATIVE, known_form

@@ -13,7 +13,7 @@ from ckptfix.core.report import Report, plain
 from ckptfix.core.wording import first_names
 from ckptfix.report.advice import ABOUT_VALUES, Mode, Telling, advice_lines, mark, message_with_count
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.folding import fold_keys
+from ckptfix.report.key_lists import fold_keys
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, cut, elements, evidence_items, percent, quantity
 

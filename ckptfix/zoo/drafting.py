@@ -26,7 +26,7 @@ from ckptfix.known.recognition import Shapes, recognise
 from ckptfix.known.table import table
 from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.weights.containers import AVERAGED
-from ckptfix.report.folding import folded_lines
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_text
 from ckptfix.report.style import elements
 from ckptfix.zoo.listing import Item, Kind

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
-from ckptfix.zoo.table import Treatment
+from ckptfix.zoo.zoo_toml import Treatment
 
 SOURCE = "source"  # the folder for a source that is not on this machine: files in it have the names of the zoo
 
@@ -128,7 +128,7 @@ class Staged(Struct, frozen=True):
 class Done(Struct, frozen=True):
     """What came of a job. ``staged`` are the files that the driver still has to put in place.
 
-    ``weights`` is the line of ``weights.jsonl``, as ``journal.line_of`` gives it: the driver only writes it."""
+    ``weights`` is the line of ``weights.jsonl``, as ``manifest.line_of`` gives it: the driver only writes it."""
 
     number: int
     record: Record

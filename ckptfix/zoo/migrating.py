@@ -31,8 +31,8 @@ from ckptfix.zoo.manifest import Outcome, Record, read_manifest
 from ckptfix.zoo.places import Place, open_place, walk_if_there
 from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.resources import Budget, memory_at_hand, room_at
-from ckptfix.zoo.table import Table
 from ckptfix.zoo.workspace import Workspace, opened
+from ckptfix.zoo.zoo_toml import Table
 
 BAD = (Outcome.UNREADABLE, Outcome.FAILED)
 

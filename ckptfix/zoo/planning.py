@@ -17,7 +17,7 @@ from ckptfix.errors import UsageError
 from ckptfix.zoo.job import Job, Others
 from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import OWN_NAMES, Journal, Outcome, Record, free_name, version
-from ckptfix.zoo.table import Table, Treatment, with_decision
+from ckptfix.zoo.zoo_toml import Table, Treatment, with_decision
 
 _NOTHING = object()
 

@@ -22,7 +22,7 @@ from ckptfix.zoo.cluster import RayEngine, label_of
 from ckptfix.zoo.manifest import MANIFEST, WEIGHTS
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.resources import cost_of
-from ckptfix.zoo.table import Table, Treatment, read_table
+from ckptfix.zoo.zoo_toml import Table, Treatment, read_table
 from tests.zoo.bucket import Bucket
 from tests.zoo.zoos import Alone
 

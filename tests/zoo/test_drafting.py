@@ -21,7 +21,7 @@ from ckptfix.zoo.drafting import (
 )
 from ckptfix.zoo.listing import list_zoo
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.table import Table, read_table
+from ckptfix.zoo.zoo_toml import Table, read_table
 from tests.zoo.structures import STRUCTURES
 
 

@@ -23,7 +23,7 @@ from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.planning import Plan
 from ckptfix.zoo.resources import Budget, cost_of
-from ckptfix.zoo.table import Table, treatment_of_choices
+from ckptfix.zoo.zoo_toml import Table, treatment_of_choices
 
 ROOM = Budget(1 << 40)
 

@@ -17,7 +17,7 @@ from ckptfix.zoo.job import Others
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Migration, migrate
 from ckptfix.zoo.places import LocalPlace, open_place
-from ckptfix.zoo.table import plain_table
+from ckptfix.zoo.zoo_toml import plain_table
 from tests.zoo import zoos
 
 

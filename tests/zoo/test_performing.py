@@ -22,7 +22,7 @@ from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.performing import perform
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.planning import Plan
-from ckptfix.zoo.table import Table, Treatment, plain_table, treatment_of_choices
+from ckptfix.zoo.zoo_toml import Table, Treatment, plain_table, treatment_of_choices
 from tests.zoo.zoos import Alone, weights
 
 

@@ -12,7 +12,7 @@ from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Entry
 from ckptfix.zoo.planning import Plan
-from ckptfix.zoo.table import plain_table
+from ckptfix.zoo.zoo_toml import plain_table
 
 
 def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...] = ()) -> Item:

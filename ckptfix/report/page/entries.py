@@ -17,8 +17,8 @@ from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
 from ckptfix.report.advice import Mode, Telling, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.folding import folded_lines
 from ckptfix.report.inspection import size_on_disk
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_commands, likeness_text
 from ckptfix.report.page.data import Budget, digest, script_json
 from ckptfix.report.style import cut, evidence_items

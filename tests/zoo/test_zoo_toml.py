@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.errors import UsageError
 from ckptfix.report.advice import command_for
-from ckptfix.zoo.table import Table, Treatment, plain_table, read_table
+from ckptfix.zoo.zoo_toml import Table, Treatment, plain_table, read_table
 
 
 def table_of(folder: Path, text: str, **given) -> Table:

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.maps.assignment import assign
+from ckptfix.maps.trees import assign
 
 ROWS = st.integers(1, 4).flatmap(
     lambda width: st.lists(st.lists(st.integers(-5, 5), min_size=width, max_size=width), min_size=1, max_size=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptfix.cli.console import Console
-from ckptfix.cli.migration import MigrationMeter, progress_text
+from ckptfix.cli.zoo_output import MigrationMeter, progress_text
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Summary
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.report.folding import Fold, fold_keys, folded_lines
+from ckptfix.report.key_lists import Fold, fold_keys, folded_lines
 
 
 def unfold(fold: Fold) -> Iterator[str]:
