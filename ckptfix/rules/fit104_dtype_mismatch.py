@@ -42,6 +42,7 @@ from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Leve
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.roles import is_layers_own
 
 # The largest finite number of each float dtype, as `torch.finfo(dtype).max` gives it.
 LARGEST = {
@@ -116,8 +117,10 @@ def _largest(casts: tuple[Cast, ...], sort: str, context: Context) -> dict[str, 
 def _sort(cast: Cast, context: Context, target: Target) -> str:
     if DTYPES[cast.before].is_quantized:
         return "quantized"
+    slot = target.slots[cast.key]
     # Of a file as the target, a parameter is but a guess.
-    if _rank(cast.before) == 0 and target.modules is not None and target.slots[cast.key].kind == PARAMETER:
+    is_parameter = len(slot.shape) > 1 and is_layers_own(cast.key) if target.modules is None else slot.kind == PARAMETER
+    if _rank(cast.before) == 0 and is_parameter:
         return "rounded"
     if _rank(cast.before) > _rank(cast.dtype):
         return "lossy"

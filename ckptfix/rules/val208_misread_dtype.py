@@ -9,7 +9,8 @@ Matrices of 256 values or more, named as layers name theirs, with figures that n
   once their bits are read as float16. float16 that is read as bfloat16 looks so;
 - NaN or values in the hundreds and more, which make an ordinary matrix once the bytes of each value are reversed:
   a big-endian machine wrote them;
-- nothing but whole numbers up to 255: the codes of a quantised matrix without their scale.
+- nothing but whole numbers up to 255: the codes of a quantised matrix without their scale. The dtypes int8 and uint8
+  count too, unless there is a model, or any tensor of the file is called a scale.
 
 ## Why it matters
 The shapes fit and the file loads; the layer gives noise.
@@ -27,6 +28,7 @@ https://en.wikipedia.org/wiki/Bfloat16_floating-point_format, https://arxiv.org/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ckptfix.core.dtypes import DTYPES
@@ -45,17 +47,22 @@ DISTINCT = 16  # a binary or ternary network has fewer different values than tha
 HOLE, OUTSIDE = 0.25, 0.005
 LARGE = 100  # an RMS that no matrix has, from which on its bytes are looked at in the other order
 LARGEST_CODE = 255  # of unsigned bytes
+CODES = "whole numbers only, as codes without their scale"
+_SCALE = re.compile(r"scal(e|ing)|SCB|absmax|zero_?point|(^|[._])(qweight|zeros|alpha|a|b)$", re.IGNORECASE)
 
 
 @rule
 def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report matrices whose figures are those of other bytes; propose nothing."""
     found: dict[str, list[str]] = {}
+    may_be_codes = context.target is None and not any(_SCALE.search(key) for key in context.checkpoint.specs)
     for key, figures in context.statistics.items():
         spec = context.checkpoint.specs[key]
         if spec.numel < SMALLEST or not is_layers_own(key) or spec.quantizer is not None:
             continue
         what = _what(spec, figures) if is_matrix(key, spec, context.target) else ""
+        if may_be_codes and len(spec.shape) > 1 and spec.dtype in ("int8", "uint8") and _are_codes(spec):
+            what = CODES
         if what and not _starts_so(key, figures, context):
             found.setdefault(what, []).append(key)
     for what, keys in found.items():
@@ -86,7 +93,7 @@ def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
     if not figures.rms or figures.nonfinite:
         return ""
     if figures.rms > 1 and figures.absmax.is_integer() and figures.absmax <= LARGEST_CODE and _are_codes(spec):
-        return "whole numbers only, as codes without their scale"
+        return CODES
     if figures.rms > 0.5 and figures.absmax < 2.5 * figures.rms and figures.zeros < OUTSIDE * spec.numel:
         return "a hole around zero, as bfloat16 that was read as float16" if _has_hole(spec, figures) else ""
     if spec.dtype == "bfloat16" and figures.rms < usual_rms(spec) and _is_float16(spec, figures):

@@ -54,7 +54,9 @@ _ZERO_BY_DESIGN = re.compile(
 
 
 # The last layer of a classifier, which some models start at zero or at a thousandth of the others.
-_HEAD = re.compile(r"(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])", re.IGNORECASE)
+_HEAD = re.compile(
+    r"(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])|(^|\.)(\w+_head|output)\.weight$", re.IGNORECASE
+)
 
 # The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use.
 _SCALE_FREE = re.compile(r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$")

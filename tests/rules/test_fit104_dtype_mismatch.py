@@ -9,6 +9,8 @@ from torch import nn
 
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Level
+from ckptfix.core.target import target_from_checkpoint
+from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules.fit104_dtype_mismatch import LARGEST, dtype_mismatch
 from tests.rules.proposals import context, propose, repaired
 
@@ -69,8 +71,9 @@ def test_nothing_is_offered_for_a_loss(stored, wanted):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
 def test_integers_are_no_parameters(dtype):
     stored = nn.Linear(2, 3).state_dict() | {"weight": torch.ones(3, 2, dtype=dtype)}
-    (finding,) = propose(dtype_mismatch, stored, nn.Linear(2, 3))
-    assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, ("weight",), None)
+    for target in (nn.Linear(2, 3), target_from_checkpoint(open_state_dict(nn.Linear(2, 3).state_dict()))):
+        (finding,) = propose(dtype_mismatch, stored, target)
+        assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, ("weight",), None)
 
 
 def test_the_result_is_that_of_a_load():

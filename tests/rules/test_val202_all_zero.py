@@ -119,7 +119,9 @@ def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not():
         assert (finding.level, finding.keys) == (level, ("0.lora_B.weight", "1.lora_B.weight"))
 
 
-@pytest.mark.parametrize("key", ["head.weight", "head.fc.weight", "embeddings.time_embeddings", "classifier.weight"])
+@pytest.mark.parametrize(
+    "key", "head.weight head.fc.weight embeddings.time_embeddings classifier.weight lm_head.weight output.weight".split()
+)
 def test_a_last_layer_may_start_at_zero_and_not_stay_there(key):
     state = net(**{key.replace(".", "__"): (8, 16)})
     assert [(finding.level, finding.keys) for finding in propose(all_zero, state)] == [(Level.NOTE, (key,))]

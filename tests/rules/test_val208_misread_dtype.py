@@ -48,11 +48,17 @@ def test_bits_of_another_dtype(written, read, scale):
     assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, (KEY,), None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
 def test_codes_without_their_scale(dtype):
     codes = (40 * torch.randn(64, 64)).round().clamp(-127, 127).to(dtype)
     (finding,) = propose(misread_dtype, {KEY: codes})
     assert "whole numbers" in finding.message
+
+
+@pytest.mark.parametrize("beside", ["fc.scale", "fc.SCB", "fc.weight_scale_inv", "act_scaling_factor", "fc.a"])
+def test_noop_codes_beside_their_scale(beside):
+    codes = (40 * torch.randn(64, 64)).round().clamp(-127, 127).to(torch.int8)
+    assert propose(misread_dtype, {KEY: codes, beside: torch.rand(64)}) == []
 
 
 def test_noop_an_index_table():
