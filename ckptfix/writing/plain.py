@@ -222,10 +222,14 @@ class _Plainer:
             function, cls, made, state = value.args
             made = tuple(part if part is cls else self.convert(part, path, depth + 1) for part in made)
             return Opaque(value.cls, (function, cls, made, self.convert(state, path, depth + 1)))
-        if is_module(value):
+        container = self.checkpoint.container
+        onwards = container[len(path)] if path == container[: len(path)] else None  # the state_dict is in a member
+        if is_module(value) and onwards is None:
             self._note(path, name, "state_dict")
             return self.convert(module_state_dict(value, self.checkpoint.path), path, depth + 1)
         made = natural_form(value)
+        if onwards is not None and not (isinstance(made, dict) and onwards in made):
+            made = {**(made if isinstance(made, dict) else {}), **value.pairs, **value.attributes}
         self._note(path, name, type(made).__name__)
         return self.convert(made, path, depth + 1)
 

@@ -120,7 +120,8 @@ def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not():
 
 
 @pytest.mark.parametrize(
-    "key", "head.weight head.fc.weight embeddings.time_embeddings classifier.weight lm_head.weight output.weight".split()
+    "key",
+    "head.weight head.fc.weight embeddings.time_embeddings classifier.weight lm_head.weight output.weight".split(),
 )
 def test_a_last_layer_may_start_at_zero_and_not_stay_there(key):
     state = net(**{key.replace(".", "__"): (8, 16)})
