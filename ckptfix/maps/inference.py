@@ -97,6 +97,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     for key in [key for key in kept if _is_torn(key, inference)]:
         del kept[key]
     _match_counters(inference)
+    _turn_like_siblings(inference)
     _doubt_orientation(inference)
     return inference
 
@@ -197,7 +198,7 @@ def _match(
         label = min(label, Label.LIKELY)
     if any(part.axes and part.source != key for part in parts):
         label = min(label, Label.LIKELY)
-    if len(parts) == 1 and _hidden_transpose(parts[0], key, target[key]):
+    if len(parts) == 1 and _hidden_transpose(parts[0], key, source, target):
         label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
 
@@ -210,13 +211,47 @@ def _may_be_permuted(source: str, key: str) -> bool:
     return module(ours) != module(theirs) and (fused or bool(named & {"query", "key"}))
 
 
-def _hidden_transpose(part: Part, key: str, shape: Shape) -> bool:
-    """Tell whether a square matrix moves between a bare parameter (``x @ p``) and a linear layer (``x @ w.T``)."""
+def _hidden_transpose(part: Part, key: str, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> bool:
+    """Tell whether a square matrix may move between a bare parameter (``x @ p``) and a linear layer (``x @ w.T``): if
+    only one side calls it a weight, or if it moves into a child of its module and leaves the bias behind."""
+    shape = target[key]
     square = len(shape) == 2 and shape[0] == shape[1] and not part.axes
     ours, theirs = segments(part.source), segments(key)
-    if not square or (ours[-1] == "weight") == (theirs[-1] == "weight"):
+    outer, inner = sorted((part.source.rpartition(".")[0], key.rpartition(".")[0]), key=len)
+    moves_alone = inner.startswith(f"{outer}.") and source.get(f"{outer}.bias") == target.get(f"{outer}.bias", ())
+    if not square or ((ours[-1] == "weight") == (theirs[-1] == "weight") and not moves_alone):
         return False
     return not {"embed", "position", "token", "table", "scale"} & (bag(ours) | bag(theirs)).keys()
+
+
+def _turn_like_siblings(inference: Inference) -> None:
+    """Transpose square matrices whose names change as those of matrices do that only fit transposed.
+
+    The graph convolutions of PyG before 2.0 have ``conv2.weight`` in the order of ``x @ w``, and a linear layer since:
+    ``conv2.lin.weight``."""
+    changes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key, match in inference.matches.items():
+        part = match.parts[0]
+        if len(match.parts) == 1 and len(inference.target[key]) == 2 and part.source != key:
+            changes[_change(part.source, key)].append(key)
+    for keys in changes.values():
+        square = [key for key in keys if len(set(inference.target[key])) == 1]
+        turned = {bool(inference.matches[key].parts[0].axes) for key in keys if key not in square}
+        for key in square if True in turned else ():
+            match = inference.matches[key]
+            part = replace(match.parts[0], axes=(1, 0))
+            label = Label.LIKELY if len(turned) == 1 else Label.AMBIGUOUS
+            inference.matches[key] = replace(match, parts=(part,), label=label)
+
+
+def _change(source: str, key: str) -> tuple[str, str]:
+    """Return what is different of two names from the first segment on that is, without numbers."""
+    ours, theirs = source.split("."), key.split(".")
+    same = next(
+        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )
+    one, other = (re.sub(r"\d+", "", ".".join(path[same:])) for path in (ours, theirs))
+    return one, other
 
 
 def _doubt_orientation(inference: Inference) -> None:

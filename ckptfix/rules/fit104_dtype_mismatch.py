@@ -119,7 +119,9 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
         return "quantized"
     slot = target.slots[cast.key]
     # Of a file as the target, a parameter is but a guess.
-    is_parameter = len(slot.shape) > 1 and is_layers_own(cast.key) if target.modules is None else slot.kind == PARAMETER
+    is_parameter = (
+        len(slot.shape or ()) > 1 and is_layers_own(cast.key) if target.modules is None else slot.kind == PARAMETER
+    )
     if _rank(cast.before) == 0 and is_parameter:
         return "rounded"
     if _rank(cast.before) > _rank(cast.dtype):

@@ -277,6 +277,29 @@ def test_square_matrices_are_certain_only_beside_one_that_shows_how_they_lie():
     )
 
 
+def test_a_square_matrix_is_transposed_as_its_siblings_are():
+    """The graph convolutions of PyG hold ``weight`` in the order of ``x @ w``, and since 2.0 a linear layer."""
+    inputs, classes = (30, 8), (8, 4)
+
+    def nets(*shapes: tuple[int, int]) -> tuple[Specs, Specs]:
+        old: Specs = {}
+        new: Specs = {}
+        for at, (rows, columns) in enumerate(shapes, 1):
+            old |= {f"conv{at}.weight": (rows, columns), f"conv{at}.bias": (columns,)}
+            new |= {f"conv{at}.lin.weight": (columns, rows), f"conv{at}.bias": (columns,)}
+        return old, new
+
+    for sides in (nets(inputs, (8, 8), classes), nets(inputs, (8, 8), classes)[::-1]):
+        inference = infer(*sides)
+        for key, match in inference.matches.items():
+            assert match.parts[0].axes == ((1, 0) if key.endswith("weight") else ())
+            assert match.label is Label.LIKELY or key.endswith("bias")
+    alone = infer(*nets((8, 8), (8, 8)))
+    assert {alone.matches[f"conv{at}.lin.weight"].label for at in (1, 2)} == {Label.AMBIGUOUS}
+    wrapped: list[Specs] = [{**linear(f"{name}", 8, 8), **linear("out", 3, 8)} for name in ("proj", "proj.base")]
+    assert infer(*wrapped).matches["proj.base.weight"].label is Label.CERTAIN
+
+
 def test_a_bias_does_not_go_where_its_matrix_does_not():
     """The stages of PVT and SegFormer are alike, but for the width of some of their layers."""
     source = stack("a", [{**linear("fc1", 16, 8), **linear("fc2", 8, 16)}, {**linear("fc1", 64, 8)}])

@@ -308,3 +308,31 @@ def test_what_torch_would_not_call_is_written_as_data(value, tmp_path):
     checkpoint = replace(checkpoint, root={"state_dict": {}, "x": value})
     loaded = torch.load(write(checkpoint, "zip", tmp_path), weights_only=True)
     assert loaded["x"] == str(value.cls) or loaded["x"]["class"] == str(value.cls)
+
+
+class Holder(nn.Module):
+    """A module with no parameter of its own."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+@pytest.mark.parametrize("around", [lambda made: made, lambda made: {"model": made}], ids=["bare", "in a dict"])
+@pytest.mark.parametrize(
+    ("held", "where"),
+    [
+        (nn.Linear(2, 3).state_dict(), ["held"]),
+        ([nn.Linear(2, 3)], ["held", 0]),
+        (types.SimpleNamespace(net=nn.Linear(2, 3)), ["held", "net"]),
+    ],
+    ids=["state_dict", "list", "object"],
+)
+def test_weights_in_an_attribute_of_a_module_are_written(held, where, around, tmp_path):
+    source = saved(around(Holder(held)), tmp_path)
+    repaired = ckptfix.repair(source, output=tmp_path / "out.pth")
+    value = torch.load(tmp_path / "out.pth", weights_only=True)
+    for step in [*repaired.checkpoint.container]:
+        value = value[step]
+    assert [*repaired.checkpoint.container][-len(where) :] == where
+    assert {key: list(tensor.shape) for key, tensor in value.items()} == {"weight": [3, 2], "bias": [3]}
