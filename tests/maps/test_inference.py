@@ -296,8 +296,8 @@ def test_a_square_matrix_is_transposed_as_its_siblings_are():
             assert match.label is Label.LIKELY or key.endswith("bias")
     alone = infer(*nets((8, 8), (8, 8)))
     assert {alone.matches[f"conv{at}.lin.weight"].label for at in (1, 2)} == {Label.AMBIGUOUS}
-    wrapped: list[Specs] = [{**linear(f"{name}", 8, 8), **linear("out", 3, 8)} for name in ("proj", "proj.base")]
-    assert infer(*wrapped).matches["proj.base.weight"].label is Label.CERTAIN
+    plain, wrapped = ({**linear(name, 8, 8), **linear("out", 3, 8)} for name in ("proj", "proj.base"))
+    assert infer(plain, wrapped).matches["proj.base.weight"].label is Label.CERTAIN
 
 
 def test_a_bias_does_not_go_where_its_matrix_does_not():
