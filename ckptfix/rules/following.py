@@ -136,11 +136,10 @@ def scopes(change: Change) -> Iterator[Scope]:
     parameters = change.parameters()
     frozen = change.target.frozen if change.target is not None else frozenset()
     cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}
-    orders = {"the file's order": list(parameters)} if change.is_ordered else {}
-    if (order := change.model_order) is not None and order not in orders.values():
-        orders["the model's order"] = order
+    orders = [("the file's order", list(parameters))] if change.is_ordered else []
+    orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
     known = change.modules
-    for whose, order in orders.items():
+    for whose, order in orders:
         firsts = runs_of(order)
         chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
         if change.kinds:  # what the model does not have may have been a buffer of another one
@@ -158,7 +157,7 @@ def scopes(change: Change) -> Iterator[Scope]:
                 takes = _in_part(name, is_inside)
                 chosen.append((list(filter(takes, order)), takes, f"{'of' if is_inside else 'outside'} {name}"))
         for keys, takes, what in chosen:
-            which = " ".join(filter(None, (what, f"in {whose}" if len(orders) > 1 else "")))
+            which = " ".join(filter(None, (what, f"in {whose}" if len(dict(orders)) > 1 else "")))
             yield Scope(Layout({key: parameters[key].shape for key in keys}, known), takes, which)
 
 

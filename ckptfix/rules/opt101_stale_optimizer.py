@@ -188,8 +188,8 @@ def _out_of_step(
             evidence={"parameters": len(optimizer.ids)},
         )
         return
-    if not found and not change.touches and not change.is_ordered and change.model_order is not None:
-        if len(optimizer.ids) == len(change.model_order):
+    if not found and not change.touches and not change.is_ordered and (orders := change.model_orders):
+        if len(optimizer.ids) == len(orders[0]):
             yield rule.finding(
                 Level.NOTE,
                 f"{optimizer.label} has as many parameters as the model, in an order that is not the model's under any "
@@ -197,7 +197,7 @@ def _out_of_step(
                 evidence={"parameters": len(optimizer.ids)},
             )
         return
-    is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and change.model_order is None
+    is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and not change.model_orders
     # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
     is_wide = bool(found) or len(optimizer.ids) > len(change.parameters())
     has_changed = replace(change, is_wide=is_wide).touches
@@ -219,14 +219,7 @@ def _out_of_step(
         yield stays(f"{fits}: it stays as it is, though {sets[0]} changes", sets=sets)
         return
     if len(found) != 1:
-        reason = (
-            f"{counted(len(found), 'way')} to name its parameters fit and differ"
-            if found
-            else "nothing tells which group of it a new parameter belongs to, or at which place"
-            if is_named(optimizer, change)
-            else "its parameters cannot be named"
-        )
-        sources = [way.source for way in found]
+        sources, reason = [way.source for way in found], _reason(optimizer, change, found)
         why = "which other edits change" if plan.edits else "which the model has in another order"
         yield stays(
             f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
@@ -250,6 +243,15 @@ def _out_of_step(
     )
 
 
+def _reason(optimizer: Optimizer, change: Change, found: list[Followed]) -> str:
+    """Return why an optimizer cannot be brought in step."""
+    if found:
+        return f"{counted(len(found), 'way')} to name its parameters fit and differ"
+    if is_named(optimizer, change):
+        return "nothing tells which group of it a new parameter belongs to, or at which place"
+    return "its parameters cannot be named"
+
+
 def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change) -> Iterator[Finding]:
     """Say that an optimizer will have to follow once the keys are dropped, filled or replaced that do not fit yet."""
     target, specs = context.target, context.checkpoint.specs
@@ -261,12 +263,20 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
         for key, slot in target.slots.items()
     }
     origins = {key: NEW if key in misfits else change.origins.get(key, NEW) for key in after}
-    found = ways(optimizer, replace(change, after=after, origins=origins))
+    later = replace(change, after=after, origins=origins)
+    found = ways(optimizer, later)
+    once = f"out of step once {counted(len(misfits), 'key')} that do not fit are dropped or filled"
+    if len(found) != 1 and len(optimizer.ids) == len(change.parameters()) and later.touches:
+        yield rule.finding(
+            Level.WARNING,
+            f"{optimizer.label} will be {once}, and cannot follow: {_reason(optimizer, later, found)}",
+            evidence={"parameters": len(optimizer.ids)},
+            remedies=(DROP, KEEP),
+        )
     if len(found) == 1 and not found[0].is_unchanged and not found[0].naming.is_certain:
         yield rule.finding(
             Level.WARNING,
-            f"{optimizer.label} will be out of step once {counted(len(misfits), 'key')} that do not fit are dropped or "
-            f"filled: an unsafe fix then brings it in step ({_what(found[0])})",
+            f"{optimizer.label} will be {once}: an unsafe fix then brings it in step ({_what(found[0])})",
             evidence=_evidence(found[0]),
             remedies=(IN_STEP,),
         )

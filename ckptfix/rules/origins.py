@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, permutations, product
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -150,34 +151,35 @@ class Change(Struct, frozen=True):
         return found
 
     @property
-    def model_order(self) -> list[str] | None:
-        """The parameters of the file in the order of the model; None if that is not the order of the model that was
+    def model_orders(self) -> list[list[str]]:
+        """The parameters of the file in the order of the model; none if that is not the order of the model that was
         trained: layers of another implementation, or parts whose place was among others. Blocks that the model no
-        longer has were among those with other numbers."""
-        if self.model is None:
-            return None
+        longer has were among those with other numbers; any other module may have been at each place of its parent."""
+        if self.model is None or not self.result().keys() <= self.model.slots.keys():
+            return []  # the order of the result is not known either
         rank = {key: place for place, key in enumerate(self.model.slots)}
         places: dict[str, list[int]] = {}
         left: set[str] = set()
-        result = [key for key in self.result() if key in rank]
+        result = list(self.result())
         kept = {parent for key in result for parent in _parents(key)}
         for key in result:
             sources, place = self.origins[key].sources, rank[key]
             if len(sources) > 1 or not all(_is_renamed_alike(source, key) for source in sources):
-                return None
+                return []
             for source in sources:
                 places.setdefault(source, []).append(place)
                 left.update(_parents(source) - _parents(key))
         if left & kept:
-            return None  # one of several that were together has another place now
+            return []  # one of several that were together has another place now
         parameters = self.parameters()
         known = [key for key in parameters if key in places]
         order = sorted(known, key=lambda key: places[key][0])
         if order != sorted(known, key=lambda key: places[key][-1]):
-            return None
+            return []
         if len(order) == len(parameters) or self.is_ordered:
-            return order if len(order) == len(parameters) else None
-        return _with_blocks(order, [key for key in parameters if key not in places])
+            return [order] if len(order) == len(parameters) else []
+        order, gone = _with_blocks(order, [key for key in parameters if key not in places])
+        return _with_modules(order, gone)
 
     @property
     def touches(self) -> bool:
@@ -193,10 +195,11 @@ class Change(Struct, frozen=True):
         return self.is_ordered and self.model is not None and found != sorted(found)
 
 
-def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str] | None:
+def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], list[str]]:
     """Put the parameters of blocks that are gone where those of their siblings are: ``h.11.*`` after ``h.10.*``, in the
-    order within ``h.10``. None if one is in no such block."""
+    order within ``h.10``. Return the order, and the parameters that are in no such block."""
     rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
+    left: list[str] = []
     kept: dict[str, dict[int, dict[str, int]]] = {}
     lost: dict[str, dict[int, dict[str, int]]] = {}
     for place, key in enumerate((*order, *gone)):
@@ -216,8 +219,82 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> list[str] | None:
                 rank[key] = (max(siblings[before].values()) + 0.5, -depth, number, twin[tail])
             break
         else:
-            return None
-    return sorted(rank, key=rank.__getitem__)
+            left.append(key)
+    return sorted(rank, key=rank.__getitem__), left
+
+
+PLACEMENTS = 64
+"""How many orders are tried."""
+
+
+def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
+    """Put modules and parameters that are gone at each place that they may have had among those of their parent; those
+    of equal names in several blocks at the same place. Return all orders, none if there are too many."""
+    parents = {parent for key in order for parent in _parents(key)}
+    modules: dict[str, list[str]] = {}
+    for key in gone:
+        root = min({key, *_parents(key)} - parents, key=len)
+        modules.setdefault(root, []).append(key[len(root) :])
+    alike: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for root, tails in modules.items():
+        alike.setdefault((_NUMBERS.sub("0", root), frozenset(tails)), []).append(root)
+    orders = [order]
+    for (_, ends), roots in alike.items():
+        arranged = list(islice(_arranged(ends), PLACEMENTS + 1))
+        more = (_placed(one, roots, each) for one in orders for each in arranged)
+        orders = list(islice(chain.from_iterable(more), PLACEMENTS + 1))
+        if len(orders) > PLACEMENTS:
+            return []
+    return orders
+
+
+def _placed(order: list[str], roots: Sequence[str], tails: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the orders with modules, or with parameters, after each of their siblings and before all of them."""
+    is_leaf = list(tails) == [""]
+    parent = roots[0].rpartition(".")[0]
+    names = [_below(key, parent) for key in order]
+    siblings = dict.fromkeys(name for name, is_own in filter(None, names) if is_own or not is_leaf)
+    own = [name for name, is_own in filter(None, names) if is_own]
+    # A module's own parameters come before those of the modules in it.
+    after = [None, *siblings] if is_leaf else [own[-1] if own else None, *(one for one in siblings if one not in own)]
+    for sibling in after:
+        made = list(order)
+        for root in roots:
+            parent = root.rpartition(".")[0]
+            inside = [(at, one[0]) for at, key in enumerate(made) if (one := _below(key, parent))]
+            places = [at + 1 for at, name in inside if name == sibling]
+            if not inside or (sibling is not None and not places):
+                break
+            place = places[-1] if places else inside[0][0]
+            made[place:place] = [root + tail for tail in tails]
+        else:
+            yield made
+
+
+def _below(key: str, parent: str) -> tuple[str, bool] | None:
+    """Return which member of a module a key is in, and whether it is a parameter of the module itself."""
+    inside = key[len(parent) + 1 :] if parent else key
+    if parent and not key.startswith(f"{parent}."):
+        return None
+    name, dot, _ = inside.partition(".")
+    return name, not dot
+
+
+def _arranged(tails: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the orders that the parameters of a module may have: its own first, a weight before its bias."""
+    children: dict[str, list[str]] = {}
+    for tail in tails:
+        name, dot, rest = tail.removeprefix(".").partition(".")
+        children.setdefault(name, []).append(dot + rest)
+    own = [name for name, rest in children.items() if rest == [""]]
+    inner = [name for name in children if name not in own]
+    firsts = [sorted(own, reverse=True)] if set(own) <= {"weight", "bias"} else permutations(own)
+    nexts = [sorted(inner, key=int)] if all(map(str.isdecimal, inner)) else permutations(inner)
+    for first, then in product(firsts, nexts):
+        for parts in product(*(_arranged(children[name]) for name in then)):
+            found = list(first)
+            found += [name + rest for name, part in zip(then, parts, strict=True) for rest in part]
+            yield [f".{one}" if one else "" for one in found]
 
 
 def _in_blocks(key: str) -> Iterator[tuple[str, int, str]]:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
+from ckptfix.core.finding import Level
 from ckptfix.errors import UsageError
 from tests.checks import bytes_of
 
@@ -104,6 +105,47 @@ def test_what_was_dropped_of_sorted_keys_had_a_place_that_nothing_tells(tmp_path
     folder_of_a_trainer(tmp_path / "run", Net("zyx"))
     report = ckptfix.repair(tmp_path / "run", Net("zx"), output=tmp_path / "out.safetensors", unsafe_fixes=True).report
     assert [finding.code for finding in report.remaining] == ["OPT101"]
+
+
+class Tower(nn.Module):
+    """Blocks, and what many models have around them: a table, a pooler, a token and a head."""
+
+    def __init__(self, *without: str) -> None:
+        super().__init__()
+        parts = {"blocks": nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), "adapter": nn.Linear(4, 4)}
+        parts |= {"pooler": nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5)), "head": nn.Linear(5, 3)}
+        for name in parts.keys() - set(without):
+            self.add_module(name, parts[name])
+        self._modules = {name: self._modules[name] for name in parts if name in self._modules}
+        for name, shape in {"token": (1, 4), "mask": (1, 4), "table": (7, 4)}.items():
+            if name not in without:
+                self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+@pytest.mark.parametrize(
+    ("gone", "is_told"),
+    [
+        pytest.param(("pooler",), True, id="a-module-of-its-own-shapes"),
+        pytest.param(("adapter", "table"), True, id="what-fits-at-one-place-only"),
+        pytest.param(("token",), False, id="a-parameter-beside-one-of-its-shape"),
+    ],
+)
+def test_shapes_tell_where_something_gone_was_among_sorted_keys(tmp_path, gone, is_told):
+    model, target = Tower(), Tower(*gone)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, number)}
+    source = run_in(tmp_path / "run", model.state_dict(), optimizer)
+    foreseen = [finding for finding in ckptfix.check(source, target).findings if finding.code == "OPT101"]
+    assert [(finding.level, finding.fix) for finding in foreseen] == [(Level.WARNING, None)]
+    assert ("cannot follow" in foreseen[0].message) is not is_told
+    (tmp_path / "out").mkdir()
+    report = ckptfix.repair(source, target, output=tmp_path / "out" / "model.safetensors", unsafe_fixes=True).report
+    assert ("OPT101" in [finding.code for finding in report.remaining]) is not is_told
+    if is_told:
+        made = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
+        wanted = [number for number, (name, _) in enumerate(model.named_parameters()) if name.split(".")[0] not in gone]
+        assert [int(row["momentum_buffer"].max()) for row in made.values()] == wanted
 
 
 def test_without_the_model_the_order_is_not_known(tmp_path):
