@@ -23,90 +23,10 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global
 from ckptfix.errors import HostileError, UnreadableError
 
-# The modules of the standard library of all Pythons from 2.7 to 3.14, without underscores in front.
-STDLIB = frozenset(
-    """BaseHTTPServer Bastion CGIHTTPServer Canvas ConfigParser Cookie DocXMLRPCServer HTMLParser MimeWriter Queue
-    ScrolledText SimpleHTTPServer SimpleXMLRPCServer SocketServer StringIO Tix Tkinter UserDict UserList UserString
-    abc aifc aix_support android_support annotationlib antigravity anydbm apple_support argparse array ast asynchat
-    asyncio asyncore atexit audioop base64 bdb binascii binhex bisect blake2 bootsubprocess bsddb builtin__ builtins
-    bz2 cPickle cProfile cStringIO calendar cgi cgitb chunk cmath cmd code codecs codecs_cn codecs_hk codecs_iso2022
-    codecs_jp codecs_kr codecs_tw codeop collections collections_abc colorize colorsys commands compat_pickle
-    compileall compiler compression concurrent configparser contextlib contextvars cookielib copy copy_reg copyreg
-    crypt csv ctypes curses curses_panel dataclasses datetime dbhash dbm decimal difflib dircache dis distutils dl
-    doctest dumbdbm dummy_thread dummy_threading elementtree email encodings ensurepip enum errno exceptions
-    faulthandler fcntl filecmp fileinput fnmatch formatter fpformat fractions frozen_importlib
-    frozen_importlib_external ftplib functools future__ future_builtins gc gdbm genericpath getopt getpass gettext
-    glob graphlib grp gzip hashlib heapq hmac hotshot html htmlentitydefs htmllib http httplib idlelib ihooks
-    imaplib imghdr imp importlib imputil inspect interpchannels interpqueues interpreters io ios_support ipaddress
-    itertools json keyword lib2to3 linecache locale logging lsprof lzma macpath mailbox mailcap markupbase marshal
-    math md5 mhlib mimetools mimetypes mimify mmap modulefinder msi msilib msvcrt multibytecodec multifile
-    multiprocessing mutex netrc new nis nntplib nt ntpath nturl2path numbers opcode operator optparse os os2
-    ossaudiodev osx_support overlapped parser pathlib pdb pickle pickletools pipes pkgutil platform plistlib popen2
-    poplib posix posixfile posixpath posixshmem posixsubprocess pprint profile pstats pty pwd py_abc py_compile
-    pyclbr pydatetime pydecimal pydoc pydoc_data pyexpat pyio pylong pyrepl queue quopri random re readline
-    remote_debugging reprlib resource rexec rfc822 rlcompleter robotparser runpy sched scproxy secrets select
-    selectors sets sgmllib sha sha1 sha256 sha3 sha512 shelve shlex shutil signal site sitebuiltins smtpd smtplib
-    sndhdr socket socketserver spwd sqlite3 sre sre_compile sre_constants sre_parse ssl stat statistics statvfs
-    string stringprep strptime struct subprocess suggestions sunau symbol symtable sys sysconfig syslog tabnanny
-    tarfile telnetlib tempfile termios test testcapi testinternalcapi textwrap this thread threading threading_local
-    time timeit tkColorChooser tkinter toaiff token tokenize tomllib trace traceback tracemalloc ttk tty turtle
-    turtledemo types typing unicodedata unittest urllib urllib2 urlparse user uu uuid venv warnings wave weakref
-    weakrefset webbrowser whichdb winapi winreg winsound wsgiref xdrlib xml xmllib xmlrpc xmlrpclib
-    xxsubinterpreters xxtestfuzz zipapp zipfile zipimport zlib zoneinfo zstd""".split()
-)
-
-# Those of them that people call their own modules.
-COMMON_NAMES = frozenset("calendar chunk code new parser profile queue symbol test token trace user".split())
-
-# Packages of which no checkpoint needs more than a class that is trusted by name.
-HARMFUL = frozenset(
-    """aiohttp cffi cloudpickle dill distutils fabric fickling fsspec invoke IPython joblib modelscan paramiko
-    jsonpickle pexpect picklescan pip pkg_resources pudb pytest requests setuptools sh smart_open""".split()
-)
-
-# Packages whose classes checkpoints hold, and on whose functions an attack may count.
-PACKAGES = frozenset(
-    """yaml sklearn pandas scipy tensorflow keras jax transformers nltk cv2 PIL h5py matplotlib hydra sympy torchvision
-    torchaudio diffusers timm accelerate""".split()
-)
-
-# Built-in functions that no checkpoint even names.
-BUILTINS = frozenset(
-    "eval exec execfile compile open file __import__ apply input raw_input setattr delattr globals locals vars "
-    "breakpoint exit quit reload __build_class__ help license credits copyright intern".split()
-)
-
-# Modules whose functions do no harm as long as they are not called.
-NAMEABLE = frozenset(
-    """abc bisect builtins cmath collections copy dataclasses datetime decimal enum fractions functools heapq itertools
-    json math numbers operator random re statistics string time typing""".split()
-)
-
-# Names, or their beginnings, that load files, build code or call by name.
-CALLERS = frozenset(
-    """operator.attrgetter operator.methodcaller operator.call types.CodeType types.FunctionType
-    code.InteractiveInterpreter code.InteractiveConsole code.interact profile.run profile.Profile trace.Trace
-    sympy.sympify sympy.core.sympify.sympify sympy.parsing sympy.lambdify sympy.utilities.lambdify
-    pandas.read_pickle pandas.io numpy.load numpy.save numpy.loadtxt numpy.savetxt numpy.fromfile numpy.genfromtxt
-    numpy.memmap numpy.f2py numpy.testing numpy.lib.npyio numpy.distutils numpy.ctypeslib torch.load torch.save
-    torch.jit.load torch.jit.save torch.jit.jit_module_from_flatbuffer torch.hub torch.serialization.load
-    torch.serialization.save torch.package torch.utils.cpp_extension torch.classes.load_library
-    torch.ops.load_library torch.distributed.rpc torch.utils.collect_env torch.utils.bottleneck
-    torch.utils.model_zoo torch._inductor torch._dynamo torch.fx._graph_module
-    torch.fx.graph_module._forward_from_src torch.utils._config_module torch.multiprocessing
-    torch.utils.data.datapipes torch.jit.unsupported_tensor_ops torch.jit._serialization torch._C.import_ir_module
-    torch._C.PyTorchFileReader torch._C.PyTorchFileWriter torch._ops._Ops torch._ops.load_library""".split()
-)
-
-# Modules that give an attack away wherever they are in a dotted name: `mylib.os.system`.
-ANYWHERE = frozenset("os posix nt subprocess sys runpy importlib ctypes shutil socket pty builtins pickle".split())
-
 # What builds a `torch.fx.GraphModule` from code that the file holds as text.
 STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
 GRAPH_CODE = "the code of a torch.fx graph"  # how an edit names that code
 _NAMED = 4
-# Modules of torch that are called as some of the standard library.
-_TORCH_MODULES = frozenset("functools graph multiprocessing queue random signal token types".split())
 
 _PYTHON_2 = {
     "__builtin__": "builtins",
@@ -130,11 +50,15 @@ _SPECIAL = re.compile(r"__\w+__")
 
 
 @cache
-def _trusted() -> dict[str, frozenset[str]]:
-    """Return the names of ``trusted_globals.txt`` by their modules."""
-    text = Path(__file__).with_name("trusted_globals.txt").read_text(encoding="utf-8")
-    lines = (line.partition(": ") for line in text.splitlines() if not line.startswith("#"))
-    return {module: frozenset(names.split()) for module, _, names in lines}
+def _lists(file: str) -> dict[str, frozenset[str]]:
+    """Return the lists of names in a file beside this one; a list goes on in lines that are indented."""
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    lines = (line.partition(": ") for line in text.replace("\n  ", " ").splitlines() if not line.startswith("#"))
+    return {title: frozenset(names.split()) for title, _, names in lines}
+
+
+def _listed(title: str) -> frozenset[str]:
+    return _lists("names_of_code.txt")[title]
 
 
 def canonical(name: str) -> str:
@@ -146,7 +70,7 @@ def canonical(name: str) -> str:
 
 def is_trusted(name: str) -> bool:
     """Return whether a global is one that a checkpoint may call: ``collections.OrderedDict``."""
-    name, trusted = canonical(name), _trusted()
+    name, trusted = canonical(name), _lists("trusted_globals.txt")
     parts = name.split(".")
     places = range(len(parts) - 1, 0, -1)  # zoneinfo: ZoneInfo._unpickle
     if any(".".join(parts[place:]) in trusted.get(".".join(parts[:place]), ()) for place in places):
@@ -156,7 +80,7 @@ def is_trusted(name: str) -> bool:
 
 def is_known(root: str) -> bool:
     """Return whether a package is one of which it is known what checkpoints need of it."""
-    return root.lstrip("_") in STDLIB or root in ("torch", "numpy") or root in HARMFUL
+    return root.lstrip("_") in _listed("stdlib") or root in ("torch", "numpy") or root in _listed("harmful")
 
 
 def is_payload(name: str) -> bool:
@@ -165,18 +89,25 @@ def is_payload(name: str) -> bool:
     root, inner = parts[0], parts[1:-1]
     if is_trusted(name):
         return False
-    if any(_SPECIAL.fullmatch(part) for part in parts[1:]) or any(part in ANYWHERE for part in inner):
+    if any(_SPECIAL.fullmatch(part) for part in parts[1:]) or any(part in _listed("anywhere") for part in inner):
         return True
-    if any(".".join(parts[:depth]) in CALLERS for depth in range(2, len(parts) + 1)):
+    if any(".".join(parts[:depth]) in _listed("callers") for depth in range(2, len(parts) + 1)):
         return True
     if root in ("torch", "numpy"):
-        return inner[:1] != ["ops"] and any(part.lstrip("_") in STDLIB and part not in _TORCH_MODULES for part in inner)
+        return inner[:1] != ["ops"] and any(
+            part.lstrip("_") in _listed("stdlib") and part not in _listed("torch_modules") for part in inner
+        )
     if not is_known(root) or not parts[-1] or len(parts) < 2:
         return False
-    if root in COMMON_NAMES and not inner and parts[-1][:1].isupper() and canonical(name) not in CALLERS:
+    if (
+        root in _listed("common")
+        and not inner
+        and parts[-1][:1].isupper()
+        and canonical(name) not in _listed("callers")
+    ):
         return False
-    if root in NAMEABLE and not inner and not parts[-1].startswith("_"):
-        return root == "builtins" and parts[-1] in BUILTINS
+    if root in _listed("nameable") and not inner and not parts[-1].startswith("_"):
+        return root == "builtins" and parts[-1] in _listed("builtins")
     return not is_trusted(".".join(parts[:-1]))  # a method or member of a class: re.RegexFlag.DOTALL
 
 
@@ -187,16 +118,16 @@ def runs_code(name: str) -> bool:
     root, _, rest = canonical(name).partition(".")
     if "__setstate__" in rest:
         return True
-    if not rest or not (is_known(root) or root in PACKAGES):
+    if not rest or not (is_known(root) or root in _listed("packages")):
         return False
     if name.endswith("()"):
         return True
     last = rest.rpartition(".")[2]
-    if root in PACKAGES:
+    if root in _listed("packages"):
         is_class = last.lstrip("_")[:1].isupper() or last.endswith(("_matrix", "_array"))
         return not (is_class or _REBUILDER.match(last))
-    if root in COMMON_NAMES and last == rest and last[:1].isupper():
-        return canonical(name) in CALLERS
+    if root in _listed("common") and last == rest and last[:1].isupper():
+        return canonical(name) in _listed("callers")
     return not is_trusted(name)
 
 
@@ -283,8 +214,8 @@ def _is_harmless_import(line: str) -> bool:
             return f"{name}.{found[3]}" == "torch.device" or _is_operation(f"{name}.{found[3]}", is_called=True)
         return name in ("torch", "torch.fx", "torch.fx._pytree", "torch.utils._pytree")
     if root == "builtins":
-        return found[3] is not None and found[3] not in BUILTINS
-    return root in _HARMLESS_MODULES or not (is_known(root) or root in PACKAGES or is_payload(name))
+        return found[3] is not None and found[3] not in _listed("builtins")
+    return root in _HARMLESS_MODULES or not (is_known(root) or root in _listed("packages") or is_payload(name))
 
 
 def _is_harmless_code(code: str) -> bool:
@@ -306,10 +237,10 @@ def _is_harmless_word(found: re.Match[str]) -> bool:
     if any(part.startswith("__") for part in parts):
         return False
     attributes = parts if found[1] else parts[1:]
-    if any(part in ANYWHERE for part in attributes) or (not found[1] and parts[0] in _SYNTAX):
+    if any(part in _listed("anywhere") for part in attributes) or (not found[1] and parts[0] in _SYNTAX):
         return False
     if found[1] or parts[0] != "torch":
-        return bool(found[1]) or parts[0] == "input" or parts[0] not in BUILTINS
+        return bool(found[1]) or parts[0] == "input" or parts[0] not in _listed("builtins")
     return _is_operation(name, is_called)
 
 
@@ -323,6 +254,6 @@ def _is_operation(name: str, is_called: bool) -> bool:
         return len(path) >= 3
     if len(path) > 1 and path[0] not in _SPACES:
         return False
-    if any(part.lstrip("_") in STDLIB for part in path[:-1]):
+    if any(part.lstrip("_") in _listed("stdlib") for part in path[:-1]):
         return False
     return is_called or path[-1] in DTYPES or path[-1] in _VALUES or path[-1][:1].isupper()
