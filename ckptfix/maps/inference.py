@@ -174,10 +174,17 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
 def _oriented(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
     """Take both sides apart, with the source's matrices transposed if more of them then find a partner, or if only one
     side calls them ``kernel``, as JAX and TensorFlow do."""
+    ours, theirs = map(_has_kernels, (source, target))
+    if ours != theirs:
+        return expanded(flipped(source, ours), target)
     straight, turned = expanded(source, target), expanded(flipped(source), target)
-    ours, theirs = (any(leaf.key.endswith(".kernel") for leaf in leaves) for leaves in (source, target))
-    gain = common(*turned) - common(*straight)
-    return turned if gain > 0 or (gain == 0 and ours != theirs) else straight
+    return turned if common(*turned) > common(*straight) else straight
+
+
+def _has_kernels(leaves: Leaves) -> bool:
+    """Tell whether the matrices are called ``kernel``, and not only the filters of some layers."""
+    ends = {leaf.key.rpartition(".")[2] for leaf in leaves if len(leaf.shape) > 1}
+    return "kernel" in ends and "weight" not in ends
 
 
 def _part(source: Leaf, target: Leaf) -> Part:

@@ -36,9 +36,6 @@ class Leaf(Struct, frozen=True):
     def rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
-    def transposed(self) -> Leaf:
-        return replace(self, axes=self.axes[::-1])
-
     def split(self, sizes: Sequence[int], paths: Sequence[Path]) -> Iterator[Leaf]:
         """Yield the parts along the first axis that has several elements, in order."""
         axis = next(axis for axis in self.axes if self.box[axis][1] - self.box[axis][0] != 1)
@@ -68,19 +65,28 @@ def expanded(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:
     return _taken_apart(source, one), _taken_apart(target, other)
 
 
-def flipped(leaves: Leaves) -> Leaves:
-    """Transpose the matrices of the stacked layers: how ``Conv1D`` of GPT-2 stores them."""
-    return [leaf.transposed() if _flips(leaf) else leaf for leaf in leaves]
+def flipped(leaves: Leaves, kernels: bool | None = None) -> Leaves:
+    """Transpose the matrices of the stacked layers: how ``Conv1D`` of GPT-2 stores them.
+
+    ``kernels`` says whether these leaves or else those of the other side are of JAX or TensorFlow, where the outputs of
+    a layer are the last axis and its inputs the one before, also in a convolution."""
+    if kernels is None:
+        stacked = (any(name.rpartition("_")[2].isdigit() for name in leaf.path) for leaf in leaves)
+        return [
+            replace(leaf, axes=(1, 0)) if is_in and _flips(leaf) else leaf
+            for is_in, leaf in zip(stacked, leaves, strict=True)
+        ]
+    return [
+        replace(leaf, axes=(*axes[-2:][::-1], *axes[:-2]) if kernels else (*axes[2:], 1, 0))
+        if (len(axes := leaf.axes) > 2 and leaf.path[-1] == "weight") or _flips(leaf)
+        else leaf
+        for leaf in leaves
+    ]
 
 
 def _flips(leaf: Leaf) -> bool:
-    named = bag(leaf.path)
-    return (
-        len(leaf.shape) == 2 == len(leaf.box)
-        and leaf.path[-1] == "weight"
-        and any(segment.rpartition("_")[2].isdigit() for segment in leaf.path)
-        and not {"embed", "position", "table"} & named.keys()
-    )
+    is_table = not {"embed", "position", "table"}.isdisjoint(bag(leaf.path))
+    return len(leaf.shape) == 2 == len(leaf.box) and leaf.path[-1] == "weight" and not is_table
 
 
 def _unstacked(leaves: Leaves, other: Leaves) -> Leaves:

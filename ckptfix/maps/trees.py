@@ -34,6 +34,7 @@ from ckptfix.maps.names import (
 
 FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
 REORDERED_WEIGHT = 0.3  # of the order that the layers of the other side show
+MANY = 10000  # more than the siblings of a module
 NARROW = 0.05  # a choice that is better by less than this is none
 
 # What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
@@ -401,7 +402,7 @@ def _reordered(
     sides: tuple[Sequence[Leaf], Sequence[Leaf]], which: int, decisions: Sequence[Decision]
 ) -> list[Sequence[Leaf]]:
     """Give the leaves of one side the order of those on the other side that are certain, or else the mean of their
-    module's."""
+    module's, and there that of their numbers."""
     shown: dict[tuple[str, Bounds], float] = {}
     for each in decisions:
         for *pair, label in zip(each.source, each.target, each.labels, strict=True):
@@ -416,8 +417,9 @@ def _reordered(
 
     def order(leaf: Leaf) -> float:
         fronts = (leaf.path[:depth] for depth in range(len(leaf.path) - 1, -1, -1))
-        nearest = next((means[front] for front in fronts if front in means), leaf.order)
-        return shown.get((leaf.key, leaf.box), nearest)
+        nearest = next((front for front in fronts if front in means), ())
+        number = sum(numbers(leaf.path[len(nearest) :])[-1:])  # bn1 comes before bn2
+        return shown.get((leaf.key, leaf.box), means[nearest] + number / MANY)
 
     moved = [replace(leaf, order=order(leaf)) for leaf in sides[which]]
     return [moved if side == which else leaves for side, leaves in enumerate(sides)]

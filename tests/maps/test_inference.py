@@ -221,6 +221,20 @@ def test_a_kernel_is_a_weight_transposed(is_torch):
     assert {part.axes for match in inference.matches.values() for part in match.parts} == {(1, 0)}
 
 
+def test_a_convolution_of_keras_is_transposed_too():
+    source: Specs = {"conv.kernel": (3, 3, 4, 8), "line.kernel": (5, 8, 8), "dense.kernel": (8, 8)}
+    target: Specs = {"conv.weight": (8, 4, 3, 3), "line.weight": (8, 8, 5), "fc.weight": (8, 8)}
+    axes = {key: match.parts[0].axes for key, match in infer(source, target).matches.items()}
+    assert axes == {"conv.weight": (3, 2, 0, 1), "line.weight": (2, 1, 0), "fc.weight": (1, 0)}
+    assert infer(target, source).matches["conv.kernel"].parts[0].axes == (2, 3, 1, 0)
+
+
+def test_a_filter_called_kernel_transposes_no_other_layer():
+    source = {**linear("to_rgb.conv", 8, 8), "blur.kernel": (4, 4)}
+    target = {**linear("rgb.conv", 8, 8), "resample_filter": (4, 4)}
+    assert infer(source, target).matches["rgb.conv.weight"].parts[0].axes == ()
+
+
 def test_a_first_block_with_a_layer_more_moves_no_other():
     """T5 keeps the relative positions in its first block: the second one is not the first of the other library."""
     attention: Specs = {f"attn.{name}.weight": (8, 8) for name in "qkvo"}
@@ -412,3 +426,14 @@ def test_layers_that_are_certain_show_the_order_of_a_sorted_file(is_source):
     sides = stack("layer", [ours] * 3), stack("blocks", [theirs] * 3)
     source, target = (dict(sorted(side.items())) if at != is_source else side for at, side in enumerate(sides))
     assert sources(source, target)["blocks.2.bn1.weight"] == ["layer.2.expansion.bn_of_it.weight"]
+
+
+def test_numbers_order_the_layers_of_a_sorted_file():
+    ours = {**norm("bn1", 24), **norm("bn2", 24), **norm("bn3"), "conv_dw.weight": (24, 1, 3)}
+    ours |= {**linear("conv_pw", 24, 8), **linear("conv_pwl", 8, 24)}
+    theirs = {**linear("expansion.conv", 24, 8), **norm("expansion.bn_in", 24), "depthwise.conv.weight": (24, 1, 3)}
+    theirs |= {**norm("depthwise.norm", 24), **linear("projection.conv", 8, 24), **norm("projection.bn_out")}
+    found = infer(dict(sorted(stack("blocks", [ours] * 3).items())), stack("layer", [theirs] * 3))
+    match = found.matches["layer.1.expansion.bn_in.weight"]
+    assert match.label > Label.AMBIGUOUS
+    assert match.parts[0].source == "blocks.1.bn1.weight"
