@@ -235,9 +235,12 @@ def _unknown(
     turned = sum(_is_transposed(pair["file"], pair["target"]) for pair in shapes.values())
     # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
     is_turned = 2 * turned > sum(len(pair["target"] or ()) > 1 for pair in shapes.values())
+    moved = _moved(shapes, context)
     remedies = (
         _TRANSPOSED
         if is_turned
+        else advise(f"{moved}: one side has layers that the other lacks; name the model that the file belongs to")
+        if moved
         else NAME_THE_MODEL
         if is_other
         else (*_fillings(shapes, context), *heads, Remedy(text="name the model that the file belongs to"))
@@ -250,8 +253,21 @@ def _unknown(
         evidence={"shapes": shapes},
         fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
         remedies=remedies,
-        blocks=Blocks.FILLING if is_turned or is_other else Blocks.NOTHING,
+        blocks=Blocks.FILLING if is_turned or moved or is_other else Blocks.NOTHING,
     )
+
+
+def _moved(mismatched: Mapping[str, Any], context: Context) -> str:
+    """Return which matrix of another shape may be one that is missing elsewhere, as a sentence; empty if none is.
+
+    In a Sequential with a layer more, the last layer has another number."""
+    slots = context.target.slots if context.target is not None else {}
+    missing = {slot.shape: key for key, slot in slots.items() if key not in context.checkpoint.entries}
+    for key, shapes in mismatched.items():
+        shape = tuple(shapes["file"] or ())
+        if len(shape) > 1 and shape in missing:
+            return f"{key} of the file has the shape of the missing {missing[shape]}"
+    return ""
 
 
 def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remedy]:

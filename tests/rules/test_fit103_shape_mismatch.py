@@ -190,3 +190,16 @@ def test_nothing_is_filled_where_most_matrices_are_transposed():
     (finding,) = propose(shape_mismatch, state, model)
     assert finding.blocks is Blocks.FILLING
     assert not any(remedy.options for remedy in finding.remedies)
+
+
+def test_nothing_is_filled_where_a_missing_layer_has_the_shape():
+    """The last layer of a Sequential has another number in a deeper one."""
+    head = nn.Linear(4, 5)
+    file, model = nn.Sequential(nn.Linear(2, 4), head), nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), head)
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert finding.blocks is Blocks.FILLING
+    (remedy,) = finding.remedies
+    assert (remedy.options, remedy.text.startswith("1.weight of the file has the shape of the missing 2.weight")) == (
+        (),
+        True,
+    )

@@ -47,8 +47,12 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
             else {}
         )
     if mangled := _mangled(keys, name.rstrip(".")):
-        return mangled
+        return _in_place(keys, name.rstrip("."), mangled)
     prefix = f"{name.rstrip('.')}."
+    for follower in {key.partition(".")[0] for key in keys}:
+        if is_follower(follower) and prefix in _leaders(f"{follower}.") and (mangled := _mangled(keys, follower)):
+            if _in_place(keys, follower, mangled) is not mangled:
+                return {key: key for key in keys if not key.startswith(f"{follower}.")}
     if found := {key: key[len(prefix) :] for key in keys if key.startswith(prefix)}:
         return found
     outer = {key[:at] for key in keys if (at := f".{key}".find(f".{prefix}")) > 0}
@@ -83,6 +87,20 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
             rest = {leader + plain: plain for plain in alone}
             return {key: (found | rest)[key] for key in keys if key in found or key in rest}
     return {}
+
+
+def _in_place(keys: Collection[str], name: str, mangled: dict[str, str]) -> dict[str, str]:
+    """Return the keys of an average, and if the file has other parts beside the network, those too, with the average
+    under the names of the network: Stable Diffusion has its autoencoder and its text encoder there."""
+    own, known = f"{name}.", set(keys)
+    leader = next((front for front in _leaders(own) if any(front + plain in known for plain in mangled.values())), "")
+    if not leader or all(key.startswith((leader, own)) for key in keys):
+        return mangled
+    return {
+        key: leader + mangled[key] if key in mangled else key
+        for key in keys
+        if key in mangled or not key.startswith((leader, own))
+    }
 
 
 def copied_under(keys: Collection[str]) -> tuple[str, ...]:

@@ -166,6 +166,20 @@ def test_an_average_whose_names_lost_their_dots_is_found_and_taken(names, counte
         assert all((taken.read(key) == value).all() for key in NAMES)
 
 
+@pytest.mark.parametrize(("name", "value"), [("model", 1.0), ("model_ema", 2.0)])
+def test_the_other_parts_stay_beside_an_average_and_its_network(name, value):
+    """Stable Diffusion has its autoencoder and its text encoder beside both."""
+    names, counters, sets = MANGLED["LitEma"]
+    state = {key: torch.full((1,), 1.0) for key in names} | {names[key]: torch.full((1,), 2.0) for key in names}
+    state |= {key: torch.ones(1) for key in counters}
+    parts = {f"{part}.fc.weight": torch.full((1,), 3.0) for part in ("first_stage_model", "cond_stage_model")}
+    checkpoint = open_state_dict({**state, **parts, "model.steps": torch.ones(1)})
+    taken = narrowed(with_pick(checkpoint, name))
+    assert set(taken.keys()) == {*names, *parts, "model.steps"}
+    assert [taken.read(key).item() for key in (*names, *parts)] == [value] * len(names) + [3.0] * len(parts)
+    assert narrowed(with_pick(checkpoint, "cond_stage_model")).keys() == ["fc.weight"]
+
+
 def test_names_that_only_begin_like_an_average_are_not_one():
     assert (
         sets_of(open_state_dict({"ema_rate": torch.ones(1), "ema_b": torch.ones(2), "a.b": torch.ones(2)}).specs) == ()
