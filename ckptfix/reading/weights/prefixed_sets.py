@@ -50,9 +50,9 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
         return _in_place(keys, name.rstrip("."), mangled)
     prefix = f"{name.rstrip('.')}."
     for follower in {key.partition(".")[0] for key in keys}:
-        if is_follower(follower) and prefix in _leaders(f"{follower}.") and (mangled := _mangled(keys, follower)):
-            if _in_place(keys, follower, mangled) is not mangled:
-                return {key: key for key in keys if not key.startswith(f"{follower}.")}
+        mangled = _mangled(keys, follower) if is_follower(follower) and prefix in _leaders(f"{follower}.") else {}
+        if mangled and _in_place(keys, follower, mangled) is not mangled:
+            return {key: key for key in keys if not key.startswith(f"{follower}.")}
     if found := {key: key[len(prefix) :] for key in keys if key.startswith(prefix)}:
         return found
     outer = {key[:at] for key in keys if (at := f".{key}".find(f".{prefix}")) > 0}
