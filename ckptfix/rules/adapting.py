@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 from msgspec import Struct
@@ -19,6 +21,7 @@ from ckptfix.core.adaptations import (
     INFLATE,
     PATCH_EMBED,
     POS_EMBED,
+    RECIPES,
     VOCAB,
     WINDOW_BIAS,
     Adaptation,
@@ -196,37 +199,35 @@ def _is_of_words(key: str, target: Target) -> bool:
     return (is_embedding or bool(_WORDS.search(key))) and not _NO_WORDS.search(key)
 
 
+_SIZES: Mapping[str, Callable[[Shape], Shape]] = {
+    VOCAB: lambda shape: shape[:1],
+    HEAD: lambda shape: shape[:1],
+    IN_CHANS: lambda shape: shape[1:2],
+    PATCH_EMBED: patch,
+    INFLATE: lambda shape: shape[2:-2],
+}
+
+
 def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
     """Yield a case for the tensors of each pair of sizes."""
-    groups: dict[tuple[object, ...], dict[str, tuple[Shape, Shape]]] = {}
+    groups: dict[tuple[Shape, Shape], dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
-        if name == PATCH_EMBED:
-            groups.setdefault((patch(old), patch(new)), {})[key] = (old, new)
-            continue
-        place = {VOCAB: slice(1), HEAD: slice(1), IN_CHANS: slice(1, 2), INFLATE: slice(2, 3)}[name]
-        groups.setdefault((old[place] if name != INFLATE else (), new[place]), {})[key] = (old, new)
+        groups.setdefault((_SIZES[name](old), _SIZES[name](new)), {})[key] = (old, new)
     for group in groups.values():
         (old, new), *_ = group.values()
+        recipes = RECIPES[name]
         if name == VOCAB:
             words = f"a vocabulary of {old[0]} in the file and of {new[0]} in the model"
-            recipes: tuple[str, ...] = ("cut",) if new < old else ("pad:mean", "pad:zeros", "pad:target")
+            recipes = recipes[:1] if new < old else recipes[1:]
         elif name == HEAD:
-            is_plain = not _is_of_boxes(next(iter(group))) and len(old) < 3
-            words = f"{old[0]} {'classes' if is_plain else 'outputs'} in the file and {new[0]} in the model"
-            recipes = ()
+            kind = "outputs" if _is_of_boxes(next(iter(group))) or len(old) > 2 else "classes"
+            words = f"{old[0]} {kind} in the file and {new[0]} in the model"
         elif name == IN_CHANS:
-            words, recipes = (
-                f"{counted(old[1], 'input channel')} in the file and {new[1]} in the model",
-                ("timm", "mean"),
-            )
+            words = f"{counted(old[1], 'input channel')} in the file and {new[1]} in the model"
         elif name == PATCH_EMBED:
-            words, recipes = (
-                f"patches of {size(patch(old))} in the file and of {size(patch(new))} in the model",
-                ("timm",),
-            )
+            words = f"patches of {size(patch(old))} in the file and of {size(patch(new))} in the model"
         else:
             words = f"convolutions over images in the file, and over {counted(new[2], 'moment')} too in the model"
-            recipes = ("mean", "centre")
         yield Case(name, group, recipes, words)
 
 
@@ -247,35 +248,19 @@ def _tables(
     stored: Grid | None,
 ) -> Iterator[Case]:
     """Yield a case for the tables of each pair of grids, and of each order of recipes."""
-    found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], dict[str, tuple[Shape, Shape]]] = {}
-    for key, pair in shapes.items():
-        is_image = name == WINDOW_BIAS or _is_of_images(key, pair, target, tensors)
-        recipes, library = _recipes(name, key, pair, is_image, target)
-        asked = chosen(name, key, recipes, given)
-        known = _grids(name, key, pair, is_image, target, tensors, asked, stored)
-        found.setdefault((recipes, library, known), {})[key] = pair
-    for (recipes, library, known), group in found.items():
+    found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[_Table]] = {}
+    for key, (old, new) in shapes.items():
+        table = _Table(name, key, old, new, target, tensors, stored)
+        known = table.grids(chosen(name, key, table.recipes[0], given))
+        found.setdefault((*table.recipes, known), []).append(table)
+    for (recipes, library, known), tables in found.items():
+        first, group = tables[0], {table.key: (table.old, table.new) for table in tables}
         if isinstance(known, str):
-            key, pair = next(iter(group.items()))
-            is_image = name == WINDOW_BIAS or _is_of_images(key, pair, target, tensors)
-            right = _grids(name, key, pair, is_image, target, tensors, None, stored)  # if the user's are not
+            right = first.grids(None)  # if the user's are not
             grids = None if isinstance(right, str) else right
             yield Case(name, group, recipes, known, library, grids, unclear=known)
         else:
-            words = _table_words(name, *known, next(iter(group.values()))[0])
-            yield Case(name, group, recipes, words, library, grids=known)
-
-
-def _table_words(name: str, old: Grid, new: Grid, shape: Shape) -> str:
-    if name == WINDOW_BIAS and len(old) == len(new) == 2 and shape[-1] == math.prod(old):
-        return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
-    if name == WINDOW_BIAS:
-        return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model"
-    if len(old) == 1:
-        return f"{old[0]} positions in the file and {new[0]} in the model"
-    tokens = 0 if len(shape) == 4 else math.prod(shape[:-1]) - math.prod(old)
-    beside = f" (and {counted(tokens, 'token')})" if tokens else ""
-    return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model"
+            yield Case(name, group, recipes, first.words(*known), library, grids=known)
 
 
 def window(table: Grid) -> Grid:
@@ -283,146 +268,160 @@ def window(table: Grid) -> Grid:
     return tuple((side + 1) // 2 for side in table)
 
 
-def _recipes(
-    name: str, key: str, pair: tuple[Shape, Shape], is_image: bool, target: Target
-) -> tuple[tuple[str, ...], str]:
-    """Return the recipes for a table, that of the model's own library first, and the name of the library."""
-    library = target.library
-    if name == WINDOW_BIAS and _HEADS_FIRST.search(key):
-        return ("levit",), ""
-    if name == WINDOW_BIAS:
-        has_tokens = len(pair[0]) == 2 and not _is_square(pair[0][0])
-        own = "beit" if library == "timm" or has_tokens else "swin"
-        return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
-    if not is_image:
-        is_shorter = pair[1] < pair[0] and not _DISTANCES.search(key)
-        return ("cut", "linear") if is_shorter else ("linear",), ""
-    own = "plain" if is_of_blocks(*pair) else _BY_LIBRARY.get(library, "")
-    if f"{key.rpartition('.')[0]}.register_tokens" in target.slots:  # as in DINOv2 of transformers
-        own = "timm"
-    first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(key)), "timm")
-    return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
+class _Table(Struct, frozen=True, dict=True):
+    """A table of positions, by its shapes in the file and in the model, and what says of which grids its rows are: the
+    model, the ``tensors`` beside it, and the grid ``stored`` in the configuration beside the file."""
 
+    name: str
+    key: str
+    old: Shape
+    new: Shape
+    target: Target
+    tensors: Mapping[str, Shape]
+    stored: Grid | None
 
-def _is_of_images(key: str, pair: tuple[Shape, Shape], target: Target, tensors: Mapping[str, Shape]) -> bool:
-    """Return whether positions are those of patches of an image, and not of a text."""
-    old, new = pair
-    if len(old) == 4 or _grid_of_model(key, new, target) is not None:
-        return True
-    if target.modules is not None:  # a model that takes images for a grid says so
-        return bool(_IMAGES.search(key)) or len(old) == 3
-    return len(old) == 3 or bool(_IMAGES.search(key)) or bool(_tokens_of(key, tensors))
+    @cached_property
+    def recipes(self) -> tuple[tuple[str, ...], str]:
+        """The recipes, that of the model's own library first, and the name of the library."""
+        library = self.target.library
+        if self.name == WINDOW_BIAS and _HEADS_FIRST.search(self.key):
+            return ("levit",), ""
+        if self.name == WINDOW_BIAS:
+            has_tokens = len(self.old) == 2 and not _is_square(self.old[0])
+            own = "beit" if library == "timm" or has_tokens else "swin"
+            return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
+        if not self.is_of_images:
+            is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
+            return ("cut", "linear") if is_shorter else ("linear",), ""
+        own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
+        if f"{self.key.rpartition('.')[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
+            own = "timm"
+        first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(self.key)), "timm")
+        return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
 
+    @cached_property
+    def is_of_images(self) -> bool:
+        """Whether the positions are those of patches of an image, and not of a text."""
+        if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
+            return True
+        is_named = bool(_IMAGES.search(self.key)) or len(self.old) == 3
+        # A model that takes images for a grid says so.
+        return is_named or (self.target.modules is None and bool(self.tokens))
 
-def _tokens_of(key: str, tensors: Mapping[str, Shape]) -> dict[str, int]:
-    """Return how many tokens of each kind are beside a table of positions, in its module or in the one around it."""
-    path = key.split(".")[:-1]
-    found: dict[str, int] = {}
-    for around in (path, path[:-1]):
-        for kind, names in _TOKENS.items():
-            for name in names:
-                shape = tensors.get(".".join((*around, name)))
-                if shape is not None and kind not in found:
-                    found[kind] = shape[1] if len(shape) == 3 else 1
-    return found
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """How many tokens of each kind are beside the table, in its module or in the one around it."""
+        path = self.key.split(".")[:-1]
+        found: dict[str, int] = {}
+        for around in (path, path[:-1]):
+            for kind, names in _TOKENS.items():
+                for name in names:
+                    shape = self.tensors.get(".".join((*around, name)))
+                    if shape is not None and kind not in found:
+                        found[kind] = shape[1] if len(shape) == 3 else 1
+        return found
 
+    @cached_property
+    def grid_of_model(self) -> Grid | None:
+        """The grid of patches that the model takes an image for, if its table has a position for each."""
+        rows, path = math.prod(self.new[:-1]), self.key.rpartition(".")[0]
+        others = [name for name in self.target.slots if name != self.key and POSITIONS.search(name)]
+        while True:
+            below = f"{path}." if path else ""
+            grids = {
+                grid
+                for place, grid in self.target.grids.items()
+                if (place == path or place.startswith(below))
+                and 0 <= rows - math.prod(grid) <= _MOST_TOKENS
+                # That of an image encoder with a table of its own is not for the positions of a text beside it.
+                and not (place and any(name.startswith(f"{place}.") for name in others))
+            }
+            if grids or not path:
+                return grids.pop() if len(grids) == 1 else None
+            path = path.rpartition(".")[0]
 
-def _grid_of_model(key: str, shape: Shape, target: Target) -> Grid | None:
-    """Return the grid of patches that the model takes an image for, if its table of positions has one for each."""
-    rows = math.prod(shape[:-1])
-    path = key.rpartition(".")[0]
-    others = [name for name in target.slots if name != key and POSITIONS.search(name)]
-    while True:
-        below = f"{path}." if path else ""
-        grids = {
-            grid
-            for place, grid in target.grids.items()
-            if (place == path or place.startswith(below))
-            and 0 <= rows - math.prod(grid) <= _MOST_TOKENS
-            # That of an image encoder with a table of its own is not for the positions of a text beside it.
-            and not (place and any(name.startswith(f"{place}.") for name in others))
-        }
-        if grids or not path:
-            return grids.pop() if len(grids) == 1 else None
-        path = path.rpartition(".")[0]
+    def words(self, old: Grid, new: Grid) -> str:
+        """Return what the shapes mean."""
+        if self.name == WINDOW_BIAS and len(old) == len(new) == 2 and self.old[-1] == math.prod(old):
+            return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
+        if self.name == WINDOW_BIAS:
+            return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model"
+        if len(old) == 1:
+            return f"{old[0]} positions in the file and {new[0]} in the model"
+        tokens = 0 if len(self.old) == 4 else math.prod(self.old[:-1]) - math.prod(old)
+        beside = f" (and {counted(tokens, 'token')})" if tokens else ""
+        return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model"
 
-
-def _grids(
-    name: str,
-    key: str,
-    pair: tuple[Shape, Shape],
-    is_image: bool,
-    target: Target,
-    tensors: Mapping[str, Shape],
-    given: Adaptation | None,
-    stored: Grid | None,
-) -> tuple[Grid, Grid] | str:
-    """Return the grid of the file and that of the model, or why they are not known."""
-    if is_of_blocks(*pair):
-        sides = [math.isqrt(shape[1] * shape[2]) for shape in pair]
-        return (sides[0], sides[0]), (sides[1], sides[1])
-    if len(pair[0]) == 4:
-        first = 1 if pair[0][3] == pair[1][3] else 2  # the channels are last, or before the grid
-        return pair[0][first : first + 2], pair[1][first : first + 2]
-    if name == WINDOW_BIAS and len(pair[0]) == 3:
-        return pair[0][1:], pair[1][1:]
-    is_last = bool(_HEADS_FIRST.search(key))
-    rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in pair)
-    if not is_image:
-        line, goal = (given.old, given.new) if given else (None, None)
-        old, new = line or (rows,), goal or (wanted,)
-        if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
-            return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, are not as many"
-        return old, new
-    hand: Grid | None = given.old if given else None
-    goal = given.new if given else None
-    if is_last:
+    def grids(self, given: Adaptation | None) -> tuple[Grid, Grid] | str:
+        """Return the grid of the file and that of the model, or why they are not known."""
+        if is_of_blocks(self.old, self.new):
+            sides = [math.isqrt(shape[1] * shape[2]) for shape in (self.old, self.new)]
+            return (sides[0], sides[0]), (sides[1], sides[1])
+        if len(self.old) == 4:
+            first = 1 if self.old[3] == self.new[3] else 2  # the channels are last, or before the grid
+            return self.old[first : first + 2], self.new[first : first + 2]
+        if self.name == WINDOW_BIAS and len(self.old) == 3:
+            return self.old[1:], self.new[1:]
+        is_last = bool(_HEADS_FIRST.search(self.key))
+        rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in (self.old, self.new))
+        hand, goal = (given.old, given.new) if given else (None, None)
+        if not self.is_of_images:
+            old, new = hand or (rows,), goal or (wanted,)
+            if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
+                return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, are not as many"
+            return old, new
         own: Grid | None = None
-    elif name == WINDOW_BIAS:
-        own = next((target.windows[path] for path in _around(key) if path in target.windows), None)
-        hand, goal, own = (tuple(2 * side - 1 for side in grid) if grid else None for grid in (hand, goal, own))
-    else:
-        own = _grid_of_model(key, pair[1], target)
-    if goal is not None and own is not None and goal != own:
-        return f"the model's grid is {size(_shown(name, own))} and not {size(_shown(name, goal))}"
-    goal = goal or own
-    if goal is not None:
-        tokens = wanted - math.prod(goal)
-        if not 0 <= tokens <= _MOST_TOKENS:
-            return f"{wanted} positions in the model are not those of a grid of {size(_shown(name, goal))}"
-        if hand is None and stored is not None and rows - tokens == math.prod(stored):
-            hand = stored
-        return _with_tokens(name, rows, tokens, goal, hand)
-    if hand is None and stored is not None and 0 <= rows - math.prod(stored) <= _MOST_TOKENS:
-        hand, tokens = stored, rows - math.prod(stored)
-        if _is_square(wanted - tokens):
-            return _with_tokens(name, rows, tokens, (math.isqrt(wanted - tokens),) * 2, hand)
-    beside = _tokens_of(key, tensors)
-    counts = (
-        [0] if is_last else [0, 3] if name == WINDOW_BIAS else [0, *_sums(beside.values())] if tensors else [0, 1, 2, 5]
-    )
-    fits = [tokens for tokens in counts if _is_square(wanted - tokens) and (hand or _is_square(rows - tokens))]
-    if len(fits) != 1:
-        return f"the file's {rows} positions and the model's {wanted} are not those of square grids and the same tokens"
-    side = math.isqrt(wanted - fits[0])
-    return _with_tokens(name, rows, fits[0], (side, side), hand)
+        if self.name == WINDOW_BIAS and not is_last:
+            path = self.key.rpartition(".")[0]
+            around = (path, path.rpartition(".")[0])
+            own = next((self.target.windows[each] for each in around if each in self.target.windows), None)
+            hand, goal, own = (tuple(2 * side - 1 for side in grid) if grid else None for grid in (hand, goal, own))
+        elif not is_last:
+            own = self.grid_of_model
+        if goal is not None and own is not None and goal != own:
+            return f"the model's grid is {size(self.shown(own))} and not {size(self.shown(goal))}"
+        stored = self.stored
+        if (goal := goal or own) is not None:
+            tokens = wanted - math.prod(goal)
+            if not 0 <= tokens <= _MOST_TOKENS:
+                return f"{wanted} positions in the model are not those of a grid of {size(self.shown(goal))}"
+            if hand is None and stored is not None and rows - tokens == math.prod(stored):
+                hand = stored
+            return self._with_tokens(rows, tokens, goal, hand)
+        if hand is None and stored is not None and 0 <= rows - math.prod(stored) <= _MOST_TOKENS:
+            hand, tokens = stored, rows - math.prod(stored)
+            if _is_square(wanted - tokens):
+                return self._with_tokens(rows, tokens, (math.isqrt(wanted - tokens),) * 2, hand)
+        counts = [0, *accumulate(self.tokens.values())] if self.tensors else [0, 1, 2, 5]
+        if self.name == WINDOW_BIAS:
+            counts = [0] if is_last else [0, 3]
+        fits = [tokens for tokens in counts if _is_square(wanted - tokens) and (hand or _is_square(rows - tokens))]
+        if len(fits) != 1:
+            return (
+                f"the file's {rows} positions and the model's {wanted} are not those of square grids and the same "
+                "tokens"
+            )
+        return self._with_tokens(rows, fits[0], (math.isqrt(wanted - fits[0]),) * 2, hand)
 
+    def _with_tokens(self, rows: int, tokens: int, goal: Grid, hand: Grid | None) -> tuple[Grid, Grid] | str:
+        """Return the grids, where the file's table has the tokens of the model's."""
+        points = rows - tokens
+        beside = f" and {counted(tokens, 'token')}" if tokens else ""
+        square = (math.isqrt(points),) * 2 if _is_square(points) else None
+        alike = _grid_like(goal, points) if self.name == POS_EMBED else None
+        if hand is None and square and alike and square != alike:
+            return f"the file's {rows} positions may be those of a grid of {size(square)} or of {size(alike)}{beside}"
+        if hand is not None and math.prod(hand) != points:
+            instead = f", but of one of {size(self.shown(square))}" if square else ""
+            return f"the file's {rows} positions are not those of a grid of {size(self.shown(hand))}{beside}{instead}"
+        if (old := hand or square) is None:
+            perhaps = f", but perhaps of one of {size(alike)}" if alike else ""
+            return f"the file's {rows} positions are not those of a square grid{beside}{perhaps}"
+        return old, goal
 
-def _with_tokens(name: str, rows: int, tokens: int, goal: Grid, hand: Grid | None) -> tuple[Grid, Grid] | str:
-    """Return the grids, where the file's table has the tokens of the model's."""
-    points = rows - tokens
-    beside = f" and {counted(tokens, 'token')}" if tokens else ""
-    square = (math.isqrt(points),) * 2 if _is_square(points) else None
-    alike = _grid_like(goal, points) if name == POS_EMBED else None
-    if hand is None and square and alike and square != alike:
-        return f"the file's {rows} positions may be those of a grid of {size(square)} or of {size(alike)}{beside}"
-    if hand is not None and math.prod(hand) != points:
-        instead = f", but of one of {size(_shown(name, square))}" if square else ""
-        return f"the file's {rows} positions are not those of a grid of {size(_shown(name, hand))}{beside}{instead}"
-    if (old := hand or square) is None:
-        perhaps = f", but perhaps of one of {size(alike)}" if alike else ""
-        return f"the file's {rows} positions are not those of a square grid{beside}{perhaps}"
-    return old, goal
+    def shown(self, grid: Grid) -> Grid:
+        """Return a grid as the user gives it."""
+        return window(grid) if self.name == WINDOW_BIAS else grid
 
 
 def _grid_like(goal: Grid, points: int) -> Grid | None:
@@ -430,20 +429,6 @@ def _grid_like(goal: Grid, points: int) -> Grid | None:
     unit = [side // math.gcd(*goal) for side in goal]
     factor = math.isqrt(points // math.prod(unit))
     return tuple(side * factor for side in unit) if len(goal) == 2 and factor**2 * math.prod(unit) == points else None
-
-
-def _shown(name: str, grid: Grid) -> Grid:
-    return window(grid) if name == WINDOW_BIAS else grid
-
-
-def _sums(counts: Collection[int]) -> list[int]:
-    return [sum([*counts][: number + 1]) for number in range(len(counts))]
-
-
-def _around(key: str) -> Iterator[str]:
-    path = key.rpartition(".")[0]
-    yield path
-    yield path.rpartition(".")[0]
 
 
 def _is_square(number: int) -> bool:
@@ -477,7 +462,8 @@ def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, Ten
             right = Opt("adapt", asked.with_recipe(case.recipes[0]))
             raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}; give ", right)
         if case.unclear:
-            by_hand = ":".join(size(_shown(case.name, grid)) for grid in case.grids) if case.grids else _BY_HAND
+            shown = window if case.name == WINDOW_BIAS else tuple
+            by_hand = ":".join(size(shown(grid)) for grid in case.grids) if case.grids else _BY_HAND
             right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{by_hand}"))
             raise UsageError(
                 f"{key} cannot be adapted: {case.unclear}; give the grids of the file and the model: ", right
