@@ -111,13 +111,42 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
             if form.looks_like(folder):
                 found = form.read(folder, salvage)
                 return _with_common(found, folder, salvage, read) if form.name == dcp.NAME else found
-        if (document := read_ranks(folder, salvage, read)) is not None:
+        document = read_ranks(folder, salvage, read) or _read_items(folder, salvage)
+        if document is not None:
             return document
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
         raise UnreadableError(
             f"{path}: the folder cannot be listed: {error.strerror or error}; ask its owner for the right"
         ) from error
+
+
+def _read_items(folder: Path, salvage: bool) -> Document | None:
+    """Return the document of a folder with one of torch.distributed.checkpoint in it: the only one of them but for an
+    optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if there is none.
+
+    Raises ``UnreadableError`` if there are several."""
+    found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
+    models = [child for child in found if not child.name.startswith("optimizer")]
+    if len(models) > 1:
+        names = first_names([child.name for child in models])
+        raise UnreadableError(
+            f"{folder}: holds {len(models)} checkpoints of torch.distributed.checkpoint ({names}); name one of them"
+        )
+    if not models:
+        return None
+    document = dcp.read_folder(models[0], salvage)
+    for child in found if isinstance(document.root, dict) else ():
+        if child not in models:
+            other = dcp.read_folder(child, salvage)
+            document = replace(
+                document,
+                root={**other.root, **document.root},
+                names=document.names | other.names,
+                remarks=[*document.remarks, *other.remarks],
+                damage=[*document.damage, *other.damage],
+            )
+    return document
 
 
 def _with_common(document: Document, folder: Path, salvage: bool, read: ReadContent) -> Document:

@@ -339,8 +339,10 @@ def test_chunks_without_their_metadata(tmp_path: Path) -> None:
 
 
 def test_one_file_of_several(saved: Path) -> None:
-    with pytest.raises(UnreadableError, match="name its folder"):
-        ckptfix.open_checkpoint(next(saved.glob("*.distcp")))
+    whole = ckptfix.open_checkpoint(saved)
+    for file in (next(saved.glob("*.distcp")), saved / ".metadata"):
+        one = ckptfix.open_checkpoint(file)
+        assert (one.path, one.keys()) == (str(saved), whole.keys())
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/hostname", "link.distcp"])
@@ -380,9 +382,31 @@ def test_a_leaf_inside_of_a_leaf_is_damage(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
-def test_a_file_of_the_folder_is_not_the_checkpoint(saved: Path) -> None:
+def test_a_file_without_the_others_is_not_the_checkpoint(saved: Path) -> None:
+    metadata = saved / ".metadata"
+    metadata.rename(saved / "kept")
     with pytest.raises(UnreadableError, match=r"is the \.metadata of torch\.distributed.*name its folder"):
-        ckptfix.open_checkpoint(saved / ".metadata")
+        ckptfix.open_checkpoint(saved / "kept")
     chunks = next(saved.glob("*.distcp"))
     with pytest.raises(UnreadableError, match=r"one of several; name its folder instead, which has to hold \.metadata"):
         ckptfix.open_checkpoint(chunks)
+
+
+def test_what_accelerate_saves_apart_is_one_checkpoint(tmp_path: Path) -> None:
+    """``save_state`` of FSDP: a folder for the model, one for the optimizer, and files that hold no weights."""
+    model, optimizer = {"w": torch.rand(3)}, {"state": {"w": {"exp_avg": torch.rand(3)}}, "param_groups": []}
+    save({"model": model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    torch.save({"step": 3}, tmp_path / "scheduler.bin")
+    ckptfix.repair(tmp_path, output=tmp_path / "whole.pth")
+    whole = torch.load(tmp_path / "whole.pth")
+    assert torch.equal(whole["model"]["w"], model["w"])
+    assert torch.equal(whole["optimizer"]["state"]["w"]["exp_avg"], optimizer["state"]["w"]["exp_avg"])
+
+
+def test_several_steps_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
+    save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    assert ckptfix.open_checkpoint(tmp_path).path == str(tmp_path / "step-1")
+    save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    with pytest.raises(UnreadableError, match=r"holds 2 checkpoints of torch.distributed.* \(step-1, step-2\)"):
+        ckptfix.open_checkpoint(tmp_path)
