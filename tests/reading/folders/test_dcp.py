@@ -394,7 +394,8 @@ def test_a_file_without_the_others_is_not_the_checkpoint(saved: Path) -> None:
 
 def test_what_accelerate_saves_apart_is_one_checkpoint(tmp_path: Path) -> None:
     """``save_state`` of FSDP: a folder for the model, one for the optimizer, and files that hold no weights."""
-    model, optimizer = {"w": torch.rand(3)}, {"state": {"w": {"exp_avg": torch.rand(3)}}, "param_groups": []}
+    model: dict[str, Any] = {"w": torch.rand(3)}
+    optimizer: dict[str, Any] = {"state": {"w": {"exp_avg": torch.rand(3)}}, "param_groups": []}
     save({"model": model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     torch.save({"step": 3}, tmp_path / "scheduler.bin")
