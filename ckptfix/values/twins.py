@@ -6,24 +6,35 @@ container; some write both into one, under other names. Writers that cannot stor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from msgspec import Struct
 
 from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.values.decode import encoding
+from ckptfix.values.scan import first_numbers
 
 # First segments of the raw weights and of their average within one state_dict.
 _PREFIXES = (("online_model.", "ema_model."), ("model.", "model_ema."), ("", "ema_model."), ("student.", "teacher."))
 
 # How the names of averages begin that stand beside the raw weights.
-_AVERAGED = ("ema_", *(averaged for _, averaged in _PREFIXES))
+_BESIDE = ("ema_", *(averaged for _, averaged in _PREFIXES))
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "tok_embeddings.weight")
 # Names of the input and the output embedding of language models, which most of them tie.
 _HEADS = ("lm_head.weight", "decoder.weight", "output.weight", "embed_out.weight")
 
 _TIED = (*_EMBEDDINGS, *_HEADS)
+
+# Two networks of one architecture have the same keys, too, as two critics or the generators of a CycleGAN. Their values
+# do not correlate, and those of a moving average and of what it is made of do.
+ALIKE = 0.5  # the correlation of the first numbers of two matrices, from which on they are of one training
+SAMPLE, FEWEST = 1024, 64  # numbers of a matrix that are compared, and those that it needs: fewer correlate by chance
+COMPARED, LOOKED_AT = 8, 64  # matrices that are compared, and how many are read to find so many sound ones
+
 SHARED = 0.9  # share of the keys that two sets of weights have in common, from which on they are of one model
 
 
@@ -59,7 +70,7 @@ def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]
         names = _matched(specs, {key: value for key, value in entries.items() if isinstance(value, TensorSpec)})
         place = path_name(candidate.path)
         twins = {key: Twin(place, name, spec) for key, (name, spec) in names.items()}
-        if specs and len(twins) >= SHARED * len(specs):
+        if specs and len(twins) >= SHARED * len(specs) and _are_copies(checkpoint, candidate, twins):
             yield place, twins
 
 
@@ -68,7 +79,7 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
 
     Two names of one stored tensor are none: what is broken under the one is broken under the other."""
     specs = checkpoint.specs
-    averages = [key for key in specs if key.startswith(_AVERAGED)]
+    averages = [key for key in specs if key.startswith(_BESIDE)]
     pairs = {key: other for key in specs for other in _average_names(key) if other in specs} if averages else {}
     groups = target.ties if target is not None else _embedding_ties(specs)
     for group in groups:
@@ -81,6 +92,36 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
         if (other := both.get(key)) is not None
         if specs[key].shape == specs[other].shape and specs[key].view != specs[other].view
     }
+
+
+def _are_copies(checkpoint: Checkpoint, candidate: Candidate, twins: Mapping[str, Twin]) -> bool:
+    """Return whether two sets of weights are of one training: half of their matrices correlate. If none can be
+    compared, one of the two has to have the name of an average."""
+    pairs = [(checkpoint.specs[key], twin.spec) for key, twin in twins.items()]
+    matrices = [pair for pair in pairs if all(map(_is_comparable, pair))]
+    step = -(-len(matrices) // LOOKED_AT) or 1
+    correlations = (_correlation(*pair) for pair in matrices[::step])
+    if found := list(islice((each for each in correlations if each is not None), COMPARED)):
+        return 2 * sum(each >= ALIKE for each in found) >= len(found)
+    names = [str(part).lower() for part in (*candidate.path, *checkpoint.container)]
+    return any(mark in name for name in names for mark in AVERAGED)
+
+
+def _is_comparable(spec: TensorSpec) -> bool:
+    is_plain = spec.has_data and not spec.parts and spec.quantizer is None and encoding(spec.dtype) is not None
+    return is_plain and len(spec.shape) > 1 and spec.numel >= FEWEST
+
+
+def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
+    """Return how far the first numbers of two matrices correlate; None if one is broken there, or constant."""
+    import numpy as np
+
+    first, second = (first_numbers(spec, SAMPLE) for spec in (one, other))
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        return None
+    first, second = first - first.mean(), second - second.mean()
+    size = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / size if size else None
 
 
 def _entries(checkpoint: Checkpoint, candidate: Candidate) -> Mapping[str, object]:
@@ -111,7 +152,7 @@ def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -
 
 def _average_names(key: str) -> Iterator[str]:
     """Yield the names under which the average of a key may stand beside it."""
-    yield _AVERAGED[0] + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
+    yield _BESIDE[0] + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
     for raw, averaged in _PREFIXES:
         if key.startswith(raw) and not key.startswith(averaged):
             yield averaged + key.removeprefix(raw)

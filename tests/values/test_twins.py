@@ -29,6 +29,31 @@ def test_other_weights_are_no_twins(tmp_path, other):
     assert list(twin_sets(saved(tmp_path, state_dict=STATE, other=other))) == []
 
 
+def critic(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("critic1", "critic2"), ("G_A", "G_B"), ("state_dict", "state_dict_ema")], ids=lambda name: name
+)
+def test_networks_of_one_architecture_are_no_twins(tmp_path, one, other):
+    assert list(twin_sets(saved(tmp_path, **{one: critic(0), other: critic(1)}))) == []
+
+
+@pytest.mark.parametrize("broken", [["0.weight"], ["0.weight", "2.weight"]], ids=["a-layer", "all"])
+def test_an_average_is_a_twin_whatever_is_broken_of_it(tmp_path, broken):
+    raw = critic(0)
+    averaged = {key: value * 0.9 + 0.1 * critic(1)[key] for key, value in raw.items()}
+    averaged |= {key: torch.full((16, 16), float("nan")) for key in broken}
+    assert [place for place, _ in twin_sets(saved(tmp_path, model=raw, model_ema=averaged))] == ["model_ema"]
+
+
+def test_what_cannot_be_compared_has_the_name_of_an_average_or_is_no_twin(tmp_path):
+    assert list(twin_sets(saved(tmp_path, critic=STATE, critic_target=STATE))) == []
+    assert [place for place, _ in twin_sets(saved(tmp_path, model=STATE, ema=STATE))] == ["ema"]
+
+
 @pytest.mark.parametrize("prefix", ["", "module.", "model.module."])
 def test_the_average_is_a_twin_whatever_stands_in_front(tmp_path, prefix):
     averaged = {prefix + key: value.clone() for key, value in STATE.items()}
