@@ -33,6 +33,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "There were missing keys in the checkpoint model loaded: ['lm_head.weight'].",
         "There were unexpected keys in the checkpoint model loaded: ['module.lm_head.weight'].",
     ),
+    "learning-leaf": (
+        "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.",
+        "RuntimeError: a view of a leaf Variable that requires grad is being used in an in-place operation.",
+    ),
     "result-of-load-state-dict": ("TypeError: '_IncompatibleKeys' object is not callable",),
     "path-not-state-dict": (
         "TypeError: Expected state_dict to be dict-like, got <class 'str'>.",

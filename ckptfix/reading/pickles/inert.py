@@ -83,7 +83,8 @@ class InertTable(Struct):
     """Answers the calls of a pickle. ``nested`` reads the bytes of a whole file inside the pickle
     (``_load_from_bytes``).
 
-    ``foreign`` gathers the tensor subclasses that are named and objects in the place of hooks, ``derived`` the names
+    ``foreign`` gathers the tensor subclasses that are named, objects in the place of hooks, and gradients that no fp8
+    tensor can be loaded with, ``derived`` the names
     that the pickle builds by ``getattr``, ``called`` the globals that it calls and for which nothing stands in."""
 
     path: str
@@ -137,7 +138,10 @@ class InertTable(Struct):
     ) -> Any:
         """``_rebuild_tensor_v3``: an untyped storage, the dtype apart (uint16 and later, fp8)."""
         self._note(hooks, metadata)
-        return self._strided(storage, dtype_name(dtype), offset, size, stride, requires_grad, metadata)
+        spec = self._strided(storage, dtype_name(dtype), offset, size, stride, requires_grad, metadata)
+        if spec.requires_grad:  # torch writes it and cannot read it: "a leaf Variable that requires grad is being used"
+            self.foreign[f"requires_grad of {spec.dtype}"] = None
+        return replace(spec, requires_grad=False)
 
     def _note(self, *beside: Any) -> None:
         """Hooks and metadata of a tensor are plain dicts; an object in their place is not kept: torch refuses it."""
