@@ -82,6 +82,9 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         elif not report.is_open and report.coverage is not None and report.exit_code:
             share = percent(report.coverage.untrained, report.coverage.parameters)
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
+            if report.is_refused:
+                flag = flag_text(Opt("allow_untrained", True))
+                yield f"  name the model that the file belongs to; {flag} writes this one all the same"
         return
     yield (Span("left:", "strong"),)
     explained = _explained(remaining)
@@ -114,7 +117,10 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...
     # Nothing is written as long as a key does not fit, whatever is done about warnings.
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
-    is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
+    is_blocked = any(
+        (finding.blocks and finding.level is Level.ERROR) or Blocks.WRITING in finding.blocks
+        for finding in report.remaining
+    )
     is_undone = report.is_dry_run and bool(report.edits)
     if telling.mode is Mode.CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)

@@ -4,8 +4,9 @@
 Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
 modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, text of Python 2 that is not
 UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
-were packed again in another layout, without their version or by a method that torch does not unpack, and those whose
-directory or small records torch's reader refuses.
+were packed again in another layout, without their version or by a method that torch does not unpack, those whose
+directory or small records torch's reader refuses, and fp8 tensors saved with `requires_grad`, which are no Parameters:
+`torch.load` fails on them with `a leaf Variable that requires grad is being used in an in-place operation`.
 
 ## Why it matters
 `torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
@@ -158,7 +159,7 @@ def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:
             f"{counted(len(nested), 'nested tensor')}: torch.load reads this file as it is, and a written file would "
             "hold the tensors that they are made of in their place",
             keys=nested,
-            remedies=advise("keep this file"),
+            remedies=advise("keep this file, and change its keys where it is loaded"),
             blocks=Blocks.WRITING,
         )
 

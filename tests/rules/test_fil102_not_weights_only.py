@@ -293,8 +293,34 @@ def test_a_nested_tensor_is_left_alone(value, tmp_path):
     torch.load(path, weights_only=True)
     report = ckptfix.check(path)
     assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.NOTE)]
-    ckptfix.repair(path, output=tmp_path / "out.pth")
+    assert ckptfix.repair(path, output=tmp_path / "out.pth").report.exit_code == 0
     assert not (tmp_path / "out.pth").exists()
+
+
+def test_a_defect_that_is_left_alone_for_a_nested_tensor_is_left(tmp_path):
+    torch.save({f"module.{key}": value for key, value in NESTED["strided"].items()}, tmp_path / "file.pth")
+    report = ckptfix.repair(tmp_path / "file.pth", output=tmp_path / "out.pth").report
+    assert [finding.code for finding in report.left] == ["FIL102"]
+    assert report.exit_code == 1
+    assert not (tmp_path / "out.pth").exists()
+    assert not any("run: " in line for line in str(ckptfix.check(tmp_path / "file.pth")).splitlines())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_gradient_that_torch_cannot_read_again_is_left_out(dtype, tmp_path):
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    value = {"w": weight.to(dtype), "b": weight * 2, "p": torch.nn.Parameter(weight.detach().to(dtype))}
+    path = tmp_path / "file.pth"
+    torch.save({"p": value["p"], "b": value["b"]}, path)
+    assert torch.load(path)["p"].requires_grad
+    assert ckptfix.check(path).findings == ()
+    torch.save(value, path)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        torch.load(path)
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth")
+    assert torch.equal(written["w"].view(torch.uint8), value["w"].detach().view(torch.uint8))
+    assert [written[key].requires_grad for key in ("w", "b", "p")] == [False, True, True]
 
 
 @pytest.mark.parametrize(
