@@ -79,7 +79,6 @@ PROGRAM = Program(
         click.Option(["--version"], is_flag=True, help="Print the version and exit; -v adds what a bug report needs."),
         click.Option(["-v", "--verbose"], is_flag=True, hidden=True),
     ],
-    no_args_is_help=True,
     context_settings=_SETTINGS,
     help="""Make PyTorch checkpoints load again.
 
@@ -150,10 +149,10 @@ def exit_code(words: Sequence[str]) -> int:
     """Run a command line; return its exit code."""
     console = Console()
     try:
-        with PROGRAM.make_context("ckptfix", list(words)) as context:
+        with PROGRAM.make_context("ckptfix", list(words) or ["--help"]) as context:
             return int(PROGRAM.invoke(context))
     except click.exceptions.Exit as end:
-        return end.exit_code
+        return end.exit_code if words else 2  # no command at all is a wrong command line
     except click.ClickException as error:
         console.usage(error)
         return error.exit_code

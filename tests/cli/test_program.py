@@ -315,6 +315,12 @@ def test_a_wrong_command_line_is_told_how_to_go_on(words, said, tmp_path):
     assert "Value error" not in done.stderr
 
 
+def test_no_command_line_at_all_prints_the_help_once(tmp_path):
+    done = run_here(cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == run_here("--help", cwd=tmp_path).stdout
+
+
 def chosen(given, configured):
     return choose("repair", given, Configuration(configured))
 

@@ -279,7 +279,7 @@ def test_a_function_that_nobody_knows_makes_no_tensor(tmp_path):
 
 
 RAGGED = [torch.ones(2, 3), torch.ones(1, 3)]
-NESTED = {
+NESTED: dict[str, dict[str, Any]] = {
     "strided": {"w": torch.nested.nested_tensor(RAGGED), "v": torch.ones(2)},
     "jagged": {"w": torch.nested.nested_tensor(RAGGED, layout=torch.jagged), "v": torch.ones(2)},
     "beside the weights": {"state_dict": {"w": torch.ones(2)}, "lengths": torch.nested.nested_tensor(RAGGED)},
