@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Blocks, counted
+from ckptfix.core.finding import Blocks, Level, counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.report import Report
 from ckptfix.core.target import target_from_module
@@ -16,6 +17,7 @@ from ckptfix.errors import HostileError, Opt, TargetError, UsageError
 from ckptfix.reading.opening import Source
 from ckptfix.repairing import Repair, repair
 from ckptfix.report.advice import remedies_text
+from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +63,7 @@ def load(
     if optimizer is None:
         repaired = repair(source, model, **settings)
         refuse_misfit(repaired.report)
+        _log_choice(repaired.report)
         remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
         return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
     if assign:
@@ -93,6 +96,7 @@ def _with_state(
 ) -> tuple[Repair, dict[str, Any], list[str]]:
     """Return the repaired checkpoint, the state for an optimizer, and the options of its groups that stay its own."""
     from ckptfix.core.checkpoint import path_name
+    from ckptfix.engine.diagnosis import with_fitting_set
     from ckptfix.engine.optimizers import regrouped
     from ckptfix.maps.positions import optimizers_of
     from ckptfix.reading.opening import open_source
@@ -109,14 +113,16 @@ def _with_state(
     settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
+    _log_choice(repaired.report)
     findings = tuple(each for each in repaired.report.findings if each.code != stale_optimizer.code)
     repaired = replace(repaired, report=replace(repaired.report, findings=findings))
-    before, after = open_source(source, checked), repaired.checkpoint
+    target = target_from_module(model)
+    before, after = with_fitting_set(source, open_source(source, checked), target, checked), repaired.checkpoint
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     live = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if not all(all(group) for group in live):
         raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
-    change = replace(Change.of(before, after, repaired.plan, target_from_module(model)), live=live)
+    change = replace(Change.of(before, after, repaired.plan, target), live=live)
     place = path_name(after.container)
     own = (one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets)
     found = [(one, way) for one in own for way in ways(one, change)]
@@ -228,6 +234,14 @@ def refuse_misfit(report: Report) -> None:
             f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
             f"{reasons or 'the rules that say more were not selected'}; {hint}"
         )
+
+
+def _log_choice(report: Report) -> None:
+    """Log which of several sets of weights is loaded: a script that does not print the report shows it nowhere."""
+    for finding in report.findings:
+        if finding.code == several_state_dicts.code:
+            level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
+            logging.getLogger("ckptfix").log(level, "%s: %s", report.source, finding.message)
 
 
 def load_strictly(

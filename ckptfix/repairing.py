@@ -25,7 +25,7 @@ from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
 from ckptfix.core.report import Report
 from ckptfix.core.wording import clause
-from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on
+from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on, with_fitting_set
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import DamageWarning, Opt, UsageError, one_line
 from ckptfix.reading.opening import Source, open_file, open_source
@@ -105,6 +105,7 @@ def check(
     checkpoint = open_source(source, checked)
     model_args = _arguments(model, model_args, checkpoint)
     target = _target(model, like, model_args, checked)
+    checkpoint = with_fitting_set(source, checkpoint, target, checked)
     donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=_twin(model, model_args, checked))
     report = report_on(checkpoint, target, diagnosis, checked)
@@ -167,6 +168,7 @@ def repair(
         checked = replace(checked, format=destination.form)
     model_args = _arguments(model, model_args, checkpoint)
     target = _target(model, like, model_args, checked)
+    checkpoint = with_fitting_set(source, checkpoint, target, checked)
     donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
     if plan is None:
         diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=_twin(model, model_args, checked))

@@ -24,11 +24,19 @@ PathPart = str | int  # one step into a container: a key of a dict, an attribute
 
 
 class Candidate(Struct, frozen=True):
-    """A state_dict that was found in a container: its place, its number of tensors and of elements."""
+    """A state_dict that was found in a container: its place, its number of tensors and of elements.
+
+    ``fits`` says whether a strict load into the target works, at most after its keys were renamed; None if untried."""
 
     path: tuple[PathPart, ...]
     tensors: int
     numel: int
+    fits: bool | None = None
+
+    @classmethod
+    def of(cls, path: tuple[PathPart, ...], specs: Collection[TensorSpec]) -> Candidate:
+        """Return the candidate of a state_dict."""
+        return cls(path, len(specs), sum(spec.numel for spec in specs))
 
     @property
     def name(self) -> str:

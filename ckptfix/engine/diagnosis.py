@@ -10,16 +10,16 @@ from msgspec.structs import replace
 
 from ckptfix.core.adaptations import HEAD, adaptation
 from ckptfix.core.buffers import COUNTED_SINCE
-from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.edits import Adapt, Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
-from ckptfix.errors import InternalError, Opt
-from ckptfix.reading.opening import open_file
-from ckptfix.rules import FITTING, FOR_NAMES, RULES, Listed, Needs
+from ckptfix.errors import CkptfixError, InternalError, Opt
+from ckptfix.reading.opening import Source, open_file, open_source
+from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Listed, Needs
 from ckptfix.rules.rule import Context
 
 if TYPE_CHECKING:
@@ -129,6 +129,37 @@ def donor_of(target: Target | None, settings: Settings) -> Checkpoint | None:
     if target is None and settings.salvage:
         return donor
     return diagnose(donor, target, Settings(select=FOR_NAMES, values=False)).result
+
+
+MOST_SETS = 16  # sets of weights that are tried against a target: the file is parsed again for each
+
+
+def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | None, settings: Settings) -> Checkpoint:
+    """Return the checkpoint with the set of weights that fits the target, if the one that was taken does not and the
+    user named none; its candidates say which fit."""
+    beside = [fact.place for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE]
+    names = dict.fromkeys((*(each.name for each in checkpoint.candidates), *beside))
+    taken = path_name(checkpoint.container)
+    if target is None or settings.weights is not None or len(names) < 2 or taken not in names:
+        return checkpoint
+    from ckptfix.core.coverage import obstacles
+
+    def fits(one: Checkpoint, unsafe_fixes: bool) -> bool:
+        allowed = Settings(select=FOR_LOADING, values=False, unsafe_fixes=unsafe_fixes, rename_map=settings.rename_map)
+        try:
+            return not obstacles(diagnose(one, target, allowed).result, target)
+        except CkptfixError:  # of a map that is for the other set
+            return False
+
+    sets, tried = {taken: checkpoint}, {taken: fits(checkpoint, True)}
+    for name in list(names)[:MOST_SETS]:
+        if name != taken:
+            sets[name] = open_source(source, replace(settings, weights=name))
+            tried[name] = fits(sets[name], False)
+    chosen = sets[next((name for name, is_fitting in tried.items() if is_fitting), taken)]
+    smaller = [Candidate.of(sets[name].container, sets[name].specs.values()) for name in beside if tried.get(name)]
+    marked = [replace(each, fits=tried.get(each.name)) for each in (*checkpoint.candidates, *smaller)]
+    return replace(chosen, candidates=tuple(marked))
 
 
 def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:

@@ -65,7 +65,7 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
         metadata=None if metadata is None else {str(module): dict(versions) for module, versions in metadata.items()},
         root=entries,
         devices=(),
-        candidates=(Candidate((), len(specs), sum(spec.numel for spec in specs)),),
+        candidates=(Candidate.of((), specs),),
         remarks=tuple(remarks),
         reader=LazyTensors(),
     )

@@ -14,7 +14,8 @@ not in the file.
 
 ## Fix safety
 The choice is yours. Without `--weights` the raw set under the most usual name of the container is taken, and the
-finding remains; of two sets in one state_dict none is taken. `--weights PREFIX` takes the keys under a prefix alone,
+finding remains. If that does not fit the model and another set does, the other is taken; if only one of them fits, the
+finding is a note. Of two sets in one state_dict none is taken. `--weights PREFIX` takes the keys under a prefix alone,
 without it, and leaves all others out; what stands in front of nearly all keys (`module.`) need not be typed. In a file
 of Stable Diffusion the average takes the place of its network, and the other parts stay. `--weights plain` takes those
 that stand under no prefix beside a set that does.
@@ -91,14 +92,21 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     taken = path_name(checkpoint.container)
     names = [candidate.name for candidate in checkpoint.candidates]
+    fitting = [candidate.name for candidate in checkpoint.candidates if candidate.fits]
+    is_only_one = fitting == [taken] and all(candidate.fits is not None for candidate in checkpoint.candidates)
+    why = ", the only one that fits the target" if is_only_one else ""
+    if len(fitting) > 1:
+        why = f", and {', '.join(name for name in fitting if name != taken)} would fit the target as well"
     yield rule.finding(
-        Level.WARNING,
-        f"the file holds {len(names)} sets of weights ({', '.join(names)}); {taken} was taken",
+        Level.NOTE if is_only_one else Level.WARNING,
+        f"the file holds {len(names)} sets of weights ({', '.join(names)}); {taken} was taken{why}",
         evidence={
             candidate.name: {"tensors": candidate.tensors, "numel": candidate.numel}
             for candidate in checkpoint.candidates
         },
-        remedies=choice([taken, *(name for name in names if name != taken)], _KEEPING),
+        remedies=()
+        if is_only_one
+        else choice([taken, *(name for name in fitting or names if name != taken)], _KEEPING),
     )
 
 
@@ -131,7 +139,9 @@ def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield what may be weights too and is no set of its own: torch reads it, and a strict load does not see it."""
     checkpoint = context.checkpoint
-    others = {fact.place: clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE}
+    offered = {candidate.name for candidate in checkpoint.candidates}
+    facts = [fact for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE]
+    others = {fact.place: clause(fact) for fact in facts if fact.place not in offered}
     if others:
         listed = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
         yield rule.finding(

@@ -56,6 +56,79 @@ def test_two_are_listed_and_one_is_taken(tmp_path):
     assert ckptfix.open_checkpoint(file, weights="state_dict_ema").read("fc.bias")[0] == 2
 
 
+def net() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+
+
+def wrapped(state: dict[str, Any], prefix: str = "module.") -> dict[str, Any]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+def deep() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(12)))
+
+
+SETS: dict[str, tuple[dict[str, Any], str]] = {
+    "the default does not fit": ({"model": weights(), "D": net().state_dict()}, "D"),
+    "wrapped": ({"model": weights(), "D": wrapped(net().state_dict())}, "D"),
+    "the default fits": ({"model": net().state_dict(), "D": weights()}, "model"),
+    "the default fits once it is renamed": ({"model": wrapped(net().state_dict()), "D": weights()}, "model"),
+    "of far fewer tensors": ({"model": deep().state_dict(), "D": net().state_dict()}, "D"),
+}
+
+
+@pytest.mark.parametrize(("content", "fitting"), SETS.values(), ids=SETS)
+def test_the_set_that_fits_the_model_is_taken(tmp_path, content, fitting, caplog):
+    file, model = saved(tmp_path, content), net()
+    repaired = ckptfix.repair(file, model, output=tmp_path / "out.pth")
+    (finding,) = (each for each in repaired.report.findings if each.code == "FIL101")
+    assert (finding.level, finding.remedies, repaired.report.container) == (Level.NOTE, (), fitting)
+    assert f"{fitting} was taken, the only one that fits" in finding.message
+    written = torch.load(tmp_path / "out.pth", weights_only=True)
+    other = next(name for name in content if name != fitting)
+    assert_same(dict(written[other]), dict(content[other]))
+    inner = {key.removeprefix("module."): value for key, value in content[fitting].items()}
+    assert_same(dict(written[fitting]), inner)
+    with caplog.at_level("INFO", "ckptfix"):
+        ckptfix.load(model, file)
+    assert f"{fitting} was taken, the only one" in caplog.text
+    assert_same(dict(model.state_dict()), inner)
+
+
+def test_a_set_that_the_user_names_is_never_replaced(tmp_path):
+    file = saved(tmp_path, {"model": weights(), "D": net().state_dict()})
+    assert ckptfix.check(file, net(), weights="model").container == "model"
+
+
+def test_no_set_fits(tmp_path):
+    report = ckptfix.check(saved(tmp_path, {"model": weights(), "D": weights()}), net())
+    assert (report.container, report.findings[0].level) == ("model", Level.WARNING)
+
+
+def test_loading_one_of_two_sets_that_fit_is_logged(tmp_path, caplog):
+    file, model = saved(tmp_path, {"G_A": net().state_dict(), "G_B": net().state_dict(), "D": weights()}), net()
+    report = ckptfix.load(model, file)
+    assert report.findings[0].message.endswith("G_A was taken, and G_B would fit the target as well")
+    assert named(report.findings[0].remedies) == ["G_A", "G_B"]
+    assert [(record.levelname, report.findings[0].message in record.message) for record in caplog.records] == [
+        ("WARNING", True)
+    ]
+
+
+def test_the_optimizer_follows_the_set_that_fits(tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    other = torch.nn.Linear(2, 2)
+    content = {"model": other.state_dict(), "D": model.state_dict(), "D_optimizer": optimizer.state_dict()}
+    fresh = net()
+    resumed = torch.optim.Adam(fresh.parameters())
+    ckptfix.load(fresh, saved(tmp_path, content), optimizer=resumed)
+    assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert torch.equal(resumed.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
 def test_a_name_that_is_not_there(tmp_path):
     with pytest.raises(ckptfix.UsageError, match=r"no weights under 'teacher'; found: .*ema"):
         ckptfix.check(saved(tmp_path, {"model": weights(), "ema": weights()}), weights="teacher")
@@ -72,14 +145,6 @@ class Pair(torch.nn.Module):
         torch.manual_seed(1)
         self.add_module(first, net())
         self.add_module(second, net())
-
-
-def net() -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-
-
-def wrapped(state: dict[str, Any], prefix: str = "module.") -> dict[str, Any]:
-    return {prefix + key: value for key, value in state.items()}
 
 
 @pytest.mark.parametrize(
