@@ -85,7 +85,13 @@ class UnknownKeyError(CkptfixError, KeyError):
 
 class HostileError(CkptfixError):
     """The file was made to run code or to exhaust the machine. It is not an ``UnreadableError``, so that code which
-    tries another way to read a file does not try it here."""
+    tries another way to read a file does not try it here.
+
+    ``code`` is that of the rule which finds the same in a file that can be read; empty if there is none."""
+
+    def __init__(self, *words: Words, code: str = "") -> None:
+        super().__init__(*words)
+        self.code = code
 
 
 class TargetError(CkptfixError):

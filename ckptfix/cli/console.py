@@ -19,7 +19,7 @@ import click
 from msgspec import Struct, field
 
 from ckptfix.core.progress import SMALL, Task, watched_by
-from ckptfix.errors import CkptfixError, TargetError, UsageError, WriteError
+from ckptfix.errors import CkptfixError, HostileError, TargetError, UsageError, WriteError
 from ckptfix.report.style import Line, Paper, Span
 
 QUIET = 2.0  # seconds of work before anything is shown: most of it is done by then
@@ -137,12 +137,12 @@ def handle_signals() -> None:
 class Console(Struct):
     """Where a command writes.
 
-    ``failures`` holds the message of every error that was told. ``is_hopeless`` once something failed that all files
-    need."""
+    ``failures`` holds the message of every error that was told, and the code of the rule that it belongs to, if any.
+    ``is_hopeless`` once something failed that all files need."""
 
     quiet: bool = False
     verbose: bool = False
-    failures: list[str] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
     is_hopeless: bool = False
     _shows_progress: bool = False
     _begun: float = field(default_factory=time.monotonic)
@@ -213,7 +213,7 @@ class Console(Struct):
             # What is not about this file would be said of all others too.
             self.is_hopeless = bool(source) and not _begins_with([source], str(error))
         except CkptfixError as error:
-            self._fail(_naming(names, _worded(error)))
+            self._fail(_naming(names, _worded(error)), error.code if isinstance(error, HostileError) else "")
         except BrokenPipeError:
             _close_quietly(sys.stdout)
             raise click.exceptions.Exit(_PIPE_CLOSED) from None
@@ -256,8 +256,8 @@ class Console(Struct):
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         self._fail(f"{error.format_message().rstrip('.')}{hint}")
 
-    def _fail(self, message: str) -> None:
-        self.failures.append(message)
+    def _fail(self, message: str, code: str = "") -> None:
+        self.failures.append((message, code))
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 
 

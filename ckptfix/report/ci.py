@@ -48,13 +48,18 @@ class SarifLog(Struct):
     def add(self, report: Report, telling: Telling) -> None:
         """Add the findings of one file."""
         for finding in report.findings:
-            self._rules.setdefault(finding.code, _rule(finding))
-            self._levels[finding.code] = max(finding.level, self._levels.get(finding.code, Level.NOTE))
-            self._results.append(_result(report.source, finding, finding in report.applied))
+            self._add(report.source, finding, finding in report.applied)
 
-    def add_error(self, source: str, message: str) -> None:
-        """Add a file that could not be checked."""
+    def add_error(self, source: str, message: str, code: str = "") -> None:
+        """Add a file that could not be checked; an attack that a rule knows, by its ``code``, is an alert too."""
+        if code:
+            self._add(source, Finding(code, _MANUALS[code].name, Level.ERROR, message, blocks=Blocks.LOADING), False)
         self._unreadable.append({"level": "error", "message": {"text": message}, "locations": [_location(source)]})
+
+    def _add(self, source: str, finding: Finding, fixed: bool) -> None:
+        self._rules.setdefault(finding.code, _rule(finding))
+        self._levels[finding.code] = max(finding.level, self._levels.get(finding.code, Level.NOTE))
+        self._results.append(_result(source, finding, fixed))
 
     def text(self) -> str:
         """Return the log as JSON."""
@@ -131,9 +136,13 @@ def github_lines(report: Report) -> Iterator[str]:
         yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
 
 
-def github_error(source: str, message: str) -> str:
+def github_error(source: str, message: str, code: str = "") -> str:
     """Return the workflow command for a file that could not be checked."""
-    return _command("error", source, "ckptfix", message)
+    return _command("error", source, _title(code), message)
+
+
+def _title(code: str) -> str:
+    return f"{code} {_MANUALS[code].name}" if code else "ckptfix"
 
 
 def _message(finding: Finding, fixed: bool) -> str:
@@ -172,9 +181,9 @@ class JUnitDocument:
         if report.exit_code and suite.find("*/failure") is None:  # no rule that was selected says why
             _fail(whole, "failure", "ckptfix", Paper().write([headline(report, telling)]).rstrip("\n"))
 
-    def add_error(self, source: str, message: str) -> None:
+    def add_error(self, source: str, message: str, code: str = "") -> None:
         """Add a file that could not be checked."""
-        _fail(_test(self._suite(source), "ckptfix"), "error", "ckptfix", message)
+        _fail(_test(self._suite(source), _title(code)), "error", code or "ckptfix", message)
 
     def text(self) -> str:
         """Return the document."""

@@ -3,6 +3,7 @@ from xml.etree.ElementTree import fromstring
 
 import pytest
 
+import ckptfix
 from ckptfix.cli.console import Console
 from ckptfix.cli.output import ReportWriter
 from ckptfix.errors import UnreadableError
@@ -63,6 +64,15 @@ def test_sarif_is_one_document(capsys):
     assert [result["ruleId"] for result in run["results"]] == ["KEY102"]
     assert len(run["invocations"][0]["toolExecutionNotifications"]) == 1
     assert code == 2
+
+
+def test_an_attack_without_weights_is_an_alert(tmp_path, capsys):
+    (tmp_path / "evil.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    writer = ReportWriter(Console(), "sarif")
+    writer.account("evil.pkl", Telling(), lambda: ckptfix.check(tmp_path / "evil.pkl"))
+    writer.close()
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [result["ruleId"] for result in run["results"]] == ["FIL901"]
 
 
 def test_junit_is_one_document(capsys):

@@ -31,8 +31,8 @@ def run_of(*reports, errors=()):
     log = SarifLog("1.2.3")
     for each in reports:
         log.add(each, Telling())
-    for source, message in errors:
-        log.add_error(source, message)
+    for error in errors:
+        log.add_error(*error)
     data = json.loads(log.text())
     schema(data["$schema"]).validate(data)
     (run,) = data["runs"]
@@ -118,6 +118,14 @@ def test_a_path_below_the_working_directory_is_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (result,) = run_of(report(PREFIX, source=str(tmp_path / "a.pth")))["results"]
     assert result["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": "a.pth"}
+
+
+def test_an_attack_that_cannot_be_read_is_an_alert_too():
+    run = run_of(errors=[("evil.pkl", "built to run code", "FIL901")])
+    (result,), (rule,) = run["results"], run["tool"]["driver"]["rules"]
+    assert (result["ruleId"], result["level"], result["message"]["text"]) == ("FIL901", "error", "built to run code")
+    assert rule["properties"]["security-severity"] == "9.8"
+    assert run["invocations"][0]["executionSuccessful"] is False
 
 
 def test_the_schema_refuses_what_is_not_sarif():
