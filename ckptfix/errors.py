@@ -87,11 +87,11 @@ class HostileError(CkptfixError):
     """The file was made to run code or to exhaust the machine. It is not an ``UnreadableError``, so that code which
     tries another way to read a file does not try it here.
 
-    ``code`` is that of the rule which finds the same in a file that can be read; empty if there is none."""
+    ``runs_code`` if it is known to be an attack of the first kind."""
 
-    def __init__(self, *words: Words, code: str = "") -> None:
+    def __init__(self, *words: Words, runs_code: bool = False) -> None:
         super().__init__(*words)
-        self.code = code
+        self.runs_code = runs_code
 
 
 class TargetError(CkptfixError):

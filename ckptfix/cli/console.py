@@ -137,12 +137,12 @@ def handle_signals() -> None:
 class Console(Struct):
     """Where a command writes.
 
-    ``failures`` holds the message of every error that was told, and the code of the rule that it belongs to, if any.
+    ``failures`` holds the message of every error that was told, and whether the file is built to run code.
     ``is_hopeless`` once something failed that all files need."""
 
     quiet: bool = False
     verbose: bool = False
-    failures: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[tuple[str, bool]] = field(default_factory=list)
     is_hopeless: bool = False
     _shows_progress: bool = False
     _begun: float = field(default_factory=time.monotonic)
@@ -213,7 +213,7 @@ class Console(Struct):
             # What is not about this file would be said of all others too.
             self.is_hopeless = bool(source) and not _begins_with([source], str(error))
         except CkptfixError as error:
-            self._fail(_naming(names, _worded(error)), error.code if isinstance(error, HostileError) else "")
+            self._fail(_naming(names, _worded(error)), isinstance(error, HostileError) and error.runs_code)
         except BrokenPipeError:
             _close_quietly(sys.stdout)
             raise click.exceptions.Exit(_PIPE_CLOSED) from None
@@ -256,8 +256,8 @@ class Console(Struct):
         hint = f" (see {context.command_path} --help)" if context is not None else ""
         self._fail(f"{error.format_message().rstrip('.')}{hint}")
 
-    def _fail(self, message: str, code: str = "") -> None:
-        self.failures.append((message, code))
+    def _fail(self, message: str, runs_code: bool = False) -> None:
+        self.failures.append((message, runs_code))
         _write_error([("ckptfix: ", Span("error: ", "error"), message)])
 
 

@@ -26,7 +26,7 @@ class _Document(Protocol):
     """A form that is written when all files have been checked."""
 
     def add(self, report: Report, telling: Telling) -> None: ...
-    def add_error(self, source: str, message: str, code: str) -> None: ...
+    def add_error(self, source: str, message: str, runs_code: bool) -> None: ...
     def text(self) -> str: ...
 
 
@@ -80,21 +80,21 @@ class ReportWriter(Struct):
             self._counts["with defects" if left else "without"] += 1
             self._counts["defects"] += len(left)
             self._counts["fixable"] += sum(map(report.is_fixable, left))
-        for message, code in self.console.failures[told:]:
+        for message, runs_code in self.console.failures[told:]:
             if self.page is not None:
                 self.page.add_error(source, message)
-            self.error(source, message, code)
+            self.error(source, message, runs_code)
             self.exit_code = FAILED
             self._counts["failed"] += 1
 
-    def error(self, source: str, message: str, code: str = "") -> None:
+    def error(self, source: str, message: str, runs_code: bool = False) -> None:
         """Write what programs should know of a file that could not be checked; people read the line on stderr."""
         if self._document is not None:
-            self._document.add_error(source, message, code)
+            self._document.add_error(source, message, runs_code)
         elif self.form == "github":
             from ckptfix.report.ci import github_error
 
-            self.console.write_plain([github_error(source, message, code)])
+            self.console.write_plain([github_error(source, message, runs_code)])
 
     def close(self) -> None:
         """Write what was held back, and how many files had defects."""
@@ -145,7 +145,7 @@ class _JsonDocument:
         digest = _sha256(report.source) if telling.choices.get("values", True) else None
         self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
 
-    def add_error(self, source: str, message: str, code: str) -> None:
+    def add_error(self, source: str, message: str, runs_code: bool) -> None:
         from ckptfix.core.report import error_to_json
 
         self._entries.append(error_to_json(source, message))

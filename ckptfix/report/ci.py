@@ -28,7 +28,7 @@ from ckptfix.report.advice import Telling, message_with_count, remedies_text
 from ckptfix.report.key_lists import fold_keys
 from ckptfix.report.style import Paper, printable
 from ckptfix.report.terminal import headline
-from ckptfix.rules import RULES
+from ckptfix.rules import OF_ATTACKS, RULES
 
 _MANUALS = {rule.code: rule for rule in RULES}
 
@@ -50,10 +50,11 @@ class SarifLog(Struct):
         for finding in report.findings:
             self._add(report.source, finding, finding in report.applied)
 
-    def add_error(self, source: str, message: str, code: str = "") -> None:
-        """Add a file that could not be checked; an attack that a rule knows, by its ``code``, is an alert too."""
-        if code:
-            self._add(source, Finding(code, _MANUALS[code].name, Level.ERROR, message, blocks=Blocks.LOADING), False)
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> None:
+        """Add a file that could not be checked; one that is built to run code is an alert too."""
+        if runs_code:
+            attack = Finding(OF_ATTACKS, _MANUALS[OF_ATTACKS].name, Level.ERROR, message, blocks=Blocks.LOADING)
+            self._add(source, attack, False)
         self._unreadable.append({"level": "error", "message": {"text": message}, "locations": [_location(source)]})
 
     def _add(self, source: str, finding: Finding, fixed: bool) -> None:
@@ -136,13 +137,13 @@ def github_lines(report: Report) -> Iterator[str]:
         yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
 
 
-def github_error(source: str, message: str, code: str = "") -> str:
+def github_error(source: str, message: str, runs_code: bool = False) -> str:
     """Return the workflow command for a file that could not be checked."""
-    return _command("error", source, _title(code), message)
+    return _command("error", source, _title(runs_code), message)
 
 
-def _title(code: str) -> str:
-    return f"{code} {_MANUALS[code].name}" if code else "ckptfix"
+def _title(runs_code: bool) -> str:
+    return f"{OF_ATTACKS} {_MANUALS[OF_ATTACKS].name}" if runs_code else "ckptfix"
 
 
 def _message(finding: Finding, fixed: bool) -> str:
@@ -181,9 +182,9 @@ class JUnitDocument:
         if report.exit_code and suite.find("*/failure") is None:  # no rule that was selected says why
             _fail(whole, "failure", "ckptfix", Paper().write([headline(report, telling)]).rstrip("\n"))
 
-    def add_error(self, source: str, message: str, code: str = "") -> None:
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> None:
         """Add a file that could not be checked."""
-        _fail(_test(self._suite(source), _title(code)), "error", code or "ckptfix", message)
+        _fail(_test(self._suite(source), _title(runs_code)), "error", "ckptfix", message)
 
     def text(self) -> str:
         """Return the document."""

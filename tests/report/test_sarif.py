@@ -121,7 +121,7 @@ def test_a_path_below_the_working_directory_is_relative(tmp_path, monkeypatch):
 
 
 def test_an_attack_that_cannot_be_read_is_an_alert_too():
-    run = run_of(errors=[("evil.pkl", "built to run code", "FIL901")])
+    run = run_of(errors=[("evil.pkl", "built to run code", True)])
     (result,), (rule,) = run["results"], run["tool"]["driver"]["rules"]
     assert (result["ruleId"], result["level"], result["message"]["text"]) == ("FIL901", "error", "built to run code")
     assert rule["properties"]["security-severity"] == "9.8"

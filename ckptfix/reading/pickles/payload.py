@@ -175,7 +175,7 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
             " do not load it with anything, get it from a source that you trust (nor can it be read: ",
             *error.without(f"{path}: "),
             ")",
-            code="FIL901",
+            runs_code=True,
         ) from error
 
 
