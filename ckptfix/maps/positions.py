@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 from msgspec import Struct
@@ -245,6 +245,8 @@ class Recipe(Struct, frozen=True):
     is_reversed: bool = False
     is_mixed: bool = False
     """Whether the groups are of two methods, which keep different state."""
+    rises: Callable[[Any], tuple[float, float]] | None = None
+    """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
 
     def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
         """Return each group's label and parameters."""
@@ -253,35 +255,60 @@ class Recipe(Struct, frozen=True):
             groups.setdefault(self.label(layout, key), []).append(key)
         return list(groups.items())[:: -1 if self.is_reversed else 1]
 
+    def agrees(self, labels: Sequence[Hashable], groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the hyperparameters of groups do not contradict these labels."""
+        ranks = list(map(self.rises, labels)) if self.rises is not None else []
+        for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
+            numbers = (next((group[name] for name in names if name in group), None) for group in groups)
+            known = [(rank[which], n) for rank, n in zip(ranks, numbers, strict=False) if isinstance(n, (int, float))]
+            if any(low < high and more > less for (low, more), (high, less) in product(known, repeat=2)):
+                return False
+        return True
+
     @property
     def upside_down(self) -> Recipe:
         """The same groups from the last to the first, as a script of one's own may have them."""
         return replace(self, name=f"{self.name}, its groups in reverse", is_reversed=True)
 
 
+def _decaying(label: Any) -> tuple[float, float]:
+    return 0, label
+
+
 PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
 
 RECIPES = (
     PLAIN,
-    Recipe("Hugging Face Trainer", _decays_in_hf, (True, False)),
-    Recipe("Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False)),
-    Recipe("decay for matrices, none for the rest", lambda layout, key: not _is_flat(layout, key), (True, False)),
-    Recipe("timm", _decays_in_timm, (False, True)),
-    Recipe("timm with no_weight_decay", _decays_in_vit, (False, True)),
+    Recipe("Hugging Face Trainer", _decays_in_hf, (True, False), rises=_decaying),
+    Recipe("Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False), rises=_decaying),
+    Recipe(
+        "decay for matrices, none for the rest",
+        lambda layout, key: not _is_flat(layout, key),
+        (True, False),
+        rises=_decaying,
+    ),
+    Recipe("timm", _decays_in_timm, (False, True), rises=_decaying),
+    Recipe("timm with no_weight_decay", _decays_in_vit, (False, True), rises=_decaying),
     Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0]),
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
     Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
-    Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm")),
+    Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm"), rises=lambda label: (0, label == "weight")),
     Recipe("detectron2", lambda layout, key: key),
     Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
-    Recipe("layer-wise decay of BEiT and MAE", lambda layout, key: (_layer(key), _decays_in_vit(layout, key))),
+    Recipe(
+        "layer-wise decay of BEiT and MAE",
+        lambda layout, key: (_layer(key), _decays_in_vit(layout, key)),
+        rises=lambda label: label,
+    ),
     Recipe(
         "layer-wise decay of MAE",
         lambda layout, key: (_layer(key), not (_is_flat(layout, key) or key in _MAE_UNDECAYED)),
+        rises=lambda label: label,
     ),
     Recipe(
         "layer-wise decay of timm",
         lambda layout, key: (_layer_in_timm(layout, key), not (_is_flat(layout, key) or _UNDECAYED.search(key))),
+        rises=lambda label: label,
     ),
 )
 """The recipes of trainers that are in use. Each is confirmed by the sizes of the groups and the shapes of the moments.
@@ -362,8 +389,9 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
             continue
         # A script may have made the same groups from the top down, which only moments show.
         for each in (recipe, recipe.upside_down) if moments and len(sizes) > 1 else (recipe,):
-            groups = [keys for _, keys in each.groups(layout)]
-            if tuple(map(len, groups)) != sizes:
+            made = each.groups(layout)
+            groups = [keys for _, keys in made]
+            if tuple(map(len, groups)) != sizes or not each.agrees([label for label, _ in made], optimizer.groups):
                 continue
             order = list(chain.from_iterable(groups))
             if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
@@ -409,6 +437,7 @@ def fits(row: Mapping[str, Any], shape: Shape) -> bool:
     return all(
         (found := logical_shape(value)) in whole
         or (len(shape) > 1 and name not in _BEGINNINGS and found in factored)
+        or (name == "state1" and found == (2, *shape))  # two averages of bitsandbytes' AdEMAMix
         or BLOCKWISE.fullmatch(name)
         or _OF_AXES.fullmatch(name)
         for name, value in values_in(row)

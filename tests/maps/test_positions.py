@@ -120,6 +120,29 @@ def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
     assert all(naming.moments == len(live) and not naming.is_certain for naming in found)
 
 
+@pytest.mark.parametrize(
+    ("names", "of_first", "of_second", "is_read"),
+    [
+        pytest.param("HF", {"weight_decay": 0.0}, {"weight_decay": 0.0}, True, id="no-decay-at-all"),
+        pytest.param("HF", {"weight_decay": 0.1, "lr": 1}, {"weight_decay": 0.0, "lr": 2}, True, id="biases-faster"),
+        pytest.param("HF", {"weight_decay": 0.0}, {"weight_decay": 0.1}, False, id="more-decay-of-biases"),
+        pytest.param("layers", {"lr": 2.0}, {"lr": 1.0}, True, id="the-head-is-faster"),
+        pytest.param("layers", {"lr": 1.0}, {"lr": 2.0}, False, id="the-head-is-slower"),
+        pytest.param("layers", {"lr": 1, "lr_scale": 1.0}, {"lr": 1, "lr_scale": 0.5}, True, id="by-their-scale"),
+    ],
+)
+def test_groups_that_the_hyperparameters_contradict_are_no_recipe(names, of_first, of_second, is_read):
+    shapes = {"a.weight": (2, 2), "layers.1.weight": (2, 2), "fc.weight": (2, 2)}
+    if names == "HF":
+        shapes = {"a.weight": (2, 2), "b.bias": (2,)}
+    rows = {number: {"m": TensorSpec("float32", shape)} for number, shape in enumerate(shapes.values())}
+    both = [[0], [1]] if names == "HF" else [[0, 2], [1]]
+    groups = [{**options, "params": params} for options, params in zip((of_first, of_second), both, strict=True)]
+    (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": groups}})
+    found = [naming.source for naming in namings(state, Layout(shapes))]
+    assert any(one.startswith(("Hugging Face", "layer-wise")) for one in found) is is_read
+
+
 def test_every_recipe_has_a_name_of_its_own():
     assert len({recipe.name for recipe in RECIPES}) == len(RECIPES)
 

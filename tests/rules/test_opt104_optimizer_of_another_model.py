@@ -32,12 +32,14 @@ def test_its_own_optimizer_is_no_finding(tmp_path):
         assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
 
 
-def test_what_shampoo_keeps_of_each_axis_is_no_finding(tmp_path):
+@pytest.mark.parametrize("kept", ["of each axis", "two averages in one"])
+def test_what_shampoo_and_ademamix_keep_is_no_finding(tmp_path, kept):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     saved = run(model)
     for number, parameter in enumerate(model.parameters()):
         axes = {f"{name}_{axis}": torch.eye(size) for axis, size in enumerate(parameter.shape) for name in NAMES}
-        saved["optimizer"]["state"][number] = {"step": 1, **axes}
+        row = axes if kept == "of each axis" else {"state1": torch.ones(2, *parameter.shape)}
+        saved["optimizer"]["state"][number] = {"step": 1, **row}
     torch.save(saved, tmp_path / "run.pth")
     assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
 
