@@ -132,7 +132,7 @@ def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
     ],
 )
 def test_groups_that_the_hyperparameters_contradict_are_no_recipe(names, of_first, of_second, is_read):
-    shapes = {"a.weight": (2, 2), "layers.1.weight": (2, 2), "fc.weight": (2, 2)}
+    shapes: dict[str, tuple[int, ...]] = {"a.weight": (2, 2), "layers.1.weight": (2, 2), "fc.weight": (2, 2)}
     if names == "HF":
         shapes = {"a.weight": (2, 2), "b.bias": (2,)}
     rows = {number: {"m": TensorSpec("float32", shape)} for number, shape in enumerate(shapes.values())}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,15 @@ def test_positions_have_names(tmp_path, named):
         "group": 0,
         "state": {"step": [], "exp_avg": [2, 3], "exp_avg_sq": [2, 3]},
     }
+
+
+def test_a_repair_shows_the_positions_of_its_result(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    torch.save(run(model), tmp_path / "run.pth")
+    asked: dict[str, Any] = {"optimizer_positions": True, "unsafe_fixes": True}
+    report = ckptfix.repair(tmp_path / "run.pth", model[:1], output=tmp_path / "out.pth", **asked).report
+    (finding,) = (finding for finding in report.findings if finding.code == "OPT105")
+    assert list(finding.evidence["positions"]) == ["0.weight", "0.bias"]
 
 
 def test_what_nothing_tells_is_said(tmp_path):
