@@ -248,7 +248,8 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
         if not info.filename.endswith("/") and _FOLDER not in info.filename and _FILE not in info.filename
     ]
     names = Counter([info.filename for info in infos])
-    doubled = [name for name, count in names.items() if count > 1]
+    # A directory that is read at the wrong place, as after a transfer as text, has entries without a name.
+    doubled = [name for name, count in names.items() if count > 1 and name]
     if doubled:
         raise HostileError(
             f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they take; do "

@@ -204,6 +204,17 @@ def test_a_transfer_in_text_mode_is_undone(form: str, tmp_path: Path) -> None:
     _assert_whole(checkpoint, state_dict, form)
 
 
+def test_a_transfer_in_text_mode_is_no_attack(tmp_path: Path) -> None:
+    """Where the directory of the archive is read at the wrong place, two members may seem to have one name."""
+    state_dict = {f"l.{at}.weight": torch.randn(200, 200) for at in range(5)}
+    file = tmp_path / "x.pth"
+    torch.save(state_dict, file)
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    with pytest.raises(ckptfix.UnreadableError, match="CR LF"):
+        ckptfix.open_checkpoint(file)
+    _assert_whole(ckptfix.open_checkpoint(file, salvage=True), state_dict, "zip_of_torch")
+
+
 def test_a_text_mode_transfer_is_undone_where_the_first_header_has_a_line_feed(tmp_path: Path) -> None:
     """``d/data.pkl`` has ten letters, and ten is a line feed."""
     state_dict = {"weight": torch.arange(60.0), "count": torch.tensor(10)}
