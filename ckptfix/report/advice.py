@@ -91,7 +91,7 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     for finding in remaining:
         by = Counter(explained[key] for key in finding.keys if explained.get(key, finding.code) != finding.code)
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
-        if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding):
+        if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding, telling):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
     for number, (words, price) in enumerate(suggested(report, telling)):
         if not number and (download := _download(report.source)):
@@ -211,10 +211,12 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
     }
 
 
-def _text(finding: Finding) -> str:
+def _text(finding: Finding, telling: Telling) -> str:
     if remedies := remedies_of(finding):
         return remedies_text(remedies)
-    return "" if finding.is_fixable else f"no automatic repair; see ckptfix rule {finding.code}"
+    if finding.is_fixable:
+        return "not in the plan" if "apply" in telling.choices else ""
+    return f"no automatic repair; see ckptfix rule {finding.code}"
 
 
 def _risk(fix: Fix) -> str:

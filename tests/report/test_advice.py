@@ -132,6 +132,18 @@ def test_the_price_of_a_fill():
     assert told(report(MISSING, coverage=coverage))[-1].strip() == "`fc` becomes untrained: 2.5 % of the model"
 
 
+def test_a_model_of_random_weights_is_asked_for_by_its_own_flag():
+    coverage = Coverage(100, 41, 0, 0, {"target": 59})
+    lines = told(report(coverage=coverage, is_refused=True), Mode.REPAIR)
+    assert lines[0] == "left: 59 % of the parameters are untrained"
+    assert "--allow-untrained" in lines[1]
+
+
+def test_what_a_plan_leaves_is_said():
+    lines = Paper().write(advice_lines(report(PREFIX), Telling(Mode.REPAIR, choices={"apply": "plan.json"})))
+    assert lines.splitlines() == ["left:", "  KEY102 wrapper-prefix: not in the plan"]
+
+
 def layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
 
