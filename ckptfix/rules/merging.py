@@ -16,7 +16,7 @@ from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, config_beside
+from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, config_beside, model_config
 
 # What peft puts into the names of a model in which it has wrapped layers.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
@@ -378,14 +378,18 @@ class _Names:
                     f"{path}: changes {module}, an nn.MultiheadAttention, whose out_proj some releases of peft change "
                     "twice; merge it with the release that trained it"
                 )
-            packed = next(
-                (name for name in _PACKED for key in (f"{module}.{name}",) if key in self.checkpoint.entries), ""
-            )
-            if packed:
+            if packed := next((name for name in _PACKED if f"{module}.{name}" in self.checkpoint.entries), ""):
                 return AdapterError(
                     f"{base}: {module} is quantised (it has {packed} and no weight); merge into the weights that were "
                     "quantised, and quantise the result"
                 )
+        if "model_type" in model_config(self.checkpoint) and not all(_is_of_words(f"{one}.weight") for one in lacking):
+            folder = Path(base) if Path(base).is_dir() else Path(base).parent
+            return AdapterError(
+                f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; give the"
+                " base that it was trained on, or if this is it, rename its layers for your transformers first, with ",
+                Opt("model", f"transformers:{folder}"),
+            )
         if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
             return AdapterError(
                 f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "

@@ -422,6 +422,10 @@ def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
     changed_config(adapter, base_model_name_or_path=str(base))
     with pytest.raises(AdapterError, match="whose file lacks 1 of the adapter's 1 layers"):
         ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')  # which release 5 loads from the names of release 4
+    with pytest.raises(AdapterError, match="lacks, 1 of 1, such as q; ") as caught:
+        ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
+    assert f"transformers:{tmp_path}" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
