@@ -386,8 +386,9 @@ class _Names:
         if "model_type" in model_config(self.checkpoint) and not all(_is_of_words(f"{one}.weight") for one in lacking):
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
             return AdapterError(
-                f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; give the"
-                " base that it was trained on, or if this is it, rename its layers for your transformers first, with ",
+                f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; "
+                "give the base that it was trained on, or if this is it, rename its layers for your transformers "
+                "first, with ",
                 Opt("model", f"transformers:{folder}"),
             )
         if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
