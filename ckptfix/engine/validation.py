@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,7 +37,9 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
     known = settings_of(function if function in (CHECK, REPAIR) else REPAIR)
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1, 0.7)
+            from difflib import get_close_matches  # which only a slip needs
+
+            close = get_close_matches(name, known, 1, 0.7)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
     settings = Settings(**given)
@@ -143,7 +144,9 @@ def _codes(name: str, given: object) -> tuple[str, ...]:
     codes = tuple(code.upper() for code in _texts(name, given))
     for code in codes:
         if not any(rule.code.startswith(code) for rule in RULES):
-            close = difflib.get_close_matches(code, [rule.code for rule in RULES], 1)
+            from difflib import get_close_matches
+
+            close = get_close_matches(code, [rule.code for rule in RULES], 1)
             hint = f"did you mean {close[0]}?" if close else "the codes are like KEY101, BUF or VAL"
             raise UsageError(Opt(name, code), f": no rule has a code that begins with this; {hint}")
     return codes

@@ -12,7 +12,6 @@ of it. ``197s785`` is 197 for images of the usual size and 785 for those twice a
 
 from __future__ import annotations
 
-import difflib
 import re
 import zlib
 from array import array
@@ -347,7 +346,9 @@ def known_target(spec: str) -> Target:
     label = f"{KNOWN}{spec}"
     found = table().find(name)
     if found is None:
-        close = difflib.get_close_matches(name, list(table().names()), 1, 0.4)
+        from difflib import get_close_matches  # which only a slip needs
+
+        close = get_close_matches(name, list(table().names()), 1, 0.4)
         versions = ", ".join(f"{library} {version}" for library, version in table().versions.items())
         hint = f"did you mean {close[0]}" if close else "the names are like timm/resnet50"
         raise TargetError(Opt("like", label), f": no known model is called {name} ({versions}); {hint}")
