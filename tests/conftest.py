@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
@@ -41,6 +42,7 @@ settings.load_profile("any machine")
 
 
 gc.disable()  # until all tests are collected
+atexit.register(gc.freeze)  # else each process of pytest goes through all of torch once more when it ends
 
 
 def pytest_collection_finish() -> None:
