@@ -205,7 +205,9 @@ def _match(
         label = min(label, Label.LIKELY)
     if any(part.axes and part.source != key for part in parts):
         label = min(label, Label.LIKELY)
-    if len(parts) == 1 and _hidden_transpose(parts[0], key, source, target):
+    if len(parts) == 1 and (
+        _hidden_transpose(parts[0], key, source, target) or _may_be_exchanged(parts[0], key, source)
+    ):
         label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
 
@@ -259,6 +261,14 @@ def _change(source: str, key: str) -> tuple[str, str]:
     )
     one, other = (re.sub(r"\d+", "", ".".join(path[same:])) for path in (ours, theirs))
     return one, other
+
+
+def _may_be_exchanged(part: Part, key: str, source: Mapping[str, Shape]) -> bool:
+    """Tell whether a layer that gives shift and scale may give scale and shift on the other side: diffusers exchanges
+    the two where it has the layer in a norm."""
+    ours, theirs = bag(segments(part.source)), bag(segments(key))
+    rows, *columns = source.get(f"{part.source.rpartition('.')[0]}.weight", (0,))
+    return [rows] == [2 * size for size in columns] and ("modulation" in ours) != ("modulation" in theirs)
 
 
 def _doubt_orientation(inference: Inference) -> None:

@@ -62,6 +62,7 @@ reduce: reduction reduce squeeze sr
 relative: relative rel
 depthwise: dw depthwise
 pointwise: pw pointwise
+modulation: modulation mod adaln ada film
 """
 
 PHRASES = {
@@ -143,6 +144,19 @@ PHRASES = {
     "ln_pre": ("norm", "first"),
     "pre_layrnorm": ("norm", "first"),
     "logit_scale": ("temperature",),
+    # what the transformers of diffusers do with the text beside the image
+    "context_block": ("text", "layer"),
+    "context_embedder": ("text", "embed"),
+    "add_q_proj": ("text", "query"),
+    "add_k_proj": ("text", "key"),
+    "add_v_proj": ("text", "value"),
+    "to_add_out": ("text", "out"),
+    "norm_added_q": ("text", "norm", "query"),
+    "norm_added_k": ("text", "norm", "key"),
+    "norm1_context": ("text", "norm", "attention"),
+    "norm2_context": ("text", "norm", "mlp"),
+    "ff_context": ("text", "mlp"),
+    "x_block": ("image", "layer"),
     "encoder_q": ("encoder", "trained"),
     "encoder_k": ("encoder", "averaged"),
     "feed_forward1": ("mlp", "first"),

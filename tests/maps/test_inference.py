@@ -229,6 +229,25 @@ def test_a_convolution_of_keras_is_transposed_too():
     assert infer(target, source).matches["conv.kernel"].parts[0].axes == (2, 3, 1, 0)
 
 
+def test_shift_and_scale_may_be_exchanged_in_a_norm():
+    source = {**linear("final.adaLN_modulation.1", 16, 8), **linear("blocks.0.adaLN_modulation.1", 48, 8)}
+    target = {**linear("norm_out.linear", 16, 8), **linear("blocks.0.norm1.linear", 48, 8)}
+    labels = {key: match.label for key, match in infer(source, target).matches.items()}
+    assert labels["norm_out.linear.weight"] is labels["norm_out.linear.bias"] is Label.AMBIGUOUS
+    assert labels["blocks.0.norm1.linear.weight"] > Label.AMBIGUOUS
+
+
+def test_the_blocks_of_two_streams_are_told_apart():
+    block = stack("joint", [{f"{side}_block.attn.{x}.weight": (8, 8) for side in ("context", "x") for x in "qkv"}] * 2)
+    target = stack(
+        "layers",
+        [{f"attn.{x}.weight": (8, 8) for x in ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "add_q_proj")}] * 2,
+    )
+    found = sources(block, target)
+    assert found["layers.1.attn.add_k_proj.weight"] == ["joint.1.context_block.attn.k.weight"]
+    assert found["layers.1.attn.to_q.weight"] == ["joint.1.x_block.attn.q.weight"]
+
+
 def test_a_filter_called_kernel_transposes_no_other_layer():
     source = {**linear("to_rgb.conv", 8, 8), "blur.kernel": (4, 4)}
     target = {**linear("rgb.conv", 8, 8), "resample_filter": (4, 4)}
