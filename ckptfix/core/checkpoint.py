@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ckptfix.core.display import Displayed
 from ckptfix.core.facts import Fact
 from ckptfix.core.finding import counted
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnknownKeyError
 
@@ -109,6 +110,33 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
     def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors of the state_dict, by key, in the file's order."""
         return {key: value for key, value in self.entries.items() if isinstance(value, TensorSpec)}
+
+    @cached_property
+    def rest(self) -> Mapping[str, list[TensorSpec]]:
+        """The tensors of the container whose storage the state_dict does not have, by the name of what they are in."""
+        known = set()
+        pending = [spec.storage for spec in tensors_in([list(self.entries.values()), list(self.copies.values())])]
+        while pending:
+            storage = pending.pop()
+            if storage is not None and id(storage) not in known:
+                known.add(id(storage))
+                pending += storage.parts
+        found: dict[str, list[TensorSpec]] = {}
+        value: Any = self.root
+        for depth, step in enumerate((*self.container, None)):
+            members = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+            if isinstance(value, Opaque):
+                members = value.pairs or value.attributes if step is not None else {}
+            if not isinstance(members, Mapping):
+                break
+            for name, child in members.items():
+                if name != step and (step is not None or name not in self.entries):
+                    specs = [spec for spec in tensors_in(child) if id(spec.storage) not in known and spec.has_data]
+                    if specs:
+                        place = name if isinstance(name, int) else str(name)
+                        found[path_name((*self.container[:depth], place))] = specs
+            value = members.get(step)
+        return found
 
     def keys(self) -> list[str]:
         """Return the keys of the tensors, in the file's order."""

@@ -32,9 +32,10 @@ class Report(Displayed, Struct, frozen=True):
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
     them. ``output`` is the file that was written, None if none was. ``remarks`` are lines worth saying that are no
     findings (which device was used, that a model could not be built on the meta device). ``likeness`` is the known
-    architecture that the state_dict is or is like, if no target was given. ``figures`` are the statistics
-    of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and shape of
-    each of these; ``place`` is the path of the state_dict in the container of the result, and
+    architecture that the state_dict is or is like, if no target was given. ``unexamined`` are the parts of the file
+    beside the weights that no rule examines, except for checksums and values that are not finite. ``figures`` are the
+    statistics of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and
+    shape of each of these; ``place`` is the path of the state_dict in the container of the result, and
     ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). ``accepted`` are the
     rules, or beginnings of their codes, whose findings the user accepts. ``is_refused`` says that the result must not
     be written, ``is_dry_run`` that nothing was to be. The figures and what follows them are no part of the JSON form.
@@ -55,6 +56,7 @@ class Report(Displayed, Struct, frozen=True):
     output: str | None = None
     remarks: tuple[str, ...] = ()
     likeness: Likeness | None = None
+    unexamined: tuple[str, ...] = ()
     figures: Mapping[str, TensorStatistics] = field(default_factory=dict)
     layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     place: tuple[str | int, ...] = ()
@@ -168,6 +170,7 @@ class Report(Displayed, Struct, frozen=True):
             "refused": self.is_withheld and not self.is_dry_run,
             "remarks": list(self.remarks),
             "likeness": self.likeness and self.likeness.to_json(),
+            "unexamined": list(self.unexamined),
         }
 
 

@@ -18,7 +18,9 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import CkptfixError, InternalError, Opt
+from ckptfix.maps.positions import optimizers_of
 from ckptfix.reading.opening import Source, open_file, open_source
+from ckptfix.reading.weights.containers import SHARE
 from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Listed, Needs
 from ckptfix.rules.rule import Context
 
@@ -190,9 +192,19 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
         accepted=settings.accept,
         obstacles=left,
         remarks=target.remarks if target is not None else (),
+        unexamined=tuple(unexamined(checkpoint)),
         figures=diagnosis.figures,
         layout={key: (spec.dtype, tuple(spec.shape)) for key, spec in specs.items() if key in diagnosis.figures},
     )
+
+
+def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the names of what may be weights as well, by its size, and is neither the state_dict nor an optimizer."""
+    optimizers = tuple(optimizer.name for optimizer in optimizers_of(checkpoint)) if checkpoint.rest else ()
+    least = sum(spec.numel for spec in checkpoint.specs.values()) / SHARE
+    for place, specs in checkpoint.rest.items():
+        if sum(spec.numel for spec in specs) >= least and not any(name.startswith(place) for name in optimizers):
+            yield place
 
 
 def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None:

@@ -125,8 +125,12 @@ def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
     if report.target is not None:
         return (Span(f"fits {report.target}", "good"), notes)
     limits = [] if telling.choices.get("values", True) else ["values not read"]
+    what = "file itself"
+    if report.unexamined:
+        what = f"weights under {report.container}" if report.container != "." else "weights"
+        limits += [f"{first_names(list(report.unexamined), _NAMES)} not examined, except for checksums and NaN"]
     limits += ["not compared with a model: add --model or --like"]
-    return (Span("nothing wrong in the file itself", "good"), f" ({', '.join(limits)}){notes}")
+    return (Span(f"nothing wrong in the {what}", "good"), f" ({'; '.join(limits)}){notes}")
 
 
 def _defects(findings: list[Finding]) -> tuple[str | Span, ...]:

@@ -3,7 +3,8 @@
 ## What it finds
 Tensors of a zip file in a storage that does not have the CRC-32 that the archive gives for it: bits flipped on a disk,
 in memory or on the way. A checksum of zero means that none was computed
-(`torch.serialization.set_crc32_options(False)`), and such a storage is healthy as far as anybody can tell.
+(`torch.serialization.set_crc32_options(False)`), and such a storage is healthy as far as anybody can tell. Other parts
+of the file, such as an optimizer, are a finding of their own.
 
 ## Why it matters
 torch.load does not look at the checksum: the file loads, and the values are wrong. One flipped exponent bit makes a
@@ -28,7 +29,9 @@ from collections.abc import Iterator
 from ckptfix.bytes.checksums import soundness, storages_of
 from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.maps.positions import optimizers_of
 from ckptfix.rules.fil203_damaged_file import donor_fill
+from ckptfix.rules.opt101_stale_optimizer import DROP
 from ckptfix.rules.rule import Context, Rule, rule
 
 REMEDIES = (
@@ -43,6 +46,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors whose storage fails its checksum; leave them out, or replace them, where that was asked for."""
     keys_of = list(storages_of(context.checkpoint))
     context.statistics.values()  # the scan of all proves most checksums on its way
+    yield from _beside(rule, context)
     are_sound = soundness([storage for storage, _ in keys_of])
     if all(are_sound):
         return
@@ -75,6 +79,25 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     )
     if drop is not None and context.target is None:
         yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=tuple(left), fix=drop)
+
+
+def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Yield a finding for each other part of the file that is damaged: another set of weights, an optimizer."""
+    if not any(
+        spec.storage and spec.storage.crc32 is not None for part in context.checkpoint.rest.values() for spec in part
+    ):
+        return
+    for place, specs in context.checkpoint.rest.items():
+        context.figures_of({str(number): spec for number, spec in enumerate(specs)}).values()
+        storages = {id(spec.storage): spec.storage for spec in specs if spec.storage is not None}
+        if bad := soundness(list(storages.values())).count(False):
+            is_optimizer = place in {each.name for each in optimizers_of(context.checkpoint)}
+            yield rule.finding(
+                Level.ERROR,
+                f"{counted(bad, 'storage')} of {place}, beside the weights, with other bytes than were saved",
+                remedies=(REMEDIES[0], *((DROP,) if is_optimizer else ())),
+                is_accepted=is_optimizer and context.settings.drop_optimizer,
+            )
 
 
 def _said(count: int) -> str:

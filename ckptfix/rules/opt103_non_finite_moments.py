@@ -22,8 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
@@ -55,8 +53,6 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str, int]]:
     """Return the ids whose state is not finite: how many values of each field."""
-    from ckptfix.values.statistics import Statistics
-
     fields = {
         f"{place} {name}": (number, name, value)
         for place, number in enumerate(optimizer.ids)
@@ -65,7 +61,7 @@ def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str
     }
     specs = {label: value for label, (_, _, value) in fields.items()}
     bad: dict[object, dict[str, int]] = {}
-    for label, figures in Statistics(replace(context.checkpoint, entries=specs)).items():
+    for label, figures in context.figures_of(specs).items():
         number, name, _ = fields[label]
         if figures.nonfinite:
             bad.setdefault(number, {})[name] = figures.nonfinite

@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
 from ckptfix.core.plan import Plan
-from ckptfix.core.spec import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,13 @@ class Context(Struct, frozen=True, dict=True):
     def initial(self) -> Mapping[str, torch.Tensor]:
         """The values that a model begins with; none without one, or if they are not known."""
         return self.target.initial() if self.target is not None and self.target.initial is not None else {}
+
+    def figures_of(self, specs: Mapping[str, TensorSpec]) -> Figures:
+        """Return the figures of tensors that lie beside the state_dict; each storage is read once."""
+        from ckptfix.values.statistics import Statistics
+
+        view = replace(self.checkpoint, entries=specs)
+        return self.statistics.of(view) if isinstance(self.statistics, Statistics) else Statistics(view)
 
 
 class Rule(Struct, frozen=True):

@@ -6,6 +6,8 @@ first such value, and the channels (places along the first dimension) that have 
 in peace where they belong: in attention masks, in quantization observers that have seen no data, as the best result so
 far, as a bound that is none. With a model, that is any buffer but the running statistics; without one, the name
 decides. A buffer that is NaN throughout, in the file and in a fresh model, was never set, and is left in peace too.
+What lies beside the weights (another set, an average without names) is a finding of its own: a note if a model or
+`--weights` says that it is not meant.
 
 ## Why it matters
 The file loads without a word, and the first forward pass through such a tensor is NaN from there on. It comes from a
@@ -33,6 +35,8 @@ from typing import Any
 from ckptfix.core.edits import Edit, Zero
 from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.maps.positions import optimizers_of
+from ckptfix.reading.weights.containers import AVERAGED
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed
@@ -64,6 +68,34 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
                 evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
                 fix=fix,
                 remedies=() if fix else _remedies(rule, tuple(keys), context, replacements),
+            )
+    yield from _beside(rule, context)
+
+
+def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Yield a finding for each other part of the file with values that are not finite, except for optimizers.
+
+    An infinity below zero is that of a mask. A warning for weights of which the user has not said that others are
+    meant: what else lies in a file may be a log."""
+    checkpoint = context.checkpoint
+    optimizers = tuple(optimizer.name for optimizer in optimizers_of(checkpoint))
+    sets = {each.name for each in checkpoint.candidates}
+    for place, specs in checkpoint.rest.items():
+        if any(name == place or name.startswith((f"{place}.", f"{place}[")) for name in optimizers):
+            continue
+        wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
+        bad = {
+            number: figures for number, figures in context.figures_of(wanted).items() if figures.nan or figures.pos_inf
+        }
+        if bad:
+            inside = [name for name in sets if name == place or name.startswith((f"{place}.", f"{place}["))]
+            is_set = inside or any(mark in place.lower() for mark in AVERAGED)
+            is_meant = context.target is None and context.settings.weights is None
+            yield rule.finding(
+                Level.WARNING if is_set and is_meant else Level.NOTE,
+                f"beside the weights, in {place}, {_message(bad)}",
+                evidence={"part": place, "tensors": len(bad)},
+                remedies=advise(f"do not load {place} from this file"),
             )
 
 

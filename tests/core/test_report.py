@@ -41,6 +41,7 @@ def test_an_empty_report():
         "output": None,
         "remarks": [],
         "likeness": None,
+        "unexamined": [],
     }
 
 

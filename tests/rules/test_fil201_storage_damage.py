@@ -133,3 +133,20 @@ def test_the_flipped_bit_of_the_corpus(corpus: Path) -> None:
     for row in (row for row in rows if row["expect"] == "report_crc"):
         found = [f for f in ckptfix.check(corpus / row["path"]).findings if f.code == "FIL201"]
         assert [sorted(finding.keys) for finding in found] == [sorted(row["bad_keys"])]
+
+
+@pytest.mark.parametrize("place", ["optimizer", "D"])
+def test_a_part_beside_the_weights(tmp_path: Path, place: str) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    other = torch.nn.Linear(8, 4).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "D": other}, tmp_path / "whole.pth")
+    assert "FIL201" not in _codes(ckptfix.check(tmp_path / "whole.pth"))
+    moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
+    file = _flipped(tmp_path / "whole.pth", {"optimizer": moment, "D": other["weight"]}[place])
+    (finding,) = (each for each in ckptfix.check(file, weights="model").findings if each.code == "FIL201")
+    assert (finding.level.name, finding.keys) == ("ERROR", ())
+    assert finding.message.startswith(f"1 storage of {place}, beside the weights")
+    assert any("drop_optimizer" in dict(each.options) for each in finding.remedies) == (place == "optimizer")

@@ -12,6 +12,8 @@ from ckptfix.core.finding import Level
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.reading.opening import open_file
 from ckptfix.report.advice import remedies_text
+from ckptfix.report.style import Paper
+from ckptfix.report.terminal import headline
 from ckptfix.rules.val101_non_finite import non_finite
 from tests.checks import check_repaired
 from tests.rules.healthy import HEALTHY, build
@@ -191,3 +193,33 @@ def test_a_source_that_is_broken_itself_is_not_taken():
     _, report = ckptfix.repair_state_dict(before, model, select=("VAL101",), replace="VAL101", fill="target")
     assert not report.fixed
     assert report.exit_code == 1
+
+
+BAD = torch.tensor([1.0, float("nan")])
+MASK = torch.tensor([0.0, float("-inf")])
+
+
+@pytest.mark.parametrize(
+    ("beside", "settings", "level"),
+    [
+        pytest.param({"D": {"weight": torch.ones(2), "mask": MASK}}, {}, None, id="a mask"),
+        pytest.param({"best": torch.tensor(float("nan"))}, {}, None, id="a single number"),
+        pytest.param({"losses": BAD}, {}, Level.NOTE, id="a log"),
+        pytest.param({"D": {"weight": BAD}}, {}, Level.WARNING, id="another set"),
+        pytest.param({"D": {"weight": BAD}}, {"weights": "model"}, Level.NOTE, id="beside the set that was named"),
+        pytest.param({"ema": {"shadow": [torch.ones(2), BAD]}}, {}, Level.WARNING, id="an average without names"),
+    ],
+)
+def test_what_lies_beside_the_weights(tmp_path, beside, settings, level):
+    torch.save({"model": {"weight": torch.ones(2), "bias": torch.ones(2)}, **beside}, tmp_path / "file.pth")
+    report = ckptfix.check(tmp_path / "file.pth", select=("VAL101",), **settings)
+    assert [finding.level for finding in report.findings] == ([] if level is None else [level])
+    assert all(next(iter(beside)) in finding.message for finding in report.findings)
+
+
+def test_the_headline_says_what_was_not_examined(tmp_path):
+    torch.save({"model": {"fc.weight": torch.ones(2, 2)}, "ema": {"shadow": [torch.ones(2, 2)]}}, tmp_path / "f.pth")
+    report = ckptfix.check(tmp_path / "f.pth", select=("VAL101",))
+    assert report.to_json()["unexamined"] == ["ema"]
+    line = Paper().write([headline(report)])
+    assert "nothing wrong in the weights under model (ema not examined, except for checksums and NaN; not comp" in line
