@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,7 @@ ON_SAMPLES = sorted({line for line in commands() if "sample_checkpoints/" in lin
 @pytest.mark.parametrize("command", ON_SAMPLES)
 def test_a_command_on_a_sample_runs(command: str, tmp_path: Path):
     shutil.copytree(ROOT / "sample_checkpoints", tmp_path / "sample_checkpoints")
-    done = run(*command.split()[1:], cwd=tmp_path)
+    done = run(*shlex.split(command)[1:], cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr
 
 
