@@ -347,6 +347,7 @@ class Spread:
         self._dtype = next(iter(dtypes), "float32")
         self._storages = tuple(part.storage for part in parts if part.storage is not None)
         self._stop = min(flat.stop for flat in flats)
+        self._is_torn = any(flat.is_torn for flat in flats)
 
     def share(self, numel: int) -> int:
         """Return how many elements of a tensor each rank holds; the last ones are padded."""
@@ -357,7 +358,7 @@ class Spread:
         spec = TensorSpec(self._dtype, shape, contiguous_strides(shape))
         storages = self._storages
         if len(self.flats) > 1:
-            is_gone = any(flat.is_torn for flat in self.flats) or self._stop < start + self.share(spec.numel)
+            is_gone = self._is_torn or self._stop < start + self.share(spec.numel)
         else:
             pieces = self.flats[0].pieces(start, start + spec.numel)
             if pieces is not None and len(pieces) == 1:

@@ -20,7 +20,7 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
-from ckptfix.reading.folders.ranks.partition import Joining, Split, find_rule, rules
+from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules
 from ckptfix.reading.weights.document import Document
 
 NAME = "llama"
@@ -50,14 +50,17 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
     files = RankFiles(folder, salvage, read)
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
-    files.note_missing(max(ranks) + 1, ranks, "consolidated.{:02d}.pth")
-    if files.damage:
+    params = _params(folder)
+    world = max(max(ranks) + 1, *(_ranks_of(state, params) for state in states.values()))
+    files.note_missing(world, ranks, "consolidated.{:02d}.pth")
+    if files.damage and not (salvage and states):
         raise UnreadableError(f"{folder}: {clauses(files.damage)}; every rank holds a part of every weight: fetch it")
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
     files.note_renamed()
-    params = _params(folder)
+    missing = emptied(next(iter(states.values())), str(folder))
+    states = {rank: states.get(rank, missing) for rank in range(world)}
     joining = Joining(str(folder))
     with files.merging():
         weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
@@ -69,6 +72,16 @@ def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a shard, if there are others beside it."""
     is_one = LLAMA_SHARD.fullmatch(file.name) is not None and len(by_rank(file.parent, LLAMA_SHARD)) > 1
     return (file.parent, read_folder) if is_one else None
+
+
+def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:
+    """Return over how many ranks queries are divided, which have as many rows as columns if nothing else is known."""
+    for key, spec in state.items() if isinstance(state, dict) else ():
+        if str(key).endswith("attention.wq.weight") and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
+            heads, width = params.get("n_heads"), params.get("head_dim")
+            whole = heads * width if isinstance(heads, int) and isinstance(width, int) else spec.shape[1]
+            return whole // max(spec.shape[0], 1)
+    return 1
 
 
 def _params(folder: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import OrderedDict
@@ -35,7 +36,16 @@ from ckptfix.reading.folders.ranks.files import (
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK
-from ckptfix.reading.folders.ranks.partition import Joining, Rule, Split, Splits, find_rule, narrowed, rules
+from ckptfix.reading.folders.ranks.partition import (
+    Joining,
+    Rule,
+    Split,
+    Splits,
+    emptied,
+    find_rule,
+    narrowed,
+    rules,
+)
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -132,11 +142,15 @@ class _Reading:
         """Return the merged document. Raises ``UnreadableError`` if a rank is missing or of another save."""
         found = _rank_files(self.files.folder)
         roots = {numbers: self.files.root(file) for numbers, file in found.items()}
-        if self.files.damage:
+        if self.files.salvage:
+            roots = {numbers: root for numbers, root in roots.items() if root is not None}
+        if self.files.damage and not self.files.salvage:
             raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; fetch it again")
         odd = [found[numbers].parent.name for numbers, root in roots.items() if not isinstance(root, dict)]
         if odd:
             raise UnreadableError(f"{self.path}: {first_names(odd)} hold no checkpoint of Megatron; fetch them again")
+        if not roots:
+            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
         first = roots[min(roots)]
         args = _arguments(first)
         self._check_iterations(found, roots)
@@ -144,12 +158,7 @@ class _Reading:
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         grid = self._grid(found, sizes)
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
-        if math.prod(grid) != len(found) or any(place not in by_place for place in _places(grid)):
-            missing = islice((place for place in _places(grid) if place not in by_place), 4)
-            names = ", ".join(f"tensor {t} pipeline {p} expert {e}" for t, p, e in missing) or "too many"
-            raise UnreadableError(
-                f"{self.path}: has {len(found)} of {counted(math.prod(grid), 'rank')} (missing: {names}); fetch them"
-            )
+        self._check_complete(by_place, grid)
         if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):
             raise UnreadableError(
                 f"{self.path}: experts that are divided otherwise than the other layers are not merged"
@@ -175,6 +184,24 @@ class _Reading:
         odd = [found[numbers].parent.name for numbers in unlike_most(told)]
         if odd:
             raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
+
+    def _check_complete(self, roots: Mapping[tuple[int, int, int], Any], grid: tuple[int, int, int]) -> None:
+        """Raise ``UnreadableError`` naming the ranks that are missing, or note them if what is whole is to be salvaged:
+        of a stage without any rank, not even the number of its layers is known."""
+        wanted = math.prod(grid)
+        missing = [*islice((place for place in _places(grid) if place not in roots), 4)]
+        if not missing and len(roots) == wanted:
+            return
+        names = [f"tensor {t} pipeline {p} expert {e}" for t, p, e in missing]
+        lines = itertools.product(range(grid[1]), range(grid[2]))
+        if self.files.salvage and missing and all(any(place[1:] == line for place in roots) for line in lines):
+            fact = Fact.of(Kind.RANKS_LACKING, absent=wanted - len(roots), ranks=wanted, names=tuple(names))
+            self.files.damage.append(fact)
+            return
+        raise UnreadableError(
+            f"{self.path}: has {len(roots)} of {counted(wanted, 'rank')} (missing: {', '.join(names) or 'too many'});"
+            " fetch them"
+        )
 
     def _note_order(
         self, files: Mapping[tuple[int, int, int], Path], roots: Mapping[tuple[int, int, int], Any]
@@ -218,7 +245,10 @@ class _Reading:
                 layers: dict[str, int] = {}
                 experts = 0
                 for place in range(expert):
-                    states = [_flat(roots[rank, stage, place].get(chunk)) for rank in range(tensor)]
+                    held = [roots.get((rank, stage, place)) for rank in range(tensor)]
+                    known = next(_flat(root.get(chunk)) for root in held if root is not None)
+                    missing = emptied(known, self.path) if None in held else {}
+                    states = [missing if root is None else _flat(root.get(chunk)) for root in held]
                     if version < 2:
                         states = [self._ordered_qkv(state, version, heads, tensor) for state in states]
                     for path, entry in self._joined(states):

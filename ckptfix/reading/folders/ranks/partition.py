@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, merge_parts
+from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
 
 
 class Split(Struct, frozen=True):
@@ -27,6 +28,8 @@ class Split(Struct, frozen=True):
 
 
 WHOLE = Split(None)
+
+_Key = TypeVar("_Key")
 
 
 class Rule(Struct, frozen=True):
@@ -62,7 +65,7 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
     Raises ``UnreadableError`` if their shapes do not go together."""
     first = parts[0]
     if len(parts) == 1 or split.axis is None:
-        return first
+        return next((part for part in parts if not is_torn(part)), first)
     axis = split.axis % max(len(first.shape), 1)
     if any(
         (part.dtype, len(part.shape), part.shape[:axis], part.shape[axis + 1 :])
@@ -86,6 +89,13 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
             if (rank + 1) % split.holders == 0:
                 begin += length
     return merge_parts(name, TensorSpec(first.dtype, shape, contiguous_strides(shape)), copies, path)
+
+
+def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:
+    """Return the state_dict of a rank that is missing, which is like that of another one, without its bytes."""
+    return {
+        key: gone(str(key), value, path) if isinstance(value, TensorSpec) else value for key, value in state.items()
+    }
 
 
 def narrowed(spec: TensorSpec, axis: int, start: int, length: int) -> TensorSpec:
@@ -125,6 +135,10 @@ class Joining(Struct):
                 yield key, made[views]
                 continue
             split = split_of(key, parts)
+            if split is None and any(map(is_torn, parts)):
+                made[views] = gone(key, parts[0], self.path)
+                yield key, made[views]
+                continue
             made[views] = joined(key, parts, split or WHOLE, self.path)
             if (split is None or split.axis is None) and not agree(parts, self.path):
                 if split is None:

@@ -118,6 +118,28 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("by_columns", [False, True], ids=["llama-3", "llama-2"])
+def test_the_last_shards_are_missed_by_the_queries(tmp_path: Path, by_columns: bool) -> None:
+    whole = write_llama(tmp_path, 8, 2, by_columns)
+    (tmp_path / "consolidated.06.pth").unlink()
+    (tmp_path / "consolidated.07.pth").unlink()
+    with pytest.raises(UnreadableError, match=r"lacks 2 ranks of 8: consolidated\.06\.pth, consolidated\.07\.pth"):
+        ckptfix.open_checkpoint(tmp_path)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict()
+    # Keys and values have copies in the ranks that are left.
+    assert set(got) == {key for key in whole if key.endswith((*COPIES, "attention.wk.weight", "attention.wv.weight"))}
+    assert all(torch.equal(got[key], whole[key]) for key in got)
+
+
+def test_queries_that_are_narrower_than_the_model_are_whole(tmp_path: Path) -> None:
+    """As those of Mistral's, whose params.json says so."""
+    whole = {"layers.0.attention.wq.weight": torch.rand(8, 32), "norm.weight": torch.rand(32)}
+    write_llama(tmp_path, 2, whole=whole, head_dim=1)
+    assert torch.equal(
+        ckptfix.open_checkpoint(tmp_path).state_dict()["layers.0.attention.wq.weight"], [*whole.values()][0]
+    )
+
+
 def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
     write_llama(tmp_path, 2)
     state = torch.load(tmp_path / "consolidated.01.pth")

@@ -266,3 +266,25 @@ def test_ranks_that_were_renamed_are_named(tmp_path: Path, change: str) -> None:
         (tmp_path / "kept").rename(other)
     found = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_RENAMED]
     assert [mark.data["other"] for mark in found] == (["process 0"] if change == "swapped" else [])
+
+
+@pytest.mark.parametrize("change", ["missing", "cut short"])
+def test_what_all_ranks_have_is_salvaged_without_one(tmp_path: Path, change: str) -> None:
+    whole = write_megatron(tmp_path, tensor=2, pipeline=2)
+    file = next(tmp_path.glob("**/mp_rank_01_000/model_optim_rng.pt"))
+    if change == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:600])
+    with pytest.raises(UnreadableError, match=r"has 3 of 4 ranks \(missing: tensor 1 pipeline 0|cut short"):
+        ckptfix.open_checkpoint(tmp_path)
+    got = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    state = got.state_dict()
+    assert state.keys() | set(got.lost) == whole.keys()
+    assert state.keys() >= {"decoder.layers.0.input_layernorm.weight", "decoder.layers.3.mlp.linear_fc1.weight"}
+    assert set(got.lost) >= {"decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"}
+    assert all(bytes_of(value) == bytes_of(whole[key]) for key, value in state.items())
+    for other in tmp_path.glob("**/mp_rank_00_000/model_optim_rng.pt"):
+        other.unlink()
+    with pytest.raises(UnreadableError, match="has 2 of 4 ranks"):
+        ckptfix.open_checkpoint(tmp_path, salvage=True)
