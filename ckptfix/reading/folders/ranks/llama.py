@@ -69,8 +69,10 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
-    """Return the folder of a shard, if there are others beside it."""
-    is_one = LLAMA_SHARD.fullmatch(file.name) is not None and len(by_rank(file.parent, LLAMA_SHARD)) > 1
+    """Return the folder of a shard, if there are others beside it, or the sizes of the model."""
+    is_one = LLAMA_SHARD.fullmatch(file.name) is not None and (
+        (file.parent / LLAMA_PARAMS).is_file() or len(by_rank(file.parent, LLAMA_SHARD)) > 1
+    )
     return (file.parent, read_folder) if is_one else None
 
 

@@ -133,11 +133,17 @@ def test_the_last_shards_are_missed_by_the_queries(tmp_path: Path, by_columns: b
 
 def test_queries_that_are_narrower_than_the_model_are_whole(tmp_path: Path) -> None:
     """As those of Mistral's, whose params.json says so."""
-    whole = {"layers.0.attention.wq.weight": torch.rand(8, 32), "norm.weight": torch.rand(32)}
+    whole = {"layers.0.attention.wq.weight": torch.rand(8, 32)}
     write_llama(tmp_path, 2, whole=whole, head_dim=1)
-    assert torch.equal(
-        ckptfix.open_checkpoint(tmp_path).state_dict()["layers.0.attention.wq.weight"], [*whole.values()][0]
-    )
+    (got,) = ckptfix.open_checkpoint(tmp_path).state_dict().values()
+    assert torch.equal(got, *whole.values())
+
+
+def test_the_first_shard_alone_is_not_the_model(tmp_path: Path) -> None:
+    write_llama(tmp_path, 2)
+    (tmp_path / "consolidated.01.pth").unlink()
+    with pytest.raises(UnreadableError, match="lacks 1 rank of 2"):
+        ckptfix.open_checkpoint(tmp_path / "consolidated.00.pth")
 
 
 def test_shards_of_two_models_do_not_go_together(tmp_path: Path) -> None:
