@@ -59,6 +59,9 @@ _VARIANTS = {
     "layer_replication": "layer_replication, by which the model has more layers than its file,",
 }
 
+# Settings of peft under which each layer has another tensor, too.
+_LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
+
 # Types of peft that have nothing to merge.
 _PROMPTS = frozenset(
     "ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split()
@@ -352,3 +355,14 @@ def check_alone(adapter: Adapter) -> None:
                 f"{path}: {layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} "
                 f"says {rank}; take the {CONFIG} that was saved with it"
             )
+        for option, role in _LAYERS_HAVE.items():
+            if (adapter.settings(layer) or {}).get(option) and role not in layer.keys:
+                raise AdapterError(
+                    f"{path}: trained with {option}, and {layer.module} has no {role} vector; fetch the adapter again"
+                )
+    if (adapter.config or {}).get("trainable_token_indices") and not any(
+        "tokens" in one.keys for one in adapter.layers
+    ):
+        raise AdapterError(
+            f"{path}: trained with trainable_token_indices, and has no rows of tokens; fetch the adapter again"
+        )

@@ -356,6 +356,13 @@ class _Names:
                     f"{len(modules & own)} of them, not {lacking[0]}: fetch it again, or name its layers one by one in "
                     f"the target_modules of {CONFIG}"
                 )
+        saved = {self.renamed(key) for key in self.adapter.saved}
+        for key in self.checkpoint.specs:
+            if key not in saved and _is_copied(self.adapter, key):
+                raise AdapterError(
+                    f"{self.adapter.path}: its configuration names {key.rpartition('.')[0]} in modules_to_save, and "
+                    f"the adapter has no {key}: fetch it again, or take the name out of {CONFIG}"
+                )
 
     def mismatch(self) -> AdapterError:
         """Return what to say of layers that are not in the base."""

@@ -41,6 +41,10 @@ def test_a_base_with_other_prefixes(tmp_path):
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
         pytest.param({"alora_invocation_tokens": [1]}, "aLoRA", id="aLoRA"),
+        pytest.param({"use_dora": True}, "has no magnitude vector", id="DoRA without magnitudes"),
+        pytest.param({"lora_bias": True}, "has no bias vector", id="lost biases"),
+        pytest.param({"trainable_token_indices": [3]}, "has no rows of tokens", id="lost tokens"),
+        pytest.param({"modules_to_save": ["head"]}, r"the adapter has no head\.", id="a lost head"),
         pytest.param({"r": 0}, "has the rank 0: so adapter_config.json says in r", id="no rank"),
         pytest.param({"lora_alpha": "8"}, "for a number", id="a text for a number"),
         pytest.param({"lora_alpha": None}, "the lora_alpha of .* for a number", id="null for a number"),
@@ -57,7 +61,7 @@ def test_what_the_matrices_alone_do_not_say_is_refused(config, says, tmp_path):
     report = ckptfix.check(adapter)
     errors = [re.search(says, found.message) for found in report.findings if found.level is Level.ERROR]
     # What only the merge refuses is no fault of the adapter.
-    if config.keys() & {"peft_type", "layer_replication", "alora_invocation_tokens"}:
+    if config.keys() & {"peft_type", "layer_replication", "alora_invocation_tokens", "modules_to_save"}:
         assert errors == []
     else:
         assert len(errors) == 1
