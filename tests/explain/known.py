@@ -732,5 +732,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f>: attribute lookup <lambda> on __main__ failed",
         "TypeError: cannot pickle '_thread.lock' object",
     ),
+    "lora-not-matched": ("Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",),
+    "unknown-model-type": ("ERROR: Could not detect model type of: /models/flux1-dev.safetensors",),
+    "entry-that-is-no-tensor": ("ValueError: Unsupported type found in checkpoint! optimizer: <class 'dict'>",),
+    "gradient-of-integers": ("RuntimeError: Only Tensors of floating point dtype can require gradients",),
+    "half-prefixed-keys": (
+        "ValueError: The state dictionary of the model you are training to load is corrupted. Are you sure it was"
+        " properly saved?",
+    ),
 }
 """More wordings of each record than its own example, by the record's name."""
