@@ -71,6 +71,11 @@ class Optimizer(Struct, frozen=True):
         """Whether names are in the place of numbers, so that their order means nothing."""
         return bool(self.ids) and all(isinstance(number, str) for number in self.ids)
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether the state is of all parameters together, as that of LBFGS: it follows no change of one of them."""
+        return any("prev_flat_grad" in self.row(number) for number in self.ids)
+
     def row(self, number: Any) -> Mapping[str, Any]:
         """Return what is kept of a parameter; empty if it never had a gradient."""
         row = self.state.get(number)

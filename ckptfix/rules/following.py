@@ -180,6 +180,8 @@ def _in_part(name: str, is_inside: bool) -> Callable[[str], bool]:
 
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
+    if optimizer.is_joint and change.touches:
+        return []
     found: dict[Hashable, Followed] = {}
     frozen = change.target.frozen if change.target is not None else frozenset()
     cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}

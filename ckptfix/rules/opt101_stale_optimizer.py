@@ -247,6 +247,8 @@ def _reason(optimizer: Optimizer, change: Change, found: list[Followed]) -> str:
     """Return why an optimizer cannot be brought in step."""
     if found:
         return f"{counted(len(found), 'way')} to name its parameters fit and differ"
+    if optimizer.is_joint:
+        return "its state is of all parameters together"
     if is_named(optimizer, change):
         return "nothing tells which group of it a new parameter belongs to, or at which place"
     return "its parameters cannot be named"

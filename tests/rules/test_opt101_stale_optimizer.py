@@ -641,6 +641,28 @@ def test_what_cannot_be_cut_exactly_starts_anew(tmp_path, spoilt):
     assert str(made["optimizer"]["state"][1]) == str(saved["state"][3])
 
 
+@pytest.mark.parametrize("groups", [one_group, named])
+def test_a_state_of_all_parameters_together_follows_none(tmp_path, groups):
+    model = Net()
+    optimizer = torch.optim.LBFGS(groups(model))
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = model(torch.ones(4, 3)).pow(2).mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    assert findings(ckptfix.check(tmp_path / "run.pth", Net())) == []
+    report = ckptfix.repair(
+        tmp_path / "run.pth", without_aux(Net()), output=tmp_path / "out.pth", unsafe_fixes=True
+    ).report
+    (left,) = report.remaining
+    assert (left.code, left.fix) == ("OPT101", None)
+    assert "all parameters together" in left.message
+
+
 def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     plan = Plan((Step("X", (Drop("head.bias"),)),))
