@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os.path import commonprefix
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
@@ -35,7 +35,6 @@ from ckptfix.known.table import (
     text_of,
 )
 
-_Seen = set[tuple[int, ...]]  # what was compared already, by its hashes
 _Candidates = Iterator[tuple["_View", int, bool]]  # the number of a structure, and whether none is more similar
 Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
 MOST = 7_500  # tensors of a state_dict that is looked at; those of no known structure are as large a share of more
@@ -77,6 +76,14 @@ class _View(Struct, frozen=True):
     renamed: Mapping[str, str] = {}
 
 
+class _Search(Struct):
+    """What was compared already, by its hashes, and how many tensors may still be: what is like many structures and
+    none of them must not hold up a check."""
+
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+    left: int = 3 * _KEYS
+
+
 class _Match(Struct, frozen=True, dict=True):
     """A structure that was compared with a view."""
 
@@ -112,15 +119,15 @@ def recognise(shapes: Shapes, names: Iterable[str] = ()) -> Likeness | None:
     ``names`` are those of the files: of models that are built alike, the one that they name comes first."""
     if not _FEWEST <= len(shapes) <= MOST:
         return None
-    names, seen = tuple(names), _Seen()
+    names, search = tuple(names), _Search()
     solid = {key: ".".join(map(str, shape)) for key, shape in shapes.items() if not is_passing(key, shape)}
-    best = _best(_views(solid, seen))
+    best = _best(_views(solid, search))
     found = _likeness(best, names) if best else None
     if found is not None and found.is_named and found.outside < _FEWEST:
         return found
     if found is not None and found.is_named:
-        seen.clear()  # it is one of the parts
-    parts = sorted(_parts(solid, names, seen), key=lambda part: -part.matching)
+        search.seen.clear()  # it is one of the parts
+    parts = sorted(_parts(solid, names, search), key=lambda part: -part.matching)
     if len(parts) > 1 or (parts and found is None):
         covered = sum(len(solid) - part.outside for part in parts)
         if found is None or found.is_named or 2 * covered > len(solid):
@@ -180,7 +187,7 @@ def modern_name(name: str) -> str:
 # ---- ways to read the keys
 
 
-def _views(solid: Mapping[str, str], seen: _Seen) -> Iterator[tuple[int, _Candidates]]:
+def _views(solid: Mapping[str, str], search: _Search) -> Iterator[tuple[int, _Candidates]]:
     """Yield the names without the segments of wrappers, then without one first segment after the other that most of
     them share. After that the same with names as newer releases have them, and without ``module`` inside of them.
 
@@ -193,7 +200,7 @@ def _views(solid: Mapping[str, str], seen: _Seen) -> Iterator[tuple[int, _Candid
         texts = sorted(text_of(name, solid[key]) for key, name in names.items())
         prefix = b""
         for _ in range(_DEPTH if texts else 0):
-            yield len(solid) - len(texts), _candidates(solid, names, texts, prefix, segments, seen)
+            yield len(solid) - len(texts), _candidates(solid, names, texts, prefix, segments, search)
             # Of sorted texts, what more than half begin with is what the middle one begins with.
             name = texts[len(texts) // 2].rpartition(b" ")[0]
             first, dot, _ = name[len(prefix) :].partition(b".")
@@ -216,15 +223,18 @@ def _candidates(
     texts: list[bytes],
     prefix: bytes,
     segments: list[str],
-    seen: _Seen,
+    search: _Search,
 ) -> _Candidates:
-    """Yield the structures that are similar to the tensors under a prefix, unless the same were ``seen``."""
+    """Yield the structures that are similar to the tensors under a prefix, unless the same were looked up before."""
     hashes = tuple(hashes_of(texts, len(prefix)))
-    if hashes in seen:
+    if hashes in search.seen:
         return
-    seen.add(hashes)
+    search.seen.add(hashes)
     view = None
     for number, is_first in _similar(hashes, len(texts)):
+        search.left -= table().count(number)
+        if search.left < 0:
+            return
         if view is None:
             before = prefix.decode(errors="surrogatepass")
             below = {key: name.removeprefix(before) for key, name in names.items() if name.startswith(before)}
@@ -264,12 +274,12 @@ def _without_common(shapes: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return before, {name[len(before) :]: shape for name, shape in shapes.items()}
 
 
-def _parts(solid: Mapping[str, str], names: tuple[str, ...], seen: _Seen) -> Iterator[Likeness]:
+def _parts(solid: Mapping[str, str], names: tuple[str, ...], search: _Search) -> Iterator[Likeness]:
     """Yield the known models that are beside each other, each under a first segment of its own."""
     before, own = _without_common(solid)
     for first, part in _grouped(own).items():
         if len(part) >= max(_FEWEST, _PART * len(solid)):
-            best = _best(_views(part, seen))
+            best = _best(_views(part, search))
             if best and best[0].fit is not Fit.NEAR:
                 found = _likeness(best, names)
                 outside = len(solid) - len(part) + found.outside
