@@ -52,6 +52,15 @@ def test_links_lead_somewhere(page: Path):
             assert target.exists() or target.relative_to(ROOT).as_posix() in GENERATED, link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_of_the_project_are_there(page: Path):
+    """A file is named below the project or the package: `reading/sniffing.py`. `my_defect` is yet to be written."""
+    rooms = "|".join(path.name for path in (ROOT / "ckptfix").iterdir() if path.is_dir())
+    named = re.findall(rf"`((?:(?:ckptfix|tests|benchmarks|{rooms})/)[\w/.-]+\.\w+)`", page.read_text(encoding="utf-8"))
+    absent = [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "ckptfix"))]
+    assert [name for name in absent if "my_defect" not in name] == []
+
+
 @pytest.mark.parametrize("command", sorted(set(commands())))
 def test_a_command_is_one_that_the_program_takes(command: str):
     parse(command)
