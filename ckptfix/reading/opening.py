@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.files import is_url
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
-from ckptfix.core.objects import holds_tensors
+from ckptfix.core.objects import holds_tensors, tensors_in
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
@@ -96,7 +96,7 @@ def open_file(
         from ckptfix.reading.folders.folders import read_folder, weights_file
 
         file = weights_file(path)
-        if file is None:
+        if file is None or _are_in_ranks(file):
             return open_document(read_folder(path, salvage, read_document), weights, salvage=salvage, narrow=narrow)
         path = file
     if is_url(path):
@@ -113,6 +113,18 @@ def open_file(
     document = _read_index(content, salvage) or read_document(content, salvage)
     checkpoint = open_document(document, weights, salvage=salvage, narrow=narrow)
     return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
+
+
+def _are_in_ranks(file: str) -> bool:
+    """Return whether a file has weights without elements, which are in the ranks beside it: ``save_pretrained`` under
+    ZeRO 3."""
+    from ckptfix.reading.folders.ranks.frameworks import has_ranks
+
+    with contextlib.suppress(CkptfixError):  # what is wrong with one of them is said where it is read
+        if has_ranks(Path(file).parent):
+            found = [*tensors_in(read_document(Content.of_file(file), False).root)]
+            return bool(found) and not any(spec.numel for spec in found)
+    return False
 
 
 def _read_ranks(path: str, salvage: bool) -> Document | None:

@@ -133,6 +133,17 @@ def test_a_folder_of_a_trainer_keeps_its_own_weights(tmp_path: Path) -> None:
     assert ckptfix.open_checkpoint(folder).keys() == ["w"]
 
 
+def test_weights_without_elements_beside_the_ranks_are_those_of_the_ranks(tmp_path: Path) -> None:
+    """``save_pretrained`` under ZeRO 3, which gathers nothing."""
+    write_zero3(tmp_path / TAG, TENSORS, world=2)
+    torch.save({key: torch.empty(0) for key in TENSORS}, tmp_path / "pytorch_model.bin")
+    got = ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert all(torch.equal(got[key], value) for key, value in TENSORS.items())
+    for file in (tmp_path / TAG).iterdir():
+        file.unlink()
+    assert "FIL105" in [finding.code for finding in ckptfix.check(tmp_path).findings]
+
+
 def test_ten_ranks_are_in_numerical_order(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(30.0).reshape(5, 6), "b": torch.arange(100.0, 115.0)}
     write_zero(tmp_path, tensors, world=12)
