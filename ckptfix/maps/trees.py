@@ -196,17 +196,7 @@ class Matcher(Struct):
     ) -> Iterator[_Pair]:
         if not source or not target:
             return
-        scores = self._scores(source, target, places)
-        votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
-        for row, votes_of_row in zip(scores, votes, strict=True):
-            for column, vote in enumerate(votes_of_row):
-                most = max(len(pool.labels), *votes_of_row, *(each[column] for each in votes))
-                row[column] += VOTE_WEIGHT * vote / most if vote else 0.0
-        for at, one in enumerate(source if self.without else ()):
-            for to, other in enumerate(target):
-                scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
-        runs = len(source) == len(target) and _is_run(source) and _is_run(target)
-        if runs:
+        if len(source) == len(target) and _is_run(source) and _is_run(target):
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
             ours, theirs = _by_number(source), _by_number(target)
             is_shown = self.order_weight > REORDERED_WEIGHT  # keys that are sorted count up in any case
@@ -223,6 +213,15 @@ class Matcher(Struct):
             for one, other in zip(ours, theirs, strict=True):
                 yield _Pair(one, other, label, ())
             return
+        scores = self._scores(source, target, places)
+        votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
+        most = [max(column) for column in zip(*votes, strict=True)]
+        for row, votes_of_row in zip(scores, votes, strict=True):
+            for column, vote in enumerate(votes_of_row):
+                row[column] += VOTE_WEIGHT * vote / max(len(pool.labels), *votes_of_row, most[column]) if vote else 0.0
+        for at, one in enumerate(source if self.without else ()):
+            for to, other in enumerate(target):
+                scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
         chosen = assign(scores)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
         is_named = _are_named(source, target) and all(_same_end(source[at], target[to]) for at, to in chosen)
