@@ -524,31 +524,25 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     rank, scaling = adapter.rank(named), adapter.scaling(named)
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
-    if layer.is_embedding and len(one) == len(two) == 2:
-        fits = one[0] == two[1] == rank and spec.shape == (one[1], two[0])
-        delta = Delta(adapter.path, "linear", factors, scaling, True, narrow or len(factors) < 3, narrow)
-    elif len(spec.shape) == 3 and len(one) == 2 and leaf not in ("weight",):
-        experts = spec.shape[0]
-        fits = one[0] == two[1] == rank * experts and set(spec.shape[1:]) == {one[1], two[0]} != {one[1]}
-        is_turned = spec.shape[1:] == (one[1], two[0])
-        delta = Delta(adapter.path, "experts", factors, scaling, is_turned, True, narrow)
+    form, is_turned, rounds = "linear", False, narrow
+    fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
+    if layer.is_embedding and len(one) == 2:
+        fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
+    elif len(spec.shape) == 3 and len(one) == len(two) == 2 and leaf != "weight":
+        fits = one[0] == two[1] == rank * spec.shape[0] and set(spec.shape[1:]) == {one[1], two[0]} != {one[1]}
+        form, is_turned, rounds = "experts", spec.shape[1:] == (one[1], two[0]), True
     elif len(spec.shape) > 2:
-        fits = len(one) == len(two) == len(spec.shape) and one[0] == two[1] == rank and two[0] == spec.shape[0]
-        fits = fits and one[1:] == spec.shape[1:] and set(two[2:]) == {1}
+        fits = fits and (two[0], *one[1:]) == spec.shape and set(two[2:]) == {1}
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
-        delta = Delta(adapter.path, form, factors, scaling, rounds=narrow, is_narrow=narrow)
-    else:
-        fits = len(one) == len(two) == 2 and one[0] == two[1] == rank
-        fits = fits and spec.shape in ((two[0], one[1]), (one[1], two[0]))
-        is_turned = turned.is_turned(layer, key) if two[0] == one[-1] else spec.shape != (two[0], one[-1])
+    elif fits := fits and len(one) == 2 and spec.shape in ((two[0], one[1]), (one[1], two[0])):
+        is_turned = turned.is_turned(layer, key) if two[0] == one[1] else spec.shape != (two[0], one[1])
         rounds = narrow or is_parameter
-        delta = Delta(adapter.path, "linear", factors, scaling, is_turned, rounds, narrow)
     if not fits:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "
             f"{key} {list(spec.shape)} of the base; give the base that it was trained on"
         )
-    return delta
+    return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
 
 
 def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
