@@ -2,11 +2,11 @@
 
 ## What it finds
 Floating matrices and kernels in which every value is exactly zero, and of which neither the model's own
-initialisation nor, without a model, the name says that they start at zero by design. Two more kinds may start there: a
-last layer by name, and matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks, none of
-them alive). They are a note unless the file says that it was trained, by its optimizer, its step count or the batches
-of its norms. Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note
-always: buffers look like that.
+initialisation nor, without a model, the name says that they start at zero by design. More kinds may start there: a
+last layer by name, matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks, none of them
+alive), and those in a block with a scale of one number beside its layers, as Fixup has. They are a note unless the file
+says that it was trained, by its optimizer, its step count or the batches of its norms. Without a model, a matrix that
+is not called a weight or kernel (`latent_avg`, `confusion`) is a note always: buffers look like that.
 
 Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
 are biases if all of the file are zero. It is an error where most matrices of the file are zero. A LoRA adapter in which
@@ -35,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere, replaces
@@ -51,6 +52,8 @@ from ckptfix.values.roles import (
 )
 
 MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
+# The last layer of a network that makes images or numbers.
+_LAST = re.compile(r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)")
 _LORA_B = re.compile(r"(^|\.)lora_B(\.|$)")
 
 
@@ -60,9 +63,12 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     specs, statistics = context.checkpoint.specs, context.statistics
     matrices = [key for key in statistics if is_matrix(key, specs[key], context.target)]
     zero = [key for key in matrices if statistics[key].all_zero]
-    empty_file = len(zero) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
+    is_trained = _is_trained(context)
+    closed = frozenset() if is_trained else _closed_branches(zero, context)
+    empty_file = len(zero) - len(closed) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
     suspects = _not_by_design(zero, context, use_names=not empty_file)
-    excused = [] if empty_file else _excused(suspects, matrices, context)
+    excused = [] if empty_file else _excused(suspects, matrices, context, is_trained)
+    excused += [key for key in suspects if key in closed and key not in excused]
     excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
     reported = dict.fromkeys(key for key in suspects if key not in are_excused)
@@ -131,15 +137,28 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
     return [key for key in zero if not (use_names and is_zero_by_design(key))]
 
 
-def _excused(suspects: list[str], matrices: list[str], context: Context) -> list[str]:
+def _excused(suspects: list[str], matrices: list[str], context: Context, is_trained: bool) -> list[str]:
     """Return those that may be buffers, or zero because nothing was trained yet. A model has told already."""
     if not suspects or context.initial:
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
-    if not _is_trained(context):
+    if not is_trained:
         excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
+        excused |= {key for key in matrices[-1:] if key in suspects and _LAST.search(key)}
         excused |= _in_every_block(set(suspects), matrices)
     return [key for key in suspects if key in excused]
+
+
+def _closed_branches(zero: list[str], context: Context) -> frozenset[str]:
+    """Return the zero matrices of blocks that have single numbers beside their layers, one of them not zero, as Fixup
+    has: the scale of a branch that starts closed."""
+    specs = context.checkpoint.specs
+    scaled = {
+        split_key(key)[0]
+        for key, figures in context.statistics.items()
+        if specs[key].numel == 1 and DTYPES[specs[key].dtype].is_float and not figures.all_zero
+    }
+    return frozenset(key for key in zero if split_key(split_key(key)[0][:-1])[0] in scaled - {""})
 
 
 def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:

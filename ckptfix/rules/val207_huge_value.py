@@ -2,8 +2,9 @@
 
 ## What it finds
 Parameters and running statistics of norms with a value above 1e6 (a `running_var`: 1e9): a warning, from 1e15 on an
-error. Quiet if the model starts so, for buffers, and for single numbers that are neither a weight nor a bias, which may
-count something. The message gives the channels that hold such values.
+error. A note if data in a large unit explains it: most values of the tensor are like that, or the mean and the variance
+of the same channels are both large. Quiet if the model starts so, for buffers, and for single numbers that are neither
+a weight nor a bias, which may count something. The message gives the channels that hold such values.
 
 ## Why it matters
 The file loads, and the outputs saturate, overflow or become NaN. It is what one flipped bit of an exponent leaves (a
@@ -37,12 +38,16 @@ from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
-from ckptfix.values.scan import channels_with
+from ckptfix.values.scan import channels_with, first_numbers
 
 MOST, MOST_VARIANCE = 1e6, 1e9  # the largest absolute value that is believed, of a `running_var` the second
 ABSURD = 1e15  # from here on no scale of any data explains it
 # Statistics by which a model scales its data, in whatever unit that is.
 _OF_DATA = re.compile(r"(?!running_)(?!.*(?:weight|bias))(?:\w*_)?(?:mean|std|stddev|var|min|max)_?$|scale_$")
+_PARTNER = {"running_mean": "running_var", "running_var": "running_mean"}
+LARGE = 1e3  # a mean or variance from which on its channel has data in a large unit
+FAR = 1e3  # how many times the median a value is that data in a large unit does not explain
+LOOK = 1 << 14  # values of which the median is taken
 SHOWN = 8  # how many channels are named
 
 
@@ -52,8 +57,9 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
     found = {key: figures for key, figures in context.statistics.items() if _is_huge(key, figures, context)}
     replacements = Replacements(context)
     cures = {key: replacements.of(rule.code, key, partial(_is_believed, key)) for key in found}
-    for level in (Level.ERROR, Level.WARNING):
-        some = [key for key in found if (found[key].absmax >= ABSURD) is (level is Level.ERROR)]
+    levels = {key: _level(key, figures, context) for key, figures in found.items()}
+    for level in (Level.ERROR, Level.WARNING, Level.NOTE):
+        some = [key for key in found if levels[key] is level]
         for keys, fix in cured_apart(some, cures):
             yield rule.finding(
                 level,
@@ -61,7 +67,7 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
                 keys=tuple(keys),
                 evidence={"tensors": {key: _evidence(key, found[key], context) for key in keys}},
                 fix=fix,
-                remedies=() if fix else from_elsewhere(rule),
+                remedies=() if fix or level is Level.NOTE else from_elsewhere(rule),
             )
 
 
@@ -87,6 +93,24 @@ def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
             return False
     initial = context.initial
     return key not in initial or figures.absmax > 10 * float(initial[key].detach().double().abs().max())
+
+
+def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
+    """Return how sure it is that a value is wrong: data in a large unit makes all values of a tensor large, or the mean
+    and the variance of the same channels."""
+    import numpy as np
+
+    if figures.absmax >= ABSURD:
+        return Level.ERROR
+    specs, (module, _, leaf) = context.checkpoint.specs, key.rpartition(".")
+    other = specs.get(f"{module}.{_PARTNER[leaf]}") if leaf in _PARTNER else None
+    if other is not None:
+        found = channels_with(specs[key], partial(_beyond, _bound(key)))
+        if {*found} <= {*channels_with(other, partial(_beyond, LARGE))}:
+            return Level.NOTE
+    values = np.sort(np.abs(first_numbers(specs[key], LOOK).astype(np.float64)))
+    usual = float(values[(len(values) - 1) // 2]) if len(values) else 0.0
+    return Level.WARNING if figures.absmax > FAR * usual else Level.NOTE
 
 
 def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str, Any]:

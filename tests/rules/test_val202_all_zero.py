@@ -140,6 +140,29 @@ def test_what_is_zero_in_every_block_may_start_there_and_not_stay_there():
     assert [(finding.level, finding.keys) for finding in propose(all_zero, alive)] == [(Level.WARNING, both)]
 
 
+def fixup(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Ten blocks and a head as Fixup starts them: most matrices of the file are zero."""
+    state: dict[str, torch.Tensor] = {}
+    for block in range(10):
+        state |= {f"{block}.conv1.weight": torch.randn(8, 8), f"{block}.conv2.weight": torch.zeros(8, 8)}
+        state |= {f"{block}.scale": torch.tensor([scale]), f"{block}.bias1a": torch.zeros(1)}
+    return state | {"fc.weight": torch.zeros(4, 8)}
+
+
+def test_branches_that_start_closed_are_a_note_and_no_empty_file():
+    assert [finding.level for finding in propose(all_zero, fixup())] == [Level.NOTE]
+    assert [finding.level for finding in propose(all_zero, fixup(), root={"step": 400})] == [Level.ERROR]
+    assert [finding.level for finding in propose(all_zero, fixup(scale=0.0))] == [Level.ERROR]
+
+
+@pytest.mark.parametrize("key", ["out.weight", "final_conv.weight", "conv_last.weight", "model.out.weight"])
+def test_the_last_layer_by_its_name_and_place(key):
+    state = net(**{key.replace(".", "__"): (8, 8)})
+    assert [finding.level for finding in propose(all_zero, state)] == [Level.NOTE]
+    assert [finding.level for finding in propose(all_zero, state, root={"step": 400})] == [Level.WARNING]
+    assert [finding.level for finding in propose(all_zero, state | {"z.weight": torch.ones(8, 8)})] == [Level.WARNING]
+
+
 def test_an_adapter_alone_is_no_file_of_zeros():
     state = {f"base_model.model.layers.{index}.q_proj.boft_R": torch.zeros(8, 8) for index in range(4)}
     assert propose(all_zero, state) == []

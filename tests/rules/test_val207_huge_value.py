@@ -57,6 +57,31 @@ def test_a_variance_has_a_bound_of_its_own():
     assert finding.evidence["tensors"]["bn.running_var"]["channels"] == [1]
 
 
+@pytest.mark.parametrize(
+    ("state", "level"),
+    [
+        pytest.param(
+            {"bn.running_mean": torch.tensor([1.7e9, 0.1, 0.2]), "bn.running_var": torch.tensor([7.3e13, 1.0, 1.0])},
+            Level.NOTE,
+            id="a norm of raw inputs, one of them a time",
+        ),
+        pytest.param(
+            {"bn.running_mean": torch.tensor([0.3, 0.1, 0.2]), "bn.running_var": torch.tensor([7.3e13, 1.0, 1.0])},
+            Level.WARNING,
+            id="a variance without its mean",
+        ),
+        pytest.param({"out.weight": 1e7 * torch.linspace(0.2, 1, 8)[None]}, Level.NOTE, id="a regression"),
+        pytest.param({"out.bias": torch.tensor([1e9])}, Level.NOTE, id="its bias"),
+        pytest.param({"scaler.weight": torch.tensor([[1e9]])}, Level.NOTE, id="a scaler"),
+        pytest.param({"out.weight": torch.tensor([[1e9, 0.1, 0.2, 0.1]])}, Level.WARNING, id="one far from the others"),
+    ],
+)
+def test_data_in_a_large_unit_is_a_note(state, level):
+    found = propose(huge_value, state)
+    assert [finding.level for finding in found] == [level]
+    assert level is Level.WARNING or not found[0].remedies
+
+
 def test_a_model_that_starts_so():
     model = nn.Linear(4, 4)
     nn.init.constant_(model.weight, 5e6)
