@@ -229,7 +229,7 @@ def other_layout(context: Context, target: Target) -> str:
                 f"the model has {norm} applied to {counted(number, 'weight')} that the file has as it is: load the "
                 f"file before {norm} is applied"
             )
-    if told := _renamed(left, gone):
+    if told := _renamed(left, gone) or _renamed_within(left, gone):
         return told
     modules = list(_rearranged(left, gone))
     if not modules:
@@ -258,6 +258,22 @@ def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
     return (
         f"those left over have the shapes of the missing keys{''.join(f' ({pair})' for pair in pairs)}: give them the "
         "model's names, as the code that loads such files does (in transformers: from_pretrained)"
+    )
+
+
+def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
+    """Return what to say if modules have tensors left over of the shape of those that they lack: `norm.a_2`."""
+    beside: dict[tuple[str, Shape], list[str]] = defaultdict(list)
+    for key, shape in left.items():
+        beside[key.rpartition(".")[0], shape].append(key)
+    twins = {key: beside.get((key.rpartition(".")[0], shape)) for key, shape in gone.items() if math.prod(shape) > 1}
+    found = [(key, others) for key, others in twins.items() if "." in key and others]
+    if not found:
+        return ""
+    key, others = found[0]
+    return (
+        f"{counted(len(found), 'missing tensor')} may be in the file under another name in the same module: "
+        f"{' or '.join(others[:3])} has the shape of {key}; --rename OLD=NEW gives it the name once you know which it is"
     )
 
 

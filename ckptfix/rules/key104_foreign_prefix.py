@@ -179,10 +179,16 @@ def _is_rival(
 def _with_followers(
     prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: AbstractSet[str]
 ) -> dict[str, str]:
-    """Return the renames, with those of keys that the target has under the same prefix in another form."""
+    """Return the renames, with those of keys that the target has under the same prefix in another form: as a tensor of
+    another shape, or of a module that lacks one under another name, such as the `gamma` of a LayerNorm."""
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
-    return {key: name for key, name in names.items() if key in matches or name in wanted}
+    lacking = {name.rpartition(".")[0] for name in wanted.difference(matches.values())} - {""}
+    return {
+        key: name
+        for key, name in names.items()
+        if key in matches or name in wanted or (name.rpartition(".")[0] in lacking and name not in free)
+    }
 
 
 def _by_chance(

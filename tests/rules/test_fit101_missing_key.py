@@ -196,6 +196,14 @@ def test_silence(file, model):
     assert said(file.state_dict(), model) == ""
 
 
+def test_other_names_in_the_same_module():
+    """The annotated Transformer calls the vectors of its norms so."""
+    state = stack(out=(D, D)).state_dict()
+    renamed = {key.replace("norm.weight", "norm.a_2").replace("norm.bias", "norm.b_2"): state[key] for key in state}
+    assert "norm.a_2 or norm.b_2 has the shape of norm.weight" in said(renamed, stack(out=(D, D)))
+    assert said({**state, "norm.scale": torch.ones(D)}, stack(out=(D, D))) == ""
+
+
 @pytest.mark.parametrize(("file", "model"), [(FUSED, SPLIT), (SPLIT, FUSED)], ids=["fused", "split"])
 def test_fused_and_split_projections(file, model):
     text = said(file.state_dict(), model)

@@ -254,3 +254,14 @@ def test_a_longer_list_keeps_its_places():
     state = within(body=net(), **dict(Ends(3).named_children())).state_dict()
     (proposed,) = propose(foreign_prefix, state, target)
     assert set(state) - set(proposed.keys) == {f"layers.{n}.{leaf}" for n in (1, 2) for leaf in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("prefix", ["bert.", ""], ids=["too much", "missing"])
+def test_what_another_release_calls_otherwise_follows_its_module(prefix):
+    """The prefix goes first, and the name of the tensor is left to the next rule."""
+    inner = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+    model = inner if prefix else nn.ModuleDict({"bert": inner})
+    state = {f"{prefix}{key}": value for key, value in inner.state_dict().items() if not key.startswith("1.")}
+    state |= {f"{prefix}1.{name}": torch.ones(4) for name in ("gamma", "beta")}
+    (finding,) = propose(foreign_prefix, state, model)
+    assert set(finding.keys) == set(state)
