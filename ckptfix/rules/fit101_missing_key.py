@@ -273,7 +273,7 @@ def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str
     key, others = found[0]
     return (
         f"{counted(len(found), 'missing tensor')} may be in the file under another name in the same module: "
-        f"{' or '.join(others[:3])} has the shape of {key}; --rename OLD=NEW gives it the name once you know which it is"
+        f"{' or '.join(others[:3])} has the shape of {key}; --rename OLD=NEW gives it the name if it is that"
     )
 
 
