@@ -183,7 +183,7 @@ def _with_followers(
     another shape, or of a module that lacks one under another name, such as the `gamma` of a LayerNorm."""
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
-    lacking = {name.rpartition(".")[0] for name in wanted.difference(matches.values())} - {""}
+    lacking = {name.rpartition(".")[0] for name in wanted - set(matches.values())} - {""}
     return {
         key: name
         for key, name in names.items()
