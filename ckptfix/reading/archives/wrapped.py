@@ -21,7 +21,7 @@ from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
 from ckptfix.reading.archives.zip_directory import Member as ZipMember
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
-from ckptfix.reading.foreign.known import BUNDLES, PARTS, is_part, name_bundle
+from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, is_part, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar
 
 DEPTH_LIMIT = 4  # how many wrappers may be around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four

@@ -18,7 +18,7 @@ from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.folders.ranks.frameworks import read_ranks
 from ckptfix.reading.folders.ranks.megatron import of_torch_dist
 from ckptfix.reading.folders.shard_index import file_inside
-from ckptfix.reading.foreign.known import BUNDLES, name_bundle
+from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
 

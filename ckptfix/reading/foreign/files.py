@@ -24,7 +24,7 @@ from msgspec import Struct
 from ckptfix.bytes.sources import BLOCK, Content, WindowContent
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.foreign.known import remedy, signatures
+from ckptfix.reading.foreign.signatures import remedy, signatures
 
 _RIGHT = "is it the right file?"
 _HDF5 = "open it with h5py or Keras and save its arrays from there"

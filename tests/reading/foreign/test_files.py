@@ -23,7 +23,7 @@ import ckptfix
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.foreign.files import UNFINISHED, as_text, name_foreign_file, name_mangled, name_text
-from ckptfix.reading.foreign.known import signatures
+from ckptfix.reading.foreign.signatures import signatures
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
 from tests.reading.files import in_memory, opened

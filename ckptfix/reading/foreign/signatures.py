@@ -1,4 +1,4 @@
-"""What is known of files and folders that are not checkpoints: the entries of ``known.toml``."""
+"""What is known of files and folders that are not checkpoints: the entries of ``signatures.toml``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Signature(Struct, frozen=True):
 
 @cache
 def _known() -> dict[str, Any]:
-    return parse_toml(Path(__file__).with_name("known.toml"))
+    return parse_toml(Path(__file__).with_name("signatures.toml"))
 
 
 def remedy(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 import ckptfix
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.reading.foreign.known import BUNDLES, PARTS, name_bundle
+from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
 from tests.reading.archives.test_wrapped import saved, tarred, zipped
 
 
