@@ -168,10 +168,14 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
 
 
 def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Remedy]]:
-    """Yield the same remedies with each other value of the option that a finding lets the user choose."""
+    """Yield the same remedies with each other value of the option that a finding lets the user choose.
+
+    What makes weights untrained was worked out for the set of weights that was taken, and is left out for another."""
     for finding in report.left:
         first, *others = remedies_of(finding) or (Remedy(),)
         if first in remedies:
+            if any(name == "weights" for name, _ in first.options):
+                remedies = [remedy for remedy in remedies if not remedy.untrained]
             for other in others:
                 if other.is_complete and [name for name, _ in other.options] == [name for name, _ in first.options]:
                     yield [other if remedy is first else remedy for remedy in remedies]

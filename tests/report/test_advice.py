@@ -107,6 +107,15 @@ def test_a_command_for_each_set_of_weights():
     ]
 
 
+def test_what_becomes_untrained_is_of_the_set_that_was_taken():
+    """Of the other one nothing is known yet: its price would be another."""
+    sets = replace(MISMATCH, code="FIL101", remedies=tuple(Remedy((("weights", name),), "takes it") for name in "qk"))
+    fill = Remedy((("fill", "target"),), "takes the model's", (("fc.weight", 4),))
+    lines = told(report(sets, replace(MISSING, remedies=(fill,)), coverage=Coverage(4, 8, 0, 0)))
+    commands = [line.strip() for line in lines if "ckptfix repair" in line]
+    assert ["--fill target" in command for command in commands] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("remedy", "command"),
     [
