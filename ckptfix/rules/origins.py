@@ -223,8 +223,8 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], 
     return sorted(rank, key=rank.__getitem__), left
 
 
-PLACEMENTS = 64
-"""How many orders are tried."""
+PLACEMENTS = 50_000
+"""How many names all orders that are tried may have together: a second's work at most."""
 
 
 def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
@@ -238,12 +238,12 @@ def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
     alike: dict[tuple[str, frozenset[str]], list[str]] = {}
     for root, tails in modules.items():
         alike.setdefault((_NUMBERS.sub("0", root), frozenset(tails)), []).append(root)
-    orders = [order]
+    orders, limit = [order], PLACEMENTS // max(len(order), 1)
     for (_, ends), roots in alike.items():
-        arranged = list(islice(_arranged(ends), PLACEMENTS + 1))
+        arranged = list(islice(_arranged(sorted(ends)), limit + 1))
         more = (_placed(one, roots, each) for one in orders for each in arranged)
-        orders = list(islice(chain.from_iterable(more), PLACEMENTS + 1))
-        if len(orders) > PLACEMENTS:
+        orders = list(islice(chain.from_iterable(more), limit + 1))
+        if len(orders) > limit:
             return []
     return orders
 
