@@ -10,9 +10,9 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.bytes.files import is_url
-from ckptfix.core.edits import Assemble, Rename, RenameModule
+from ckptfix.core.edits import Assemble, Fill, Rename, RenameModule, Replace
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
-from ckptfix.core.options import REPAIR, command_words, flag_text, option_words
+from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
@@ -101,6 +101,14 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
             yield ("       ", Span(price, "warning"))
 
 
+def _effective(report: Report, choices: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the choices without a replacement from a twin that found none."""
+    edits = (edit for finding in report.findings if finding.fix is not None for edit in finding.fix.edits)
+    if choices.get("fill") != "twin" or any(isinstance(edit, (Fill, Replace)) for edit in edits):
+        return choices
+    return {name: value for name, value in choices.items() if name not in ("fill", "replace")}
+
+
 def next_command(report: Report, telling: Telling) -> str:
     """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
     return typed(next(suggested(report, telling), ((), ""))[0])
@@ -109,10 +117,10 @@ def next_command(report: Report, telling: Telling) -> str:
 def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the commands that cure what remains, word by word, each with its price: the recommended one, then those
     with another choice."""
-    remedies = recommended(report)
+    remedies, choices = recommended(report), _effective(report, telling.choices)
     # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
-    is_new = option_words(with_remedies(telling.choices, remedies)) != option_words(telling.choices)
+    is_new = option_words(with_remedies(choices, remedies)) != option_words(choices)
     remaining = report.left
     # Nothing is written as long as a key does not fit, whatever is done about warnings.
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
@@ -126,7 +134,7 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         for chosen in (remedies, *_other_choices(report, remedies)):
-            yield command_for(_here(report.source), telling.choices, chosen), price_text(report, chosen)
+            yield command_for(_here(report.source), choices, chosen), price_text(report, chosen)
 
 
 def recommended(report: Report) -> list[Remedy]:
@@ -177,8 +185,19 @@ def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Reme
             if any(name == "weights" for name, _ in first.options):
                 remedies = [remedy for remedy in remedies if not remedy.untrained]
             for other in others:
-                if other.is_complete and [name for name, _ in other.options] == [name for name, _ in first.options]:
+                names = [name for name, _ in other.options]
+                if other.is_complete and names == ["weights"] == [name for name, _ in first.options]:
+                    yield [other]  # the other remedies are for the set that was examined
+                elif other.is_complete and names == [name for name, _ in first.options]:
                     yield [other if remedy is first else remedy for remedy in remedies]
+
+
+def compared(report: Report, telling: Telling) -> tuple[str, str, Mapping[str, Any]]:
+    """Return the command, file and options that compare a file, or what was written of it, with a known model."""
+    if report.output is None:
+        return CHECK if telling.mode is Mode.CHECK else REPAIR, report.source, telling.choices
+    is_kept = report.written_as == "pth" and telling.choices.get("weights") == report.container
+    return CHECK, report.output, {"weights": report.container} if is_kept else {}
 
 
 def _download(source: str) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, counted
-from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
+from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import ABOUT_VALUES, Mode, Telling, advice_lines, mark, message_with_count
+from ckptfix.report.advice import ABOUT_VALUES, Mode, Telling, advice_lines, compared, mark, message_with_count
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import fold_keys
 from ckptfix.report.likeness import likeness_lines
@@ -51,11 +51,10 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield f"written: nothing{', as there is nothing to repair; -o FILE writes it all the same' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:
-        command = CHECK if telling.mode is Mode.CHECK else REPAIR
-        yield from likeness_lines(report.likeness, command, report.source, telling.choices)
+        yield from likeness_lines(report.likeness, *compared(report, telling))
     yield from advice_lines(report, telling)
     if report.output is not None and report.written_as:
-        yield ("load it with: ", Span(loading_code(report), "strong"))
+        yield ("load it with: ", Span(loading_code(report, telling.choices), "strong"))
         yield from _after_loading(report)
 
 
@@ -69,11 +68,15 @@ def _after_loading(report: Report) -> Iterator[Line]:
         yield f"  not in it: {first_names(left_out)} (attributes of the module)"
 
 
-def loading_code(report: Report) -> str:
+WEIGHTS_ONLY_SINCE = "1.13"  # the first release of torch whose torch.load has weights_only
+
+
+def loading_code(report: Report, choices: Mapping[str, Any]) -> str:
     """Return the Python expression that gives the state_dict of the file that was written."""
     if report.written_as == "pth":
         steps = "".join(f"[{step!r}]" for step in report.place)
-        return f"torch.load({report.output!r}, weights_only=True){steps}"
+        is_old = Settings(for_torch=choices.get("for_torch")).is_for_torch_before(WEIGHTS_ONLY_SINCE)
+        return f"torch.load({report.output!r}{'' if is_old else ', weights_only=True'}){steps}"
     if report.written_as == "safetensors":
         return f"safetensors.torch.load_file({report.output!r})"
     if report.written_as == "universal":

@@ -74,7 +74,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
         _said(len(left)),
         keys=tuple(left),
         fix=drop if context.target is not None else None,
-        remedies=REMEDIES,
+        remedies=REMEDIES if drop is None else (REMEDIES[0], REMEDIES[2]),
         blocks=Blocks.NOTHING if context.settings.salvage else Blocks.WRITING,
     )
     if drop is not None and context.target is None:

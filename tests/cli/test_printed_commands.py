@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
+import ckptfix
 from ckptfix.cli.program import exit_code
+from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.report.advice import Mode, Telling
+from ckptfix.report.display import text_lines
+from ckptfix.report.terminal import full_lines
 from sample_checkpoints.build import SAMPLES
 from tests.printed import parse
 
@@ -87,6 +93,54 @@ def an_option_for_a_name(folder: Path) -> list[str]:
 def test_the_commands_of_odd_files(tmp_path, monkeypatch, capsys, make):
     monkeypatch.chdir(tmp_path)
     assert run_all(capsys, *make(tmp_path)) <= {0, 1}
+
+
+def test_a_written_file_is_compared_and_not_repaired_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    state = {"module.fc1.weight": torch.randn(512, 784), "module.fc1.bias": torch.randn(512)}
+    torch.save(state, "net.pth")
+    report = ckptfix.repair("net.pth", beside=True).report
+    like = Likeness(fit=Fit.EXACT, names=("torchvision/resnet18",), versions={})
+    lines = text_lines(full_lines(replace(report, likeness=like), Telling(Mode.REPAIR)))
+    (line,) = (line for line in lines if "compare: " in line)
+    assert line.endswith("ckptfix check net.fixed.pth --like known:torchvision/resnet18")
+    assert exit_code(shlex.split(line.partition("ckptfix ")[2])) == 1  # it is another model
+
+
+def test_an_old_torch_is_not_given_weights_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module.w": torch.ones(2, 2)}, "old.pth")
+    for release, expected in (("1.4", "torch.load('out.pth')"), ("1.13", "torch.load('out.pth', weights_only=True)")):
+        exit_code(["repair", "old.pth", "--for-torch", release, "-o", "out.pth", "--force"])
+        assert capsys.readouterr().out.splitlines()[-1] == f"load it with: {expected}"
+
+
+def test_salvage_is_not_advised_once_it_is_done(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"big.weight": torch.arange(1000.0) + 0.5, "b.weight": torch.randn(8, 8)}, "bad.pth")
+    data = bytearray(Path("bad.pth").read_bytes())
+    data[data.index((torch.arange(1000.0) + 0.5).numpy().tobytes()) + 401] ^= 4
+    Path("bad.pth").write_bytes(data)
+    assert exit_code(["repair", "bad.pth", "--salvage"]) == 1
+    text = capsys.readouterr().out
+    assert "fetch the file again; or --salvage --fill FILE takes them from another copy" in text
+    assert "--salvage leaves" not in text
+
+
+def test_a_twin_that_was_not_found_is_not_repeated(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    nan = {"critic1.w": torch.full((3, 3), float("nan")), "critic2.w": torch.ones(3, 3)}
+    torch.save(nan, "flat.pth")
+    assert exit_code(["repair", "flat.pth", "--replace", "VAL101", "--fill", "twin"]) == 1
+    assert printed(capsys.readouterr().out) == [["ckptfix", "repair", "flat.pth", "--zero-non-finite"]]
+
+
+def test_another_set_is_offered_without_the_repairs_of_this_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(a_broken_twin(tmp_path)) == 1
+    first, other = printed(capsys.readouterr().out)
+    assert {"--fill", "--replace"} <= set(first)
+    assert other == ["ckptfix", "repair", "ema.pth", "--weights", "state_dict_ema"]
 
 
 def test_the_command_for_a_foreseen_optimizer_brings_it_in_step(tmp_path, monkeypatch, capsys):

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.finding import Level
-from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import Mode, Telling, remedies_text, suggested
+from ckptfix.report.advice import Mode, Telling, compared, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.key_lists import folded_lines
@@ -166,10 +165,9 @@ def _likeness(report: Report, telling: Telling) -> dict[str, Any] | None:
     """Return which known architecture the file is, in words, and the commands that go on from there."""
     if report.likeness is None:
         return None
-    command = CHECK if telling.mode is Mode.CHECK else REPAIR
     return {
         "text": likeness_text(report.likeness),
-        "commands": list(likeness_commands(report.likeness, command, report.source, telling.choices)),
+        "commands": list(likeness_commands(report.likeness, *compared(report, telling))),
     }
 
 
