@@ -224,7 +224,7 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], 
 
 
 PLACEMENTS = 50_000
-"""How many names all orders that are tried may have together: a second's work at most."""
+"""How many names all orders that are tried may have together: two seconds of work."""
 
 
 def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
