@@ -200,9 +200,12 @@ class Matcher(Struct):
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
             ours, theirs = _by_number(source), _by_number(target)
             is_shown = self.order_weight > REORDERED_WEIGHT  # keys that are sorted count up in any case
-            sides = _front(ours[0], pool.source), _front(theirs[0], pool.target)
-            if _is_rising(ours) != _is_rising(theirs) if is_shown else _may_count_down(*sides):
-                label = min(label, Label.LIKELY)  # one side counts from the other end, perhaps
+            sides = _list(ours, pool.source), _list(theirs, pool.target)
+            if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
+                theirs.reverse()
+                label = min(label, Label.LIKELY)
+            elif not is_shown and _may_count_down(*sides):
+                label = min(label, Label.LIKELY)
             straight, mirrored = (
                 {(key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}
                 for side in (theirs, theirs[::-1])
@@ -338,17 +341,21 @@ def _is_rising(nodes: Sequence[Node]) -> bool:
     return nodes[0].order < nodes[-1].order
 
 
-def _front(node: Node, leaves: Sequence[Pooled]) -> Path:
-    """Return the path of a module from the root of its file on."""
-    leaf = leaves[node.members[0]]
-    full = leaf.leaves[0].path
-    return full[: len(full) - len(leaf.path) + len(node.path)]
+def _list(nodes: Sequence[Node], leaves: Sequence[Pooled]) -> Path:
+    """Return the path of a list of modules from the root of its file on."""
+    firsts = [leaves[node.members[0]] for node in nodes[:2]]
+    one, other = (
+        leaf.leaves[0].path[: len(leaf.leaves[0].path) - len(leaf.path)] + node.path
+        for leaf, node in zip(firsts, nodes[:2], strict=True)
+    )
+    at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    return one[: at + (not one[at].isdigit())]
 
 
 def _may_count_down(one: Path, other: Path) -> bool:
-    """Tell whether modules with other names are on the way back up, where some libraries count from the deepest one."""
+    """Tell whether lists of other names are on the way back up, where some libraries count from the deepest module."""
     is_named = template(".".join(one)) == template(".".join(other))
-    return not is_named and not BACKWARD.isdisjoint([*bag(one), *bag(other)])
+    return not is_named and not BACKWARD.isdisjoint(bag([*one[-1:], *other[-1:]]))
 
 
 def _same_end(one: Node, other: Node) -> bool:

@@ -456,3 +456,11 @@ def test_numbers_order_the_layers_of_a_sorted_file():
     match = found.matches["layer.1.expansion.bn_in.weight"]
     assert match.label > Label.AMBIGUOUS
     assert match.parts[0].source == "blocks.1.bn1.weight"
+
+
+def test_equal_layers_that_one_side_lists_from_the_other_end_follow_the_order():
+    source = {f"up{at}.{key}": shape for at in (3, 2, 1) for key, shape in linear("conv", 16, 8).items()}
+    target = {f"decoder.{at}.{key}": shape for at in range(3) for key, shape in linear("proj", 16, 8).items()}
+    match = infer(source, target).matches["decoder.0.proj.weight"]
+    assert match.parts[0].source == "up3.conv.weight"
+    assert match.label is Label.LIKELY
