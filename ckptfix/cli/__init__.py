@@ -37,7 +37,9 @@ def _refuse_little_memory() -> None:
 def main() -> None:
     """Run the program and exit."""
     gc.set_threshold(_NEW_OBJECTS)
-    atexit.register(gc.freeze)  # else Python goes through all objects again when it ends: a fifth of a look at names
+    # Else Python goes through all objects again when it ends: a fifth of a look at names. Triton, which newer releases
+    # of torch import, would then list on stderr what it calls leaked.
+    atexit.register(lambda: "triton" in sys.modules or gc.freeze())
     _refuse_little_memory()
     try:
         from ckptfix.cli.program import run

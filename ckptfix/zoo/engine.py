@@ -288,7 +288,8 @@ def main() -> None:
     pipe = Connection(descriptor)
     faulthandler.enable()
     gc.set_threshold(_NEW_OBJECTS)
-    atexit.register(gc.freeze)  # else Python goes through all of torch once more when it ends
+    # Else Python goes through all of torch once more when it ends; see ``ckptfix.cli`` for Triton.
+    atexit.register(lambda: "triton" in sys.modules or gc.freeze())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     die_with(driver)
     with contextlib.suppress(OSError):
