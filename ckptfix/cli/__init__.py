@@ -39,7 +39,7 @@ def main() -> None:
     gc.set_threshold(_NEW_OBJECTS)
     # Else Python goes through all objects again when it ends: a fifth of a look at names. Triton, which newer releases
     # of torch import, would then list on stderr what it calls leaked.
-    atexit.register(lambda: "triton" in sys.modules or gc.freeze())
+    atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     _refuse_little_memory()
     try:
         from ckptfix.cli.program import run

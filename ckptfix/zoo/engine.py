@@ -289,7 +289,7 @@ def main() -> None:
     faulthandler.enable()
     gc.set_threshold(_NEW_OBJECTS)
     # Else Python goes through all of torch once more when it ends; see ``ckptfix.cli`` for Triton.
-    atexit.register(lambda: "triton" in sys.modules or gc.freeze())
+    atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     die_with(driver)
     with contextlib.suppress(OSError):
