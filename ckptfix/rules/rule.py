@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.bytes.sources import is_torn
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec, TensorStatistics
@@ -59,10 +60,11 @@ class Context(Struct, frozen=True, dict=True):
         return self.target.initial() if self.target is not None and self.target.initial is not None else {}
 
     def figures_of(self, specs: Mapping[str, TensorSpec]) -> Figures:
-        """Return the figures of tensors that lie beside the state_dict; each storage is read once."""
+        """Return the figures of tensors that lie beside the state_dict, as far as they are whole; each storage is read
+        once."""
         from ckptfix.values.statistics import Statistics
 
-        view = replace(self.checkpoint, entries=specs)
+        view = replace(self.checkpoint, entries={key: spec for key, spec in specs.items() if not is_torn(spec)})
         return self.statistics.of(view) if isinstance(self.statistics, Statistics) else Statistics(view)
 
 

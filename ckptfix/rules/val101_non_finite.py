@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptfix.bytes.sources import is_torn
 from ckptfix.core.edits import Edit, Zero
 from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.spec import TensorSpec, TensorStatistics
@@ -84,7 +83,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     for place, specs in checkpoint.rest.items():
         if any(name == place or name.startswith((f"{place}.", f"{place}[")) for name in optimizers):
             continue
-        wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1 and not is_torn(spec)}
+        wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
         bad = {
             number: figures for number, figures in context.figures_of(wanted).items() if figures.nan or figures.pos_inf
         }

@@ -335,6 +335,14 @@ def test_experts_without_masters_are_those_of_their_files(tmp_path: Path) -> Non
     assert all(bytes_of(got[key]) == bytes_of(value.bfloat16()) for key, value in truth.items())
 
 
+def test_a_rank_that_is_cut_short_costs_what_is_gone(tmp_path: Path) -> None:
+    """Moments too, which are looked at beside the weights."""
+    folder, _ = unpacked("moe_w4_ep2", tmp_path)
+    file = folder / TAG / _optim(1, "bf16_")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+    assert "FIL203" in [finding.code for finding in ckptfix.check(folder, salvage=True).findings]
+
+
 def test_a_missing_rank_of_experts_costs_those_experts(tmp_path: Path) -> None:
     folder, truth = unpacked("moe_w4_ep2", tmp_path)
     for rank in (1, 3):  # which hold the experts 2 and 3
