@@ -49,20 +49,31 @@ def _checkpoints(path: str) -> Iterable[str]:
     if not Path(path).is_dir():
         return [path]
     import ckptfix
+    from ckptfix.reading.folders.folders import weights_file
     from ckptfix.reading.folders.ranks.frameworks import has_ranks
+    from ckptfix.reading.opening import OF_TRAINERS
 
+    is_of_library = False
     try:
         if not has_ranks(Path(path)):  # which are not read twice: there may be hundreds
             ckptfix.open_checkpoint(path)
+            is_of_library = weights_file(path) is not None
+        if not is_of_library:
+            return [path]
     except UnreadableError:
-        from ckptfix.zoo.listing import Kind, list_zoo
-        from ckptfix.zoo.places import open_place
-
-        items = [item for item in list_zoo(open_place(path)) if item.kind is not Kind.OTHER and not item.is_doubtful]
-        return [str(Path(path, item.name)) for item in items] or [path]
+        pass
     except CkptfixError:  # it is one, and the check says what is wrong with it
         return [path]
-    return [path]
+    from ckptfix.zoo.listing import Kind, list_zoo
+    from ckptfix.zoo.places import open_place
+
+    items = [item for item in list_zoo(open_place(path)) if item.kind is not Kind.OTHER and not item.is_doubtful]
+    if is_of_library:  # beside its weights are an optimizer and the like, and in folders those of other steps
+        names = [(item, Path(item.name).name) for item in items]
+        items = [item for item, name in names if name != "training_args.bin" and not OF_TRAINERS.fullmatch(name)]
+        if sum("/" not in item.name for item in items) < 2:
+            return [path]
+    return [str(Path(path, item.name)) for item in items] or [path]
 
 
 @contextmanager

@@ -419,7 +419,11 @@ def _range(value: Opaque) -> Any:
 
 def _uuid(value: Opaque) -> Any:
     number = value.attributes.get("int")
-    return f"{number:032x}" if type(number) is int and 0 <= number < 1 << 128 else dict(value.attributes)
+    if type(number) is not int or not 0 <= number < 1 << 128:
+        return dict(value.attributes)
+    from uuid import UUID
+
+    return str(UUID(int=number))
 
 
 def _partial(value: Opaque) -> Any:

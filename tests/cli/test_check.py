@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -64,6 +65,16 @@ def test_a_folder_that_is_one_checkpoint_is_checked_whole(folder):
     done = run_here("check", "model", cwd=folder)
     assert done.returncode == 0
     assert "files:" not in done.stdout
+
+
+def test_checkpoints_beside_the_weights_of_a_library_are_checked_too(folder):
+    shutil.copy(folder / "good.pth", folder / "adapter_model.bin")
+    (folder / "torn.pth").unlink()
+    done = run_here("check", ".", "--output-format", "concise", cwd=folder)
+    assert (done.returncode, "wrapped.pth: KEY102" in done.stdout) == (1, True)
+    for name in ("wrapped.pth", "good.pth"):
+        (folder / name).rename(folder / {"wrapped.pth": "training_args.bin", "good.pth": "optimizer.pt"}[name])
+    assert run_here("check", ".", cwd=folder).returncode == 0
 
 
 def test_a_pipe_gets_no_escape_codes(folder):

@@ -64,7 +64,7 @@ NAMESPACE = argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1))
         (np.dtype("float32"), "f4"),
         (datetime.datetime(2024, 5, 6, 7, 8, 9, 10), "2024-05-06T07:08:09.000010"),
         (datetime.date(2024, 5, 6), "2024-05-06"),
-        (uuid.UUID(int=255), f"{255:032x}"),
+        (uuid.UUID(int=255), str(uuid.UUID(int=255))),
         (fractions.Fraction(1, 3), "1/3"),
         (decimal.Decimal("1.50"), "1.50"),
         (range(2, 9), [2, 3, 4, 5, 6, 7, 8]),
