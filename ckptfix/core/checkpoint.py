@@ -130,7 +130,8 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
             if not isinstance(members, Mapping):
                 break
             for name, child in members.items():
-                if name != step and (step is not None or name not in self.entries):
+                # A tensor that lies in the state_dict and is no entry was taken out by an edit.
+                if name != step and (step is not None or not (name in self.entries or isinstance(child, TensorSpec))):
                     specs = [spec for spec in tensors_in(child) if id(spec.storage) not in known and spec.has_data]
                     if specs:
                         place = name if isinstance(name, int) else str(name)

@@ -50,8 +50,9 @@ def test_an_average_is_a_twin_whatever_is_broken_of_it(tmp_path, broken):
 
 
 def test_what_cannot_be_compared_has_the_name_of_an_average_or_is_no_twin(tmp_path):
-    assert list(twin_sets(saved(tmp_path, critic=STATE, critic_target=STATE))) == []
-    assert [place for place, _ in twin_sets(saved(tmp_path, model=STATE, ema=STATE))] == ["ema"]
+    other = {key: value.clone() for key, value in STATE.items()}
+    assert list(twin_sets(saved(tmp_path, critic=STATE, critic_target=other))) == []
+    assert [place for place, _ in twin_sets(saved(tmp_path, model=STATE, ema=other))] == ["ema"]
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.module."])

@@ -19,7 +19,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import zero
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, tagged
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, tagged
 from ckptfix.reading.folders.ranks.names import ZERO_MODEL
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -62,8 +62,10 @@ class _Reading:
 
     def document(self) -> Document:
         """Return the merged document: the container of the model states, with whole weights in it."""
-        found = by_rank(self.files.folder, ZERO_MODEL)
-        states = zero.model_states(self.files, {data: file for (data, model), file in found.items() if model == 0})
+        # ckptfix writes one under two names, as the stages of ZeRO look for different ones.
+        names = ((file, ZERO_MODEL.fullmatch(file.name)) for file in sorted(self.files.folder.iterdir()))
+        found = {int(match[1] or 0): file for file, match in names if match and int(match[2]) == 0}
+        states = zero.model_states(self.files, found)
         root = states[0]
         shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
         trained, moments = {}, {}
