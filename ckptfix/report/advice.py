@@ -125,10 +125,8 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...
     # Nothing is written as long as a key does not fit, whatever is done about warnings.
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
-    is_blocked = any(
-        (finding.blocks and finding.level is Level.ERROR) or Blocks.WRITING in finding.blocks
-        for finding in report.remaining
-    )
+    is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
+    is_blocked = is_blocked or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
     is_undone = report.is_dry_run and bool(report.edits)
     if telling.mode is Mode.CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)

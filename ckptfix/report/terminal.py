@@ -127,11 +127,13 @@ def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
         return (Span(reason, "error"), notes)
     if report.target is not None:
         return (Span(f"fits {report.target}", "good"), notes)
-    limits = [] if telling.choices.get("values", True) else ["values not read"]
+    are_read = telling.choices.get("values", True)
+    limits = [] if are_read else ["values not read"]
     what = "file itself"
     if report.unexamined:
         what = f"weights under {report.container}" if report.container != "." else "weights"
-        limits += [f"{first_names(list(report.unexamined), _NAMES)} not examined, except for checksums and NaN"]
+        exception = ", except for checksums and NaN" if are_read else ""
+        limits += [f"{first_names(list(report.unexamined), _NAMES)} not examined{exception}"]
     limits += ["not compared with a model: add --model or --like"]
     return (Span(f"nothing wrong in the {what}", "good"), f" ({'; '.join(limits)}){notes}")
 
