@@ -12,32 +12,11 @@ import ckptfix
 from ckptfix.core.edits import Assemble
 from ckptfix.rules.fit106_flat_parameters import flat_parameters
 from tests.checks import bytes_of
+from tests.reading.folders.ranks.generators.fsdp import Net
 from tests.reading.folders.ranks.genuine import unpacked
 from tests.rules.proposals import propose
 
 CODE = "FIT106"
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.a = nn.Linear(width, width + 4)
-        self.ln = nn.LayerNorm(width + 4)
-        self.b = nn.Linear(width + 4, width, bias=False)
-        self.register_buffer("scale", torch.ones(2))
-
-
-class Net(nn.Module):
-    """The model of which the samples of FSDP hold the weights."""
-
-    def __init__(self, width: int = 7, tied: bool = False) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(13, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 13, bias=False)
-        if tied:
-            self.head.weight = self.emb.weight
 
 
 @pytest.mark.parametrize(
@@ -54,7 +33,8 @@ def test_noop(state, model):
 
 
 def test_tied_parameters_are_in_it_once():
-    model = Net(tied=True)
+    model = Net()
+    model.head.weight = model.emb.weight
     total = sum(parameter.numel() for parameter in model.parameters())
     (finding,) = propose(flat_parameters, {"_flat_param": torch.arange(float(total))}, model)
     assert finding.fix is not None
