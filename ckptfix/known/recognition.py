@@ -37,7 +37,7 @@ from ckptfix.known.table import (
 
 _Candidates = Iterator[tuple["_View", int, bool]]  # the number of a structure, and whether none is more similar
 Shapes = Mapping[str, tuple[int, ...]]  # names and shapes of a state_dict
-MOST = 7_500  # tensors of a state_dict that is looked at; those of no known structure are as large a share of more
+MOST = 7_500  # tensors of a state_dict that is looked at; no known structure has the share `_NEAR` of more
 _DEPTH = 6  # segments of a prefix that are tried
 
 # Tensors of structures that are compared in full: some libraries have a dozen models around the same encoder.

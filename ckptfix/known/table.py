@@ -13,7 +13,6 @@ of it. ``197s785`` is 197 for images of the usual size and 785 for those twice a
 from __future__ import annotations
 
 import re
-import zlib
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -23,7 +22,7 @@ from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
-from zlib import crc32
+from zlib import crc32, decompress
 
 from msgspec import Struct
 
@@ -241,7 +240,7 @@ class Table:
         self._path = path
         with path.open("rb") as file:
             index, sketches = (int(text) for text in file.readline().split()[1:])
-            text = zlib.decompress(file.read(index)).decode()
+            text = decompress(file.read(index)).decode()
             self._hashes, self._owners = array("I"), array("H")
             self._hashes.frombytes(file.read(4 * sketches))
             self._owners.frombytes(file.read(2 * sketches))
@@ -313,7 +312,7 @@ class Table:
             with self._path.open("rb") as file:
                 file.seek(self._start + start)
                 packed = file.read(self._ends[number] - start)
-            self._blocks[number] = zlib.decompress(packed).decode().split("\n"), {}
+            self._blocks[number] = decompress(packed).decode().split("\n"), {}
         return self._blocks[number]
 
 

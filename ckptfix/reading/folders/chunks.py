@@ -272,9 +272,8 @@ class Flat:
         self.parts = [part for _, part in parts]
         self.is_torn = any(map(is_torn, self.parts))
         self.stop = parts[-1][0] + parts[-1][1].numel if parts else 0
-        self._blocks: dict[
-            int, bytes
-        ] = {}  # those read last, by number; never changed, since threads read side by side
+        # Those read last, by number; replaced and never changed, since threads read side by side.
+        self._blocks: dict[int, bytes] = {}
 
     @classmethod
     def joined(cls, parts: Sequence[TensorSpec]) -> Flat:

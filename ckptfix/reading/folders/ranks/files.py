@@ -15,6 +15,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.archives.zip_directory import read_header
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
@@ -31,7 +32,6 @@ _FACTS = 4096
 _LOOKED_AT, _FEW = 4096, 8
 
 _NUMBER = re.compile(r"\d+")
-_ZIP_HEAD = 30  # bytes in front of the name of the first member
 
 _Rank = TypeVar("_Rank")
 
@@ -198,8 +198,8 @@ class RankFiles:
 
 def _saved_as(content: Content) -> str:
     """Return the name under which ``torch.save`` wrote a zip, which is that of the folder in it; empty if unknown."""
-    head = bytes(content.buffer[: _ZIP_HEAD + 256])
-    return head[_ZIP_HEAD:].partition(b"/")[0].decode("utf-8", "replace") if head.startswith(b"PK\3\4") else ""
+    header = read_header(content, 0)
+    return header.name.partition(b"/")[0].decode("utf-8", "replace") if header and header.is_signed else ""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
