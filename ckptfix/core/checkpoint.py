@@ -51,6 +51,11 @@ def path_name(path: tuple[PathPart, ...]) -> str:
     return name.removeprefix(".") or "."
 
 
+def is_inside(name: str, place: str) -> bool:
+    """Return whether a place is another one or in it, by their path names."""
+    return name == place or name.startswith((f"{place}.", f"{place}["))
+
+
 class TensorReader(Protocol):
     """Builds torch's tensors from specs. A ``Checkpoint`` is given one by whatever opened it."""
 
@@ -138,6 +143,14 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
                         found[path_name((*self.container[:depth], place))] = specs
             value = members.get(step)
         return found
+
+    def members(self, candidate: Candidate) -> Mapping[str, Any]:
+        """Return the entries of a candidate; empty if it lies in an object, or is put together of nested ones."""
+        value: Any = self.root
+        for part in candidate.path:
+            inside = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}
+            value = inside.get(part)
+        return {str(key): entry for key, entry in value.items()} if isinstance(value, Mapping) else {}
 
     def keys(self) -> list[str]:
         """Return the keys of the tensors, in the file's order."""

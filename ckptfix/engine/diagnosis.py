@@ -18,7 +18,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import CkptfixError, InternalError, Opt
-from ckptfix.maps.positions import optimizers_of
+from ckptfix.maps.positions import parts_beside
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.weights.containers import SHARE
 from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Listed, Needs
@@ -200,10 +200,9 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
 
 def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the names of what may be weights as well, by its size, and is neither the state_dict nor an optimizer."""
-    optimizers = tuple(optimizer.name for optimizer in optimizers_of(checkpoint)) if checkpoint.rest else ()
     least = sum(spec.numel for spec in checkpoint.specs.values()) / SHARE
-    for place, specs in checkpoint.rest.items():
-        if sum(spec.numel for spec in specs) >= least and not any(name.startswith(place) for name in optimizers):
+    for place, specs, optimizers in parts_beside(checkpoint):
+        if sum(spec.numel for spec in specs) >= least and not optimizers:
             yield place
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.checkpoint import Checkpoint, PathPart, is_inside, path_name
 from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
@@ -160,6 +160,13 @@ def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float
 def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
     """Return the optimizers in a checkpoint and in the files beside it."""
     return [*optimizers_in(checkpoint.root), *optimizers_in(checkpoint.beside)]
+
+
+def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec], list[Optimizer]]]:
+    """Yield the parts of a file beside the state_dict: the name of each, its tensors, and the optimizers in it."""
+    optimizers = list(optimizers_in(checkpoint.root)) if checkpoint.rest else []
+    for place, specs in checkpoint.rest.items():
+        yield place, specs, [each for each in optimizers if is_inside(each.name, place)]
 
 
 # Recipes

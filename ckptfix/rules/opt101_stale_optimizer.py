@@ -40,7 +40,7 @@ keeps it as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -62,7 +62,7 @@ from ckptfix.core.finding import (
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
-from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.following import Followed, is_named, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule, rule
@@ -126,15 +126,10 @@ def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
     """Return the state_dicts beside the one that is repaired, except for averages, which no optimizer trains."""
     found: dict[str, Layout] = {}
     for candidate in checkpoint.candidates:
-        if candidate.path == checkpoint.container or any(mark in candidate.name.lower() for mark in AVERAGED):
+        if candidate.path == checkpoint.container or is_averaged(candidate.name):
             continue
-        value: Any = checkpoint.root
-        for part in candidate.path:
-            # One that lies in an object, or is put together of nested ones, is not looked into.
-            has_part = isinstance(value, list) or (isinstance(value, Mapping) and part in value)
-            value = value[part] if has_part else {}
-        members = value.items() if isinstance(value, Mapping) else ()
-        specs = {key: spec for key, spec in members if isinstance(key, str) and isinstance(spec, TensorSpec)}
+        members = checkpoint.members(candidate)
+        specs = {key: spec for key, spec in members.items() if isinstance(spec, TensorSpec)}
         found[candidate.name] = Layout({key: spec.shape for key, spec in specs.items() if may_learn(key, spec, None)})
     return found
 

@@ -15,7 +15,7 @@ from ckptfix.core.finding import FILE, Applicability, Fix, Placeholder, Remedy
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.decode import encoding
+from ckptfix.values.decode import is_plain
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.twins import Twin, twin_sets, twins_beside
 
@@ -94,7 +94,7 @@ class Replacements(Struct, frozen=True, dict=True):
         statistics = self.context.statistics
         is_zero = key in statistics and statistics[key].all_zero
         # An output layer of zeros may not be tied at all, and the embedding is no cure for it then.
-        twins = (twin for twin in self.twins.get(key, ()) if _is_plain(twin.spec) and (twin.is_certain or not is_zero))
+        twins = (twin for twin in self.twins.get(key, ()) if is_plain(twin.spec) and (twin.is_certain or not is_zero))
         return next((twin for twin in twins if is_sound(_figures(twin.spec, dtype))), None)
 
     def _offer(
@@ -109,7 +109,7 @@ class Replacements(Struct, frozen=True, dict=True):
         if fill == "target":
             return Replace(key, spec.dtype, spec.shape, "target"), self._initial(key)
         donor = self.context.donor.specs.get(key) if self.context.donor is not None else None
-        return Replace(key, spec.dtype, spec.shape, "donor", key), donor if donor and _is_plain(donor) else None
+        return Replace(key, spec.dtype, spec.shape, "donor", key), donor if donor and is_plain(donor) else None
 
     def _initial(self, key: str) -> TensorSpec | None:
         target = self.context.target
@@ -134,10 +134,6 @@ def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
         for name in sorted(RUNNING_STATISTICS)
         if (spec := specs.get(module + name)) is not None
     )
-
-
-def _is_plain(spec: TensorSpec) -> bool:
-    return spec.has_data and not spec.parts and spec.quantizer is None and encoding(spec.dtype) is not None
 
 
 def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:

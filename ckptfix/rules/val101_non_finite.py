@@ -32,11 +32,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptfix.core.checkpoint import is_inside
 from ckptfix.core.edits import Edit, Zero
 from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.maps.positions import optimizers_of
-from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.maps.positions import parts_beside
+from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed
@@ -78,18 +79,15 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     An infinity below zero is that of a mask. A warning for weights of which the user has not said that others are
     meant: what else lies in a file may be a log."""
     checkpoint = context.checkpoint
-    optimizers = tuple(optimizer.name for optimizer in optimizers_of(checkpoint))
-    sets = {each.name for each in checkpoint.candidates}
-    for place, specs in checkpoint.rest.items():
-        if any(name == place or name.startswith((f"{place}.", f"{place}[")) for name in optimizers):
+    for place, specs, optimizers in parts_beside(checkpoint):
+        if optimizers:
             continue
         wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
         bad = {
             number: figures for number, figures in context.figures_of(wanted).items() if figures.nan or figures.pos_inf
         }
         if bad:
-            inside = [name for name in sets if name == place or name.startswith((f"{place}.", f"{place}["))]
-            is_set = inside or any(mark in place.lower() for mark in AVERAGED)
+            is_set = any(is_inside(each.name, place) for each in checkpoint.candidates) or is_averaged(place)
             is_meant = context.target is None and context.settings.weights is None
             yield rule.finding(
                 Level.WARNING if is_set and is_meant else Level.NOTE,

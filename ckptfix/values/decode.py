@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from ckptfix.core.spec import TensorSpec
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -109,6 +111,11 @@ _INTEGERS = {
 }
 
 _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+
+
+def is_plain(spec: TensorSpec) -> bool:
+    """Return whether the numbers of a tensor are in the file as they are, each an element."""
+    return spec.has_data and not spec.parts and spec.quantizer is None and encoding(spec.dtype) is not None
 
 
 @cache

@@ -13,8 +13,8 @@ from msgspec import Struct
 from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.reading.weights.containers import AVERAGED
-from ckptfix.values.decode import encoding
+from ckptfix.reading.weights.containers import is_averaged
+from ckptfix.values.decode import is_plain
 from ckptfix.values.scan import first_numbers
 
 # First segments of the raw weights and of their average within one state_dict.
@@ -57,7 +57,7 @@ def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
     if not place:
         return checkpoint.entries.get(key)
     candidate = next((candidate for candidate in checkpoint.candidates if candidate.name == place), None)
-    return None if candidate is None else _entries(checkpoint, candidate).get(key)
+    return None if candidate is None else checkpoint.members(candidate).get(key)
 
 
 def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]]:
@@ -66,8 +66,8 @@ def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]
     for candidate in checkpoint.candidates:
         if candidate.path == checkpoint.container:
             continue
-        entries = _entries(checkpoint, candidate)
-        names = _matched(specs, {key: value for key, value in entries.items() if isinstance(value, TensorSpec)})
+        members = checkpoint.members(candidate)
+        names = _matched(specs, {key: value for key, value in members.items() if isinstance(value, TensorSpec)})
         place = path_name(candidate.path)
         twins = {key: Twin(place, name, spec) for key, (name, spec) in names.items()}
         if specs and len(twins) >= SHARED * len(specs) and _are_copies(checkpoint, candidate, twins):
@@ -103,13 +103,11 @@ def _are_copies(checkpoint: Checkpoint, candidate: Candidate, twins: Mapping[str
     correlations = (_correlation(*pair) for pair in matrices[::step])
     if found := list(islice((each for each in correlations if each is not None), COMPARED)):
         return 2 * sum(each >= ALIKE for each in found) >= len(found)
-    names = [str(part).lower() for part in (*candidate.path, *checkpoint.container)]
-    return any(mark in name for name in names for mark in AVERAGED)
+    return is_averaged(*candidate.path, *checkpoint.container)
 
 
 def _is_comparable(spec: TensorSpec) -> bool:
-    is_plain = spec.has_data and not spec.parts and spec.quantizer is None and encoding(spec.dtype) is not None
-    return is_plain and len(spec.shape) > 1 and spec.numel >= FEWEST
+    return is_plain(spec) and len(spec.shape) > 1 and spec.numel >= FEWEST
 
 
 def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
@@ -122,14 +120,6 @@ def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
     first, second = first - first.mean(), second - second.mean()
     size = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / size if size else None
-
-
-def _entries(checkpoint: Checkpoint, candidate: Candidate) -> Mapping[str, object]:
-    place = checkpoint.root
-    for part in candidate.path:
-        inside = place if isinstance(place, Mapping) else dict(enumerate(place)) if isinstance(place, list) else {}
-        place = inside.get(part)
-    return {str(key): value for key, value in place.items()} if isinstance(place, Mapping) else {}
 
 
 def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:

@@ -25,7 +25,7 @@ from ckptfix.errors import one_line
 from ckptfix.known.recognition import Shapes, recognise
 from ckptfix.known.table import table
 from ckptfix.modules.named import SCHEMES
-from ckptfix.reading.weights.containers import AVERAGED
+from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_text
 from ckptfix.report.style import elements
@@ -233,7 +233,7 @@ def _weights(group: Group) -> Iterator[str]:
     if not first.candidates:
         return
     rest = [each for each in first.candidates if each != first.weights]
-    averaged = [each for each in rest if any(mark in each.lower() for mark in AVERAGED)]
+    averaged = [each for each in rest if is_averaged(each)]
     kind = "an averaged set (EMA) beside the raw one" if averaged else "several state_dicts"
     named = f"{kind}: {first_names(first.candidates, _FEW)}"
     yield from comment(f"each file has {named}; without this line {first.weights} is taken")

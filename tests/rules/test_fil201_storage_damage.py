@@ -135,18 +135,21 @@ def test_the_flipped_bit_of_the_corpus(corpus: Path) -> None:
         assert [sorted(finding.keys) for finding in found] == [sorted(row["bad_keys"])]
 
 
-@pytest.mark.parametrize("place", ["optimizer", "D"])
+@pytest.mark.parametrize("place", ["optimizer", "optimizer_states", "D"])
 def test_a_part_beside_the_weights(tmp_path: Path, place: str) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(2, 8)).sum().backward()
     optimizer.step()
     other = torch.nn.Linear(8, 4).state_dict()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "D": other}, tmp_path / "whole.pth")
+    state: Any = optimizer.state_dict()
+    beside = {"optimizer_states": [state]} if place == "optimizer_states" else {"optimizer": state}  # as of Lightning
+    torch.save({"model": model.state_dict(), **beside, "D": other}, tmp_path / "whole.pth")
     assert "FIL201" not in _codes(ckptfix.check(tmp_path / "whole.pth"))
-    moment = optimizer.state_dict()["state"][0]["exp_avg_sq"]
-    file = _flipped(tmp_path / "whole.pth", {"optimizer": moment, "D": other["weight"]}[place])
+    file = _flipped(tmp_path / "whole.pth", other["weight"] if place == "D" else state["state"][0]["exp_avg_sq"])
     (finding,) = (each for each in ckptfix.check(file, weights="model").findings if each.code == "FIL201")
     assert (finding.level.name, finding.keys) == ("ERROR", ())
     assert finding.message.startswith(f"1 storage of {place}, beside the weights")
-    assert any("drop_optimizer" in dict(each.options) for each in finding.remedies) == (place == "optimizer")
+    assert any("drop_optimizer" in dict(each.options) for each in finding.remedies) == (place != "D")
+    left = ckptfix.repair(file, weights="model", drop_optimizer=True).report.left
+    assert any(each.code == "FIL201" for each in left) == (place == "D")

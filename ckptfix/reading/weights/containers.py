@@ -329,17 +329,21 @@ PREFERRED = tuple(
     "generator backbone".split()
 )
 
-AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")  # parts of names that mark a second, averaged set of weights
+_AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")  # parts of names that mark an averaged set of weights
 FEW = 3  # tensors up to which what is beside the weights may be anything
 SHARE = 20  # part of the weights, one in that many elements, from which on what lies beside them may be weights as well
+
+
+def is_averaged(*names: PathPart) -> bool:
+    """Return whether one of the names marks an averaged set of weights."""
+    return any(mark in str(name).lower() for name in names for mark in _AVERAGED)
 
 
 def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
     """Raw weights before averaged ones, then by the preferred names, then the larger, then the less deep."""
     names = [str(part).lower() for part in candidate.path]
-    averaged = any(mark in name for name in names for mark in AVERAGED)
     known = [PREFERRED.index(name) for name in names if name in PREFERRED]
-    return (averaged, min(known, default=len(PREFERRED)), -candidate.tensors, len(names))
+    return (is_averaged(*names), min(known, default=len(PREFERRED)), -candidate.tensors, len(names))
 
 
 def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
