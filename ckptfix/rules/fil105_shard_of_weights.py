@@ -10,7 +10,7 @@ A note for a file that is called as one of several numbered shards (`model-00002
 its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
 choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out. A
 warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype,
-files of two ranks that hold the same values, and files that a rank saved and that are called as those of another one.
+files of two ranks that hold the same values, and files that carry the name of another rank than saved them.
 
 ## Why it matters
 The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every

@@ -6,8 +6,8 @@ first such value, and the channels (places along the first dimension) that have 
 in peace where they belong: in attention masks, in quantization observers that have seen no data, as the best result so
 far, as a bound that is none. With a model, that is any buffer but the running statistics; without one, the name
 decides. A buffer that is NaN throughout, in the file and in a fresh model, was never set, and is left in peace too.
-What lies beside the weights (another set, an average without names) is a finding of its own: a note if a model or
-`--weights` says that it is not meant.
+Each part beside the weights (another set, an average without names) that has such values is a finding of its own: a
+warning if it may be weights and neither a model nor `--weights` is given, otherwise a note. Optimizers: OPT103.
 
 ## Why it matters
 The file loads without a word, and the first forward pass through such a tensor is NaN from there on. It comes from a
