@@ -36,8 +36,7 @@ def strip_segments(path: str) -> str:
 
 def without_segments(paths: Iterable[str]) -> dict[str, str]:
     """Return the keys or module paths that have reserved segments, each with its name without them."""
-    suspects = [path for path in paths if "._" in path or path.startswith("_")]
-    return {path: strip_segments(path) for path in suspects if has_wrapper_segment(path)}
+    return {path: strip_segments(path) for path in paths if has_wrapper_segment(path)}
 
 
 def _may_have_segment(path: str) -> bool:
@@ -101,5 +100,4 @@ def two_sets(keys: Iterable[str]) -> str | None:
 
 def segments_in(paths: Iterable[str]) -> list[str]:
     """Return the reserved segments in keys or module paths, sorted."""
-    suspects = (path for path in paths if _may_have_segment(path))
-    return sorted({part for path in suspects for part in path.split(".")} & WRAPPER_SEGMENTS)
+    return sorted({part for path in paths if _may_have_segment(path) for part in path.split(".")} & WRAPPER_SEGMENTS)

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count, pairwise
+from itertools import count, pairwise, takewhile
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -256,9 +256,7 @@ def _turn_like_siblings(inference: Inference) -> None:
 def _change(source: str, key: str) -> tuple[str, str]:
     """Return what is different of two names from the first segment on that is, without numbers."""
     ours, theirs = source.split("."), key.split(".")
-    same = next(
-        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
     one, other = (re.sub(r"\d+", "", ".".join(path[same:])) for path in (ours, theirs))
     return one, other
 

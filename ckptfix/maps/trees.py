@@ -200,11 +200,10 @@ class Matcher(Struct):
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
             ours, theirs = _by_number(source), _by_number(target)
             is_shown = self.order_weight > REORDERED_WEIGHT  # keys that are sorted count up in any case
-            sides = _list(ours, pool.source), _list(theirs, pool.target)
             if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
                 theirs.reverse()
                 label = min(label, Label.LIKELY)
-            elif not is_shown and _may_count_down(*sides):
+            elif not is_shown and _may_count_down(_list(ours, pool.source), _list(theirs, pool.target)):
                 label = min(label, Label.LIKELY)
             straight, mirrored = (
                 {(key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}

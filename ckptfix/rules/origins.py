@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice, permutations, product
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ def _assembled(edit: Assemble, origins: Mapping[str, Origin]) -> Origin:
     return Origin(shape=edit.shape, parts=parts, is_trained=is_trained)
 
 
-class Change(Struct, frozen=True):
+class Change(Struct, frozen=True, dict=True):
     """The checkpoint before and after the edits of a plan, as an optimizer sees it: its parameters."""
 
     before: Mapping[str, TensorSpec]
@@ -150,7 +151,7 @@ class Change(Struct, frozen=True):
                 found[module] = name
         return found
 
-    @property
+    @cached_property
     def model_orders(self) -> list[list[str]]:
         """The parameters of the file in the order of the model; none if that is not the order of the model that was
         trained: layers of another implementation, or parts whose place was among others. Blocks that the model no
