@@ -58,10 +58,10 @@ class Program(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the words name. Raises ``UsageError`` of click with a suggestion."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches  # which only a slip needs
+            from ckptfix.core.wording import nearest
 
-            close = get_close_matches(args[0], COMMANDS, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            close = nearest(args[0], COMMANDS)
+            hint = f"; did you mean {close}?" if close else ""
             ctx.fail(f"there is no command {args[0]}{hint}")
         return super().resolve_command(ctx, args)
 

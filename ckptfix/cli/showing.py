@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptfix.cli.console import write_output
 from ckptfix.cli.program import Argument, Run, rule_codes
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, UsageError
 from ckptfix.report.style import Line, Span
 
@@ -144,11 +144,11 @@ def rule(run: Run, code: str | None) -> int:
         known = {name: entry for entry in RULES for name in (entry.code.lower(), entry.name)}
         code = code or ""
         if code.lower() not in known:
-            close = difflib.get_close_matches(code.lower(), known, 1)
+            close = nearest(code.lower(), known)
             is_family = any(entry.code.startswith(family) for entry in RULES)
-            if is_family and not (close and known[close[0]].name == close[0]):
+            if is_family and not (close and known[close].name == close):
                 raise UsageError(f"there is no rule {code}; see the rules of its family: ckptfix rule {family}")
-            hint = f"did you mean {known[close[0]].code} {known[close[0]].name}?" if close else "see ckptfix rule --all"
+            hint = f"did you mean {known[close].code} {known[close].name}?" if close else "see ckptfix rule --all"
             raise UsageError(f"there is no rule {code}; {hint}")
         manual = known[code.lower()].manual
         console.write(_rendered(manual) if sys.stdout.isatty() else manual.splitlines())

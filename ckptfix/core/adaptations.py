@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
 
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, UsageError
 
 POS_EMBED, WINDOW_BIAS, PATCH_EMBED, IN_CHANS = "pos_embed", "window_bias", "patch_embed", "in_chans"
@@ -80,8 +80,8 @@ def adaptation(text: str) -> Adaptation:
     left, equals, right = text.partition("=")
     name, at, keys = left.partition("@")
     if name not in RECIPES or not equals or not right or (at and not keys):
-        close = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"did you mean {close[0]}?" if equals and close and close[0] != name else "write it as NAME=RECIPE"
+        close = nearest(name, RECIPES)
+        hint = f"did you mean {close}?" if equals and close and close != name else "write it as NAME=RECIPE"
         raise UsageError(Opt("adapt", text), f": {hint}; the names are {', '.join(RECIPES)}")
     known = RECIPES[name]
     if not known:
@@ -94,8 +94,8 @@ def adaptation(text: str) -> Adaptation:
     else:
         recipe, *grids = right.split(":")
     if recipe not in known or len(grids) > 2:
-        close = difflib.get_close_matches(recipe, known, 1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        close = nearest(recipe, known)
+        hint = f"did you mean {close}? " if close else ""
         raise UsageError(Opt("adapt", text), f": {name} has no recipe {recipe!r:.40}; {hint}give {' or '.join(known)}")
     old, new = (*(_grid(text, grid) for grid in grids), None, None)[:2]
     return Adaptation(name, recipe, keys or "*", old, new)

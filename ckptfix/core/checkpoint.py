@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +14,7 @@ from ckptfix.core.facts import Fact
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import nearest
 from ckptfix.errors import UnknownKeyError
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
             return f"{self.path}: the entry {key!r} is not a tensor; take it from state_dict()"
         if key in self.lost:
             return f"{self.path}: the bytes of {key!r} are gone from the damaged file; see Checkpoint.lost"
-        close = get_close_matches(str(key), self.specs, 1)
-        return f"{self.path}: has no key {key!r}; {f'did you mean {close[0]!r}?' if close else 'see keys()'}"
+        close = nearest(str(key), self.specs)
+        return f"{self.path}: has no key {key!r}; {f'did you mean {close!r}?' if close else 'see keys()'}"
 
     def with_entries(
         self, entries: Mapping[str, object], metadata: Mapping[str, Mapping[str, Any]] | None

@@ -5,7 +5,6 @@ add an option, add a row here and, for a setting of the library, a field in ``co
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
@@ -16,7 +15,7 @@ from msgspec import Struct
 
 from ckptfix.core.adaptations import below
 from ckptfix.core.likeness import KNOWN
-from ckptfix.core.wording import no_option, typed
+from ckptfix.core.wording import nearest, no_option, typed
 from ckptfix.errors import Opt, UsageError
 
 CHECK, REPAIR, MIGRATE, INSPECT, DIFF, MAP, RULE, EXPLAIN = "check repair migrate inspect diff map rule explain".split()
@@ -431,8 +430,8 @@ def from_toml(
         if key in others:
             continue
         if key not in keys:
-            close = difflib.get_close_matches(key, [*keys, *others], 1)
-            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join([*keys, *others])}"
+            close = nearest(key, [*keys, *others])
+            hint = f"did you mean {close}?" if close else f"the keys are {', '.join([*keys, *others])}"
             raise UsageError(f"{where}: there is no key {key}; {hint}")
         option, is_off = keys[key]
         words, fits = _TOML[option.kind]

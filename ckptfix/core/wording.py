@@ -283,6 +283,13 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
 }
 
 
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Return the one of the known names that a mistyped one is most like, from 0 to 1; empty if none is."""
+    from difflib import get_close_matches  # which only a slip needs
+
+    return next(iter(get_close_matches(name, list(known), 1, likeness)), "")
+
+
 def typed(words: Iterable[str]) -> str:
     """Return the command of these words, on one line that bash, zsh and ksh take apart into the same words again."""
     return " ".join(map(quoted, words))

@@ -13,6 +13,7 @@ from ckptfix.core.adaptations import adaptation
 from ckptfix.core.options import CHECK, REPAIR, library_settings, settings_of
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.rules import RULES
@@ -37,10 +38,8 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
     known = settings_of(function if function in (CHECK, REPAIR) else REPAIR)
     for name in given:
         if name not in known:
-            from difflib import get_close_matches  # which only a slip needs
-
-            close = get_close_matches(name, known, 1, 0.7)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            close = nearest(name, known, 0.7)
+            hint = f"; did you mean {close!r}?" if close else ""
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
     settings = Settings(**given)
     settings = replace(
@@ -144,10 +143,8 @@ def _codes(name: str, given: object) -> tuple[str, ...]:
     codes = tuple(code.upper() for code in _texts(name, given))
     for code in codes:
         if not any(rule.code.startswith(code) for rule in RULES):
-            from difflib import get_close_matches
-
-            close = get_close_matches(code, [rule.code for rule in RULES], 1)
-            hint = f"did you mean {close[0]}?" if close else "the codes are like KEY101, BUF or VAL"
+            close = nearest(code, [rule.code for rule in RULES])
+            hint = f"did you mean {close}?" if close else "the codes are like KEY101, BUF or VAL"
             raise UsageError(Opt(name, code), f": no rule has a code that begins with this; {hint}")
     return codes
 

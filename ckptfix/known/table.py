@@ -28,6 +28,7 @@ from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_transient
 from ckptfix.core.likeness import KNOWN
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, TargetError
 
 if TYPE_CHECKING:
@@ -345,11 +346,9 @@ def known_target(spec: str) -> Target:
     label = f"{KNOWN}{spec}"
     found = table().find(name)
     if found is None:
-        from difflib import get_close_matches  # which only a slip needs
-
-        close = get_close_matches(name, list(table().names()), 1, 0.4)
+        close = nearest(name, table().names(), 0.4)
         versions = ", ".join(f"{library} {version}" for library, version in table().versions.items())
-        hint = f"did you mean {close[0]}" if close else "the names are like timm/resnet50"
+        hint = f"did you mean {close}" if close else "the names are like timm/resnet50"
         raise TargetError(Opt("like", label), f": no known model is called {name} ({versions}); {hint}")
     structure, model = found
     letters = {argument: letter for letter, argument in NAMES.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full
 from ckptfix.core.rename_map import AMBIGUOUS, MapRule, RenameMap
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
 from ckptfix.maps.layout import Grid, Steps
 from ckptfix.maps.patterns import Binding, Pattern, Variable, parse
@@ -266,5 +266,5 @@ def _naming(rename_map: RenameMap, number: int) -> Iterator[None]:
 
 
 def _hint(key: str, keys: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, keys, 1)
-    return f", but {close[0]}" if close else ""
+    close = nearest(key, keys)
+    return f", but {close}" if close else ""

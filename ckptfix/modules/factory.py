@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import sys
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
+from ckptfix.core.wording import nearest
 from ckptfix.errors import CkptfixError, Opt, TargetError, UsageError
 from ckptfix.modules.lightning import PREFIX, build_class, remarks_on
 from ckptfix.modules.named import SCHEMES, Name, named_builder
@@ -139,8 +139,8 @@ def _object(spec: str, seed: int) -> Any:
     made: Any = module
     for attribute in name.split("."):
         if not hasattr(made, attribute):
-            close = difflib.get_close_matches(attribute, dir(made), 1)
-            hint = f"; did you mean {close[0]}?" if close else f"; see what {_place(module)} defines"
+            close = nearest(attribute, dir(made))
+            hint = f"; did you mean {close}?" if close else f"; see what {_place(module)} defines"
             raise TargetError(Opt("model", spec), f": {path} has no {name}{hint}")
         made = getattr(made, attribute)
     if not callable(made):
@@ -159,8 +159,8 @@ def _import(path: str, spec: str) -> ModuleType:
         remedy = f"run from the folder that holds {path.partition('.')[0]}, or install it"
         if path.endswith(".py"):
             remedy = f"did you mean {path.removesuffix('.py').replace('/', '.')}:{spec.partition(':')[2]}?"
-        elif close := difflib.get_close_matches(path, SCHEMES, 1):
-            remedy = f"did you mean {close[0]}:{spec.partition(':')[2]}?"
+        elif close := nearest(path, SCHEMES):
+            remedy = f"did you mean {close}:{spec.partition(':')[2]}?"
         raise TargetError(
             Opt("model", spec), f": there is no module {error.name} in {Path.cwd()} or among the installed; {remedy}"
         ) from error

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
@@ -31,7 +30,7 @@ from ckptfix.core.edits import Adapt
 from ckptfix.core.finding import Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.core.wording import first_names
+from ckptfix.core.wording import first_names, nearest
 from ckptfix.errors import Opt, UsageError
 from ckptfix.values.adapted_tensors import is_of_blocks, patch
 
@@ -517,8 +516,8 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
         )
     for number, name in enumerate(lists[-1], 1):
         if name not in place:
-            close = get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]!r}? " if close and len(lists) == 2 else ""
+            close = nearest(name, names)
+            hint = f"did you mean {close!r}? " if close and len(lists) == 2 else ""
             rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {classes - 1}"
             raise UsageError(
                 option,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from posixpath import normpath
 from string import Formatter
 
 from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.wording import nearest
 from ckptfix.errors import UsageError
 from ckptfix.rules.fil107_wrong_name_hash import wrong_name_hash
 
@@ -73,9 +73,9 @@ def check_template(template: str) -> None:
         raise UsageError(f"output = {template!r} is not a template ({error}); write {MIRRORED!r}") from error
     for name, form, conversion in fields:
         if name is not None and (name not in FIELDS or form or conversion):
-            close = get_close_matches(name, FIELDS, 1)
+            close = nearest(name, FIELDS)
             known = ", ".join(f"{{{one}}}" for one in FIELDS)
-            hint = f"did you mean {{{close[0]}}}?" if close else f"the fields are {known}"
+            hint = f"did you mean {{{close}}}?" if close else f"the fields are {known}"
             raise UsageError(f"output = {template!r}: there is no {{{name}}}; {hint}")
     if template.startswith("/") or ".." in template.split("/"):
         raise UsageError(f"output = {template!r} leads out of the destination; name a place below it")

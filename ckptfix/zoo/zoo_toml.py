@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from ckptfix.core.options import (
     without_model,
 )
 from ckptfix.core.settings import Settings
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, UsageError
 from ckptfix.modules.named import configuration_files
 from ckptfix.reading.adapters import adapter_paths
@@ -221,9 +221,8 @@ def with_decision(treatment: Treatment, decision: Mapping[str, Any]) -> Treatmen
 
 
 def _no_such_key(key: str, value: object) -> str:
-    close = get_close_matches(key, TOP_KEYS, 1)
-    if close:
-        hint = {"files": "[[files]]", "defaults": "[defaults]"}.get(close[0], close[0])
+    if close := nearest(key, TOP_KEYS):
+        hint = {"files": "[[files]]", "defaults": "[defaults]"}.get(close, close)
         return f"there is no {key}; did you mean {hint}?"
     if key in (*_OF_FILES, "output", "match"):
         return f"{key} is outside of a table; put it under [defaults], or under the [[files]] that it is for"

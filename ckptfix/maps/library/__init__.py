@@ -5,7 +5,6 @@ applied backwards too."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
+from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
 from ckptfix.maps.inference import Inference, Match
 from ckptfix.maps.resolving import Line, Move, Shapes, inverse, parsed, resolve
@@ -51,8 +51,8 @@ def named_map(path: str | os.PathLike[str]) -> RenameMap:
     if not Path(path).exists():
         if name in names():
             return shipped(name)
-        if close := difflib.get_close_matches(name, names(), 1):
-            raise UsageError(Opt("rename_map", name), f": there is no such file; did you mean the map {close[0]}?")
+        if close := nearest(name, names()):
+            raise UsageError(Opt("rename_map", name), f": there is no such file; did you mean the map {close}?")
     return read_map(path)
 
 
