@@ -14,11 +14,11 @@ not in the file.
 
 ## Fix safety
 The choice is yours. Without `--weights` the raw set under the most usual name of the container is taken, and the
-finding remains. If that does not fit the model and another set does, the other is taken; if only one of them fits, the
-finding is a note. Of two sets in one state_dict none is taken. `--weights PREFIX` takes the keys under a prefix alone,
-without it, and leaves all others out; what stands in front of nearly all keys (`module.`) need not be typed. In a file
-of Stable Diffusion the average takes the place of its network, and the other parts stay. `--weights plain` takes those
-that stand under no prefix beside a set that does.
+finding remains. If that does not fit the model and another set does, the other is taken; if only one set fits, the
+finding is a note. Of two sets in one state_dict none is taken. `--weights PREFIX` takes only the keys under a prefix,
+without it, and leaves all others out; a prefix of nearly all keys (`module.`) need not be typed. In a file of Stable
+Diffusion the average replaces its network, and the other parts stay. `--weights plain` takes the keys without a prefix
+beside a set that has one.
 
 ## Example
 `{state_dict, state_dict_ema}`: repair with `--weights state_dict_ema` for the averaged weights.

@@ -5,7 +5,7 @@ Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy 
 modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, text of Python 2 that is not
 UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
 were packed again in another layout, without their version or by a method that torch does not unpack, those whose
-directory or small records torch's reader refuses, and fp8 tensors saved with `requires_grad`, which are no Parameters:
+directory or small records torch's reader refuses, and fp8 tensors saved with `requires_grad` that are not Parameters:
 `torch.load` fails on them with `a leaf Variable that requires grad is being used in an in-place operation`.
 
 ## Why it matters

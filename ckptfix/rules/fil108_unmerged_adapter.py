@@ -16,9 +16,9 @@ strict gives the base model, without a word. An adapter alone is not a model.
 
 `--adapter` asks for the merge, which changes stored values. The result has the same bits as that of peft's
 `merge_and_unload()`, without the model and its memory (on processors of AMD, and of Intel with AVX-512; on others the
-last bit can differ). The names, ranks and shapes of all layers are compared before
-anything is written. Without `--adapter` nothing is merged: the factor of the matrices' product is not in the file but
-in `adapter_config.json`.
+last bit can differ). The names, ranks and shapes of all layers are compared before anything is written, and an adapter
+that lacks what its configuration names is refused. Without `--adapter` nothing is merged: the factor of the matrices'
+product is not in the file but in `adapter_config.json`.
 
 ## Example
 

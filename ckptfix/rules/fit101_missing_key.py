@@ -3,7 +3,8 @@
 ## What it finds
 
 Keys that are still missing after every other rule: a head that was left out, a part that the file's model did not
-have, or the wrong file. The message states their share of the target by number of elements.
+have, or the wrong file. The message states their share of the target by number of elements, and names a tensor of the
+same module that may be the missing one under another name.
 
 ## Why it matters
 

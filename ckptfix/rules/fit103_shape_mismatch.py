@@ -8,7 +8,8 @@ all.
 ## Why it matters
 
 `size mismatch for fc.weight: copying a param with shape …`; `strict=False` does not help. The model is another one:
-another number of classes, vocabulary, resolution or number of input channels.
+another number of classes, vocabulary, resolution or number of input channels. Or one side has layers that the other
+lacks, which moves the numbers of a Sequential: then the advice names the missing key that has the shape.
 
 ## Fix safety
 

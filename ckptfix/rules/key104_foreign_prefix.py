@@ -5,8 +5,8 @@ A prefix of whole segments (`model.`, `net.`, `backbone.`, `encoder.` or any oth
 of the file equal to keys of the target with the same shapes. Prefixes are found by counting the evidence, not from a
 list: one key alone proves nothing, unless there is no other. Keys of another shape (another head) and entries that are
 no tensors follow the prefix that the rest confirms. What a prefix explains has to be most of the file or of the target.
-Layers whose names differ by more than a prefix are the matter of KEY106, and so are lists of which some layers would
-get a place and others not, while the target has layers of their shapes beside the list.
+Layers whose names differ by more than a prefix are left to KEY106. So are lists in which one side has
+a layer more, if the other side has one of its shape beside the list: `layers.0` is then not `layers.0` but `proj_in`.
 
 ## Why it matters
 A trainer that keeps the network in an attribute (Lightning's `self.model`, a detector's `backbone`) saves it under that

@@ -5,8 +5,9 @@ A healthy, complete file whose layers have other names, or another layout, than 
 (timm, torchvision, transformers), from another release, or from before modules were renamed. The rule infers the whole
 map from the file's keys to the target's by matching the two trees of modules: the largest subtrees with the same shapes
 first, one decision for each repeated template, with names, numbers and the order of the layers as further evidence. It
-finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed. A map must
-fill three quarters of the target; if only a few layers have other names, it has to leave nothing over on either side.
+finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed; a square
+matrix is transposed if its siblings are. A map must fill three quarters of the target; if only a few layers have other
+names, it has to leave nothing over on either side.
 
 Maps that ship with ckptfix outrank what is inferred, if one explains each key of both sides: they know the permutation
 for rotary embeddings and how rows are interleaved.

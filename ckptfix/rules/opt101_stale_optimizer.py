@@ -26,7 +26,8 @@ different states, nothing is touched. The same holds if no shape says whether gr
 from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
 and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
 group, or its place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script
-knows both.
+knows both. A state of all parameters together (L-BFGS) follows no change of one of them. A check warns of an optimizer
+that cannot follow once keys are dropped or filled.
 `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
 keeps it as it is.
 

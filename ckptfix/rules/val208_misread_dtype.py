@@ -9,8 +9,8 @@ Matrices of 256 values or more, named as layers name theirs, with figures that n
   once their bits are read as float16. float16 that is read as bfloat16 looks so;
 - NaN or values in the hundreds and more, which make an ordinary matrix once the bytes of each value are reversed:
   a big-endian machine wrote them;
-- nothing but whole numbers up to 255: the codes of a quantised matrix without their scale. The dtypes int8 and uint8
-  count too, unless there is a model, or any tensor of the file is called a scale.
+- nothing but whole numbers up to 255: the codes of a quantised matrix without their scale. Matrices of int8 and
+  uint8 are such codes too, unless a model is given or the name of any tensor in the file is that of a scale.
 
 ## Why it matters
 The shapes fit and the file loads; the layer gives noise.
