@@ -8,12 +8,11 @@ Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ class _Reading:
         if not missing and len(roots) == wanted:
             return
         names = [f"tensor {t} pipeline {p} expert {e}" for t, p, e in missing]
-        lines = itertools.product(range(grid[1]), range(grid[2]))
+        lines = product(range(grid[1]), range(grid[2]))
         if self.files.salvage and missing and all(any(place[1:] == line for place in roots) for line in lines):
             fact = Fact.of(Kind.RANKS_LACKING, absent=wanted - len(roots), ranks=wanted, names=tuple(names))
             self.files.damage.append(fact)

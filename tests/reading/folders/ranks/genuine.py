@@ -19,6 +19,13 @@ def unpacked(name: str, folder: Path) -> tuple[Path, Any]:
     return folder / "saved", torch.load(folder / "truth.pt", weights_only=True)
 
 
+def swap(one: Path, other: Path) -> None:
+    """Give two files or folders the names of each other."""
+    one.rename(kept := one.with_name("kept"))
+    other.rename(one)
+    kept.rename(other)
+
+
 def tensors_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """Yield the tensors in a container, each with its path."""
     if isinstance(value, torch.Tensor):

@@ -16,7 +16,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.cli.programs import run_here
-from tests.reading.folders.ranks.genuine import tensors_of, unpacked
+from tests.reading.folders.ranks.genuine import swap, tensors_of, unpacked
 
 OLD = ("fsdp1_sharded_w2_torch24", "fsdp2_w2_torch24")
 NAMES = ("fsdp1_sharded_w4", "fsdp1_mesh_w2", "fsdp2_w4", "fsdp2tp_w4", "hsdp_w4", *OLD)
@@ -216,7 +216,5 @@ def test_renamed_ranks_are_named_if_they_do_not_say_themselves_what_they_hold(
 ) -> None:
     folder, _ = unpacked(name, tmp_path)
     one, other, *_ = sorted(folder.iterdir())
-    one.rename(tmp_path / "kept")
-    other.rename(one)
-    (tmp_path / "kept").rename(other)
+    swap(one, other)
     assert (Kind.RANK_RENAMED in {mark.kind for mark in ckptfix.open_checkpoint(folder).remarks}) is is_named

@@ -16,7 +16,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.megatron import unstacked
 from tests.checks import bytes_of
-from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.genuine import swap, unpacked
 
 HIDDEN, FFN, HEADS, VOCABULARY, LAYERS = 16, 24, 4, 32, 4
 
@@ -260,10 +260,7 @@ def test_ranks_that_were_renamed_are_named(tmp_path: Path, change: str) -> None:
         root["args"].rank = 0 if change == "converted" else 8 * number
         torch.save(root, file)
     if change == "swapped":
-        one, other = sorted(tmp_path.glob("**/mp_rank_0?_000"))
-        one.rename(tmp_path / "kept")
-        other.rename(one)
-        (tmp_path / "kept").rename(other)
+        swap(*sorted(tmp_path.glob("**/mp_rank_0?_000")))
     found = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_RENAMED]
     assert [mark.data["other"] for mark in found] == (["process 0"] if change == "swapped" else [])
 

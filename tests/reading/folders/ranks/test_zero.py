@@ -17,7 +17,7 @@ from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
-from tests.reading.folders.ranks.genuine import SAMPLES, unpacked
+from tests.reading.folders.ranks.genuine import SAMPLES, swap, unpacked
 
 TENSORS = {"a": torch.arange(35.0).reshape(5, 7), "b": torch.tensor(99.0), "c": torch.arange(100.0, 113.0)}
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in SAMPLES.glob("zero*"))
@@ -490,9 +490,7 @@ def test_ranks_that_were_renamed_are_named_if_their_order_changed(tmp_path: Path
         torch.save(torch.load(tmp_path / _optim(rank), weights_only=False), tmp_path / _optim(rank + 7))
         (tmp_path / _optim(rank + 7)).rename(tmp_path / _optim(rank))
     if change == "swapped":
-        (tmp_path / _optim(0)).rename(tmp_path / "kept")
-        (tmp_path / _optim(2)).rename(tmp_path / _optim(0))
-        (tmp_path / "kept").rename(tmp_path / _optim(2))
+        swap(tmp_path / _optim(0), tmp_path / _optim(2))
     found = [finding for finding in ckptfix.check(tmp_path).findings if finding.level]
     assert [(finding.code, finding.evidence) for finding in found] == (
         [("FIL105", {"renamed": 2})] if change == "swapped" else []
