@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,6 +49,19 @@ def path_name(path: tuple[PathPart, ...]) -> str:
     """Return a container path as people write it: ``("model", 0)`` is ``model[0]``; the empty path is ``.``."""
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return name.removeprefix(".") or "."
+
+
+def value_at(root: Any, path: Iterable[PathPart]) -> Any:
+    """Return what is at a place of the container."""
+    value = root
+    for step in path:
+        if isinstance(value, Opaque):
+            value = value.pairs.get(step, value.attributes.get(str(step)))
+        elif isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, (list, tuple)):
+            value = value[int(step)]
+    return value
 
 
 def is_inside(name: str, place: str) -> bool:

@@ -201,8 +201,8 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
 def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the names of what may be weights as well, by its size, and is neither the state_dict nor an optimizer."""
     least = sum(spec.numel for spec in checkpoint.specs.values()) / SHARE
-    for place, specs, optimizers in parts_beside(checkpoint):
-        if sum(spec.numel for spec in specs) >= least and not optimizers:
+    for place, specs, is_optimizer in parts_beside(checkpoint):
+        if sum(spec.numel for spec in specs) >= least and not is_optimizer:
             yield place
 
 

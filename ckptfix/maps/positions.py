@@ -15,8 +15,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, is_inside, path_name
-from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer
+from ckptfix.core.checkpoint import Checkpoint, PathPart, is_inside, path_name, value_at
+from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 
@@ -162,11 +162,19 @@ def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
     return [*optimizers_in(checkpoint.root), *optimizers_in(checkpoint.beside)]
 
 
-def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec], list[Optimizer]]]:
-    """Yield the parts of a file beside the state_dict: the name of each, its tensors, and the optimizers in it."""
+def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec], bool]]:
+    """Yield the parts of a file beside the state_dict: the name of each, its tensors, and whether it is an optimizer,
+    which is a part by itself wherever it is."""
     optimizers = list(optimizers_in(checkpoint.root)) if checkpoint.rest else []
     for place, specs in checkpoint.rest.items():
-        yield place, specs, [each for each in optimizers if is_inside(each.name, place)]
+        left = {id(spec): spec for spec in specs}
+        for optimizer in optimizers:
+            if is_inside(optimizer.name, place):
+                own = map(id, tensors_in(value_at(checkpoint.root, optimizer.path)))
+                if found := [left.pop(each) for each in own if each in left]:
+                    yield optimizer.name, found, True
+        if left:
+            yield place, list(left.values()), False
 
 
 # Recipes

@@ -46,13 +46,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Plain
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, first_names
-from ckptfix.reading.weights.loose_tensors import own_attributes, value_at
+from ckptfix.reading.weights.loose_tensors import own_attributes
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,

@@ -29,9 +29,7 @@ from collections.abc import Iterator
 from ckptfix.bytes.checksums import soundness, storages_of
 from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
-from ckptfix.core.objects import tensors_in
 from ckptfix.maps.positions import parts_beside
-from ckptfix.reading.weights.loose_tensors import value_at
 from ckptfix.rules.fil203_damaged_file import donor_fill
 from ckptfix.rules.opt101_stale_optimizer import DROP
 from ckptfix.rules.rule import Context, Rule, rule
@@ -85,18 +83,15 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield a finding for each other part of the file that is damaged: another set of weights, an optimizer."""
-    for place, specs, optimizers in parts_beside(context.checkpoint):
+    for place, specs, is_optimizer in parts_beside(context.checkpoint):
         storages = {id(spec.storage): spec.storage for spec in specs if spec.storage is not None}
         if all(storage.crc32 is None for storage in storages.values()):
             continue
         context.figures_of({str(number): spec for number, spec in enumerate(specs)}).values()
-        are_sound = dict(zip(storages, soundness(list(storages.values())), strict=True))
-        if bad := {storage for storage, is_sound in are_sound.items() if not is_sound}:
-            states = [value_at(context.checkpoint.root, each.path) for each in optimizers]
-            is_optimizer = bad <= {id(spec.storage) for spec in tensors_in(states)}
+        if bad := soundness(list(storages.values())).count(False):
             yield rule.finding(
                 Level.ERROR,
-                f"{counted(len(bad), 'storage')} of {place}, beside the weights, with other bytes than were saved",
+                f"{counted(bad, 'storage')} of {place}, beside the weights, with other bytes than were saved",
                 remedies=(REMEDIES[0], *((DROP,) if is_optimizer else ())),
                 is_accepted=is_optimizer and context.settings.drop_optimizer,
             )

@@ -32,10 +32,10 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from ckptfix.core.checkpoint import value_at
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.reading.foreign.weightless import is_of_training
-from ckptfix.reading.weights.loose_tensors import value_at
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout

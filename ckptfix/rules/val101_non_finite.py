@@ -79,8 +79,8 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     An infinity below zero is that of a mask. A warning for weights of which the user has not said that others are
     meant: what else lies in a file may be a log."""
     checkpoint = context.checkpoint
-    for place, specs, optimizers in parts_beside(checkpoint):
-        if optimizers:
+    for place, specs, is_optimizer in parts_beside(checkpoint):
+        if is_optimizer:
             continue
         wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
         bad = {

@@ -196,6 +196,7 @@ def test_a_source_that_is_broken_itself_is_not_taken():
 
 
 BAD = torch.tensor([1.0, float("nan")])
+OPTIMIZER = {"state": {0: {"exp_avg": BAD.clone()}}, "param_groups": [{"params": [0]}]}
 MASK = torch.tensor([0.0, float("-inf")])
 
 
@@ -208,6 +209,8 @@ MASK = torch.tensor([0.0, float("-inf")])
         pytest.param({"D": {"weight": BAD}}, {}, Level.WARNING, id="another set"),
         pytest.param({"D": {"weight": BAD}}, {"weights": "model"}, Level.NOTE, id="beside the set that was named"),
         pytest.param({"ema": {"shadow": [torch.ones(2), BAD]}}, {}, Level.WARNING, id="an average without names"),
+        pytest.param({"run": {"opt": OPTIMIZER}}, {}, None, id="an optimizer"),
+        pytest.param({"run": {"opt": OPTIMIZER, "mean": [BAD]}}, {}, Level.NOTE, id="a part with an optimizer in it"),
     ],
 )
 def test_what_lies_beside_the_weights(tmp_path, beside, settings, level):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.bytes.limits import shown
-from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name
+from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name, value_at
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
@@ -19,7 +19,7 @@ from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document, split_entries, without_torn
-from ckptfix.reading.weights.loose_tensors import loose_remarks, value_at
+from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick
 from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed

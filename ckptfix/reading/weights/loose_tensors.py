@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.core.buffers import is_transient
-from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.checkpoint import PathPart, value_at
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
@@ -36,19 +36,6 @@ def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str
     None if a plain state_dict lies there."""
     module = value_at(root, container)
     return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
-
-
-def value_at(root: Any, path: Iterable[PathPart]) -> Any:
-    """Return what is at a place of the container."""
-    value = root
-    for step in path:
-        if isinstance(value, Opaque):
-            value = value.pairs.get(step, value.attributes.get(str(step)))
-        elif isinstance(value, dict):
-            value = value.get(step)
-        elif isinstance(value, (list, tuple)):
-            value = value[int(step)]
-    return value
 
 
 def own_attributes(module: Any) -> list[str]:
