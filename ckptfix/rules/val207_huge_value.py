@@ -102,8 +102,8 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
 
     if figures.absmax >= ABSURD:
         return Level.ERROR
-    specs, (module, _, leaf) = context.checkpoint.specs, key.rpartition(".")
-    other = specs.get(f"{module}.{_PARTNER[leaf]}") if leaf in _PARTNER else None
+    specs, (module, leaf) = context.checkpoint.specs, split_key(key)
+    other = specs.get(module + _PARTNER[leaf]) if leaf in _PARTNER else None
     if other is not None:
         found = channels_with(specs[key], partial(_beyond, _bound(key)))
         if {*found} <= {*channels_with(other, partial(_beyond, LARGE))}:

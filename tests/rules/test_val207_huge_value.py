@@ -70,6 +70,11 @@ def test_a_variance_has_a_bound_of_its_own():
             Level.WARNING,
             id="a variance without its mean",
         ),
+        pytest.param(
+            {"running_mean": torch.tensor([1.7e9, 0.1]), "running_var": torch.tensor([7.3e13, 1.0])},
+            Level.NOTE,
+            id="a norm at the top",
+        ),
         pytest.param({"out.weight": 1e7 * torch.linspace(0.2, 1, 8)[None]}, Level.NOTE, id="a regression"),
         pytest.param({"out.bias": torch.tensor([1e9])}, Level.NOTE, id="its bias"),
         pytest.param({"scaler.weight": torch.tensor([[1e9]])}, Level.NOTE, id="a scaler"),
