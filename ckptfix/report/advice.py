@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
@@ -14,6 +15,7 @@ from ckptfix.core.edits import Assemble, Fill, Rename, RenameModule, Replace
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
+from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
@@ -109,6 +111,18 @@ def _effective(report: Report, choices: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in choices.items() if name not in ("fill", "replace")}
 
 
+def _written_again(report: Report, choices: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the choices for a run after this one, which finds the files that this one has written."""
+    if report.output is None or report.is_dry_run:
+        return choices
+    if choices.get("in_place"):
+        return {name: value for name, value in choices.items() if name != "backup"}  # the original is kept already
+    if report.written_as in (PTH, SAFETENSORS):
+        return {**choices, "force": True}
+    written = Path(report.output.removesuffix(".index.json"))  # several files are never replaced
+    return {**choices, "output": str(written.with_name(f"{written.stem}-2{written.suffix}"))}
+
+
 def next_command(report: Report, telling: Telling) -> str:
     """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
     return typed(next(suggested(report, telling), ((), ""))[0])
@@ -131,8 +145,9 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...
     if telling.mode is Mode.CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
+        again = _written_again(report, choices)
         for chosen in (remedies, *_other_choices(report, remedies)):
-            yield command_for(_here(report.source), choices, chosen), price_text(report, chosen)
+            yield command_for(_here(report.source), again, chosen), price_text(report, chosen)
 
 
 def recommended(report: Report) -> list[Remedy]:

@@ -95,6 +95,29 @@ def test_the_commands_of_odd_files(tmp_path, monkeypatch, capsys, make):
     assert run_all(capsys, *make(tmp_path)) <= {0, 1}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="its default name"),
+        pytest.param(["-o", "out.safetensors"], id="a named file"),
+        pytest.param(["--shard-size", "1KB"], id="several files"),
+        pytest.param(["-o", "out.pth", "--shard-size", "1KB"], id="several named files"),
+        pytest.param(["--in-place"], id="in place"),
+        pytest.param(["--in-place", "--backup"], id="in place, with a backup"),
+    ],
+)
+def test_what_a_repair_leaves_is_repaired_over_what_it_has_written(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    state = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).state_dict()
+    state["1.running_var"][2] = float("nan")
+    torch.save({f"module.{key}": value for key, value in state.items()}, "bn.pth")
+    before = Path("bn.pth").read_bytes()
+    assert exit_code(["repair", "bn.pth", *options]) == 1  # renamed, and NaN is left
+    (command,) = printed(capsys.readouterr().out)
+    assert exit_code(command[1:]) == 0
+    assert "--backup" not in options or Path("bn.pth.bak").read_bytes() == before
+
+
 def test_a_written_file_is_compared_and_not_repaired_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     state = {"module.fc1.weight": torch.randn(512, 784), "module.fc1.bias": torch.randn(512)}
