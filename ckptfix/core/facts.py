@@ -93,6 +93,7 @@ class Kind(Enum):
     RANK_LEFT_OUT = "rank-left-out"
     RANK_REPEATED = "rank-repeated"
     RANK_RENAMED = "rank-renamed"
+    RANK_FOREIGN = "rank-foreign"
     MASTERS = "masters"
     PACKED_MEMBERS = "packed-members"
     FLATTENED = "flattened"

@@ -245,6 +245,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
     Kind.RANK_REPEATED: "holds the same values as {other}",
     Kind.RANK_RENAMED: "was saved as {other}, and stands after {before}",
+    Kind.RANK_FOREIGN: lambda fact: f"was saved with another {first_names(fact.data['names'])} than most ranks",
     Kind.FLATTENED: "the weights are flattened: the files have their names, but not their shapes",
     Kind.MASTERS: "the weights are the fp32 masters of a training in {dtype}",
     Kind.RANK_LEFT_OUT: "has no names that would hold for the whole, and is left out",

@@ -10,7 +10,10 @@ A note for a file that is called as one of several numbered shards (`model-00002
 its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
 choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out. A
 warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype,
-files of two ranks that hold the same values, and files that carry the name of another rank than saved them.
+files of two ranks that hold the same values, files that carry the name of another rank than saved them, and ranks of
+another run: their settings, or their copies of norms and biases, are other than those of most ranks.
+
+A file of plain tensors is one rank's part if vLLM, TensorRT-LLM or NeMo named it so, and wrote others beside it.
 
 ## Why it matters
 The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
@@ -40,7 +43,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
-from ckptfix.reading.folders.rank_shards import FLAT, FSDP, rank_shard
+from ckptfix.reading.folders.rank_shards import FLAT, FSDP, named_part, rank_shard
 from ckptfix.rules.rule import Context, Rule, rule
 
 
@@ -48,7 +51,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say which part of what the file is."""
     checkpoint = context.checkpoint
-    shard = rank_shard(checkpoint.root, checkpoint.entries)
+    shard = rank_shard(checkpoint.root, checkpoint.entries) or named_part(Path(checkpoint.member or checkpoint.path))
     if checkpoint.format == FSDP:
         yield from _flattened(rule, context)
     elif shard is not None:
@@ -120,6 +123,14 @@ def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
+# What is wrong with ranks that were put together, and why.
+_MIXED = {
+    Kind.RANK_REPEATED: "each rank has a part of its own, so one file was copied over the other",
+    Kind.RANK_RENAMED: "each rank has a part of its own, so files were renamed",
+    Kind.RANK_FOREIGN: "all ranks of a run have the same, so it is of another run",
+}
+
+
 def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Say which choices were made when ranks were merged."""
     places: dict[Kind, list[str]] = {}
@@ -133,20 +144,24 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 evidence={"trained in": dtype},
                 remedies=(Remedy((("dtype", dtype),), "writes them as the training used them"),),
             )
-    moved = {Kind.RANK_REPEATED: "one file was copied over the other", Kind.RANK_RENAMED: "files were renamed"}
-    for kind, cause in moved.items():
+    for kind, cause in _MIXED.items():
         if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarks if fact.kind is kind]:
             yield rule.finding(
                 Level.WARNING,
-                f"{'; '.join(odd)}: each rank has a part of its own, so {cause}, and the weights made of it are wrong",
+                f"{'; '.join(odd)}: {cause}, and the weights made of it are wrong",
                 evidence={kind.value.removeprefix("rank-"): len(odd)},
                 remedies=advise("fetch the files of these ranks again"),
             )
-    if copies := places.get(Kind.RANK_COPIES):
+    differing = [fact for fact in checkpoint.remarks if fact.kind is Kind.RANK_COPIES]
+    for drift in sorted({bool(fact.data["drift"]) for fact in differing}):
+        copies = tuple(fact.place for fact in differing if fact.data["drift"] is drift)
+        equal = "which a training keeps equal: a rank is of another run, and the weights are wrong"
         yield rule.finding(
-            Level.NOTE,
-            f"the ranks hold different copies of {counted(len(copies), 'tensor')}; those of the first were taken",
-            keys=tuple(copies),
+            Level.NOTE if drift else Level.WARNING,
+            f"the ranks hold different copies of {counted(len(copies), 'tensor')}"
+            f"{'; those of the first were taken' if drift else f', {equal}'}",
+            keys=copies,
+            remedies=() if drift else advise("put the files of one run together"),
         )
     if left_out := places.get(Kind.RANK_LEFT_OUT):
         yield rule.finding(

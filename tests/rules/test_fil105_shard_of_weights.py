@@ -91,3 +91,27 @@ def test_some_tensors_have_no_values():
     state = {"a.weight": torch.ones(3, 3), "b.weight": torch.empty(3, 3, device="meta")}
     (finding,) = ckptfix.check(state).findings
     assert (finding.code, finding.keys) == ("FIL105", ("b.weight",))
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        pytest.param(["model-rank-0-part-0.safetensors", "model-rank-0-part-1.safetensors"], 0, id="vllm-on-one"),
+        pytest.param(["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], 1, id="vllm"),
+        pytest.param(["rank0.safetensors", "rank1.safetensors"], 0, id="files-of-ranks"),
+        pytest.param(["rank0.safetensors", "rank1.safetensors", "config.json"], 1, id="tensorrt"),
+        pytest.param(["mp_rank_00/model_weights.ckpt"], 1, id="nemo"),
+        pytest.param(["weights/model_weights.ckpt"], 0, id="another-folder"),
+    ],
+)
+def test_plain_tensors_of_one_rank(tmp_path: Path, names: list[str], count: int) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name == "config.json":
+            (tmp_path / name).write_text('{"mapping": {"tp_size": 2}}')
+        else:
+            write = save_file if name.endswith("safetensors") else torch.save
+            write({"weight": torch.ones(2)}, tmp_path / name)
+    findings = ckptfix.check(tmp_path / names[0], select=(CODE,)).findings
+    assert len(findings) == count
+    assert all("divided, under the names of whole ones" in finding.message for finding in findings)

@@ -8,7 +8,9 @@ set of weights that a single process could load, and no renaming makes it one.""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -16,6 +18,7 @@ from msgspec import Struct
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
 
 # Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
@@ -23,6 +26,13 @@ SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 FSDP = "fsdp"
 """The format of merged ranks of FSDP."""
 
+# What the files of those are called that write plain tensors, and what the config.json beside them says.
+_PLAIN_PARTS = (
+    (re.compile(r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors"), "vLLM", b""),
+    (re.compile(r"rank(\d{1,5})\.safetensors"), "TensorRT-LLM", b'"tp_size"'),
+)
+_PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
+_CONFIG_LIMIT = 1 << 20
 FLAT = ("_flat_param", "flat_param")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
@@ -71,6 +81,22 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
         return RankShard(what, RANKS_REMEDY, empty)
     if not entries and any(is_zero_state(mapping) for mapping in _mappings(root, _SEARCH_DEPTH)):
         return RankShard("holds the optimizer states of one ZeRO rank: slices of weights without names", RANKS_REMEDY)
+    return None
+
+
+def named_part(path: Path) -> RankShard | None:
+    """Return what a file of plain tensors is by its name: a part of a model that vLLM (``sharded_state``), TensorRT-LLM
+    or NeMo divided; None if it is none, or has no others beside it."""
+    if path.name == NEMO and MEGATRON_RANK.fullmatch(path.parent.name):
+        return RankShard(_PART.format("NeMo"), f"unpack all of it; {RANKS_REMEDY}")
+    for pattern, maker, says in _PLAIN_PARTS:
+        if pattern.fullmatch(path.name) and path.is_file():
+            config = path.with_name("config.json")
+            held = config.read_bytes() if config.is_file() and config.stat().st_size < _CONFIG_LIMIT else b""
+            numbers = {found[1] for other in path.parent.iterdir() if (found := pattern.fullmatch(other.name))}
+            if says in held and numbers - {"0"}:
+                remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made of"
+                return RankShard(_PART.format(maker), remedy)
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import tensors_in
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError
@@ -32,6 +32,11 @@ _FACTS = 4096
 _LOOKED_AT, _FEW = 4096, 8
 
 _NUMBER = re.compile(r"\d+")
+
+# Settings that are a rank's own, how many are compared, and how the names of tensors end that are a rank's own.
+_PRIVATE = re.compile(r"rank|rng|random|params$|padding|device|host|node|addr|time|path|dir")
+_MOST_SETTINGS = 10_000
+_OWN = "_extra_state"
 
 _Rank = TypeVar("_Rank")
 
@@ -86,9 +91,29 @@ def unlike_most(told: Mapping[_Rank, object]) -> list[_Rank]:
     return [rank for rank, facts in shown.items() if facts != usual[0][0]]
 
 
-def note_copies(remarks: dict[Fact, None], keys: Iterable[str]) -> None:
-    """Note tensors of which ranks hold copies that differ; the first is taken."""
-    remarks.update({Fact(Kind.RANK_COPIES, key): None for key in keys})
+def note_copies(remarks: dict[Fact, None], keys: Iterable[str], may_drift: bool = True) -> None:
+    """Note tensors of which ranks hold copies that differ, as some may in a training; the first is taken."""
+    remarks.update({Fact.of(Kind.RANK_COPIES, key, drift=may_drift or key.endswith(_OWN)): None for key in keys})
+
+
+def _settings(tree: Any) -> dict[str, object]:
+    """Return the plain values in what a rank says of its training, by their paths; none that are a rank's own."""
+    found: dict[str, object] = {}
+    pending = [("", tree)]
+    for _ in range(_MOST_SETTINGS):
+        if not pending:
+            break
+        path, value = pending.pop()
+        value = value.attributes if isinstance(value, Opaque) else value
+        if isinstance(value, (list, tuple)):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            pending += [
+                (f"{path}.{key}"[-_FACTS:], child) for key, child in value.items() if not _PRIVATE.search(str(key))
+            ]
+        elif isinstance(value, (str, int, float)) or value is None:
+            found[path[1:]] = value
+    return found
 
 
 class RankFiles:
@@ -159,6 +184,18 @@ class RankFiles:
             starts = (bytes(storage.source.read(0, min(storage.nbytes, _LOOKED_AT))) for storage in stored)
             if any(len(set(start)) > _FEW for start in starts):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
+
+    def note_foreign(self, told: Mapping[str, Any]) -> None:
+        """Note files that were saved with other settings than most: they are of another run at the same step."""
+        said: dict[str, dict[str, object]] = {}
+        for name, tree in told.items():
+            for path, value in _settings(tree).items():
+                said.setdefault(path, {})[name] = value
+        odd: dict[str, list[str]] = {}
+        for path, values in said.items():
+            for name in unlike_most(values):
+                odd.setdefault(name, []).append(path)
+        self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(paths)): None for name, paths in odd.items()})
 
     def note_order(self, told: Mapping[str, tuple[int, ...]], words: Mapping[str, object]) -> None:
         """Note files that do not stand in the order of the numbers that they say themselves; ``words`` show these.

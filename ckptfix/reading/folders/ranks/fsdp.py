@@ -36,6 +36,7 @@ from ckptfix.reading.folders.ranks.files import (
     ReadContent,
     Reader,
     add_rank,
+    note_copies,
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import NUMBERED
@@ -151,6 +152,7 @@ class _Merge:
         self.counters: dict[_Path, dict[int, Any]] = {}
         self.kinds: set[str] = set()
         self.left_out: set[_Path] = set()
+        self.told: dict[str, Any] = {}
         self.world = ranks.world
 
     def document(self) -> Document | None:
@@ -162,6 +164,10 @@ class _Merge:
                 continue
             if first is None and fairscale.has_metadata(root):
                 return self._of_fairscale(rank, root)
+            parts = root.values() if isinstance(root, dict) else ()
+            self.told[file.name] = [
+                part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part
+            ]
             known = len(self.found) if first is not None else None
             self._collect(rank, file, root)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
@@ -171,6 +177,7 @@ class _Merge:
         if not self.kinds:
             return None
         self._check_counters()
+        self.files.note_foreign(self.told)
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         self._leave_out(first, lacking)
@@ -270,7 +277,7 @@ class _Merge:
         if not found.shape and not found.copies:
             assert found.plain is not None
             if found.differs:
-                self.files.remarks[Fact(Kind.RANK_COPIES, name)] = None
+                note_copies(self.files.remarks, (name,))
             return found.plain
         if found.plain is not None and found.plain.shape == found.shape:
             # A tensor that one rank holds as a whole is read as a plain one there.

@@ -4,6 +4,8 @@ The numbers are the ranks of tensor, pipeline and expert parallelism. What a ten
 name; layers are numbered from 0 in each stage of the pipeline, and in each of its chunks (``model0``, ``model1``); so
 are the experts of each expert rank. The optimizer's state has no names, and is left out.
 
+NeMo has only the state_dict in a file (``tp_rank_01_pp_rank_002/model_weights.ckpt``), with the same names.
+
 Sources: Megatron-LM, ``megatron/training/checkpointing.py``, ``tools/checkpoint/loader_base.py`` (3.0, core 0.16)."""
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ckptfix.reading.folders.ranks.files import (
     note_copies,
     unlike_most,
 )
-from ckptfix.reading.folders.ranks.names import MEGATRON_RANK
+from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
 from ckptfix.reading.folders.ranks.partition import (
     Joining,
     Rule,
@@ -51,7 +53,7 @@ from ckptfix.reading.weights.document import Document
 NAME = "megatron"
 LATEST = "latest_checkpointed_iteration.txt"
 
-FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt", NEMO)
 """What the file in the folder of a rank is called."""
 
 _CHUNK = re.compile(r"model(\d{1,3})?")
@@ -64,6 +66,11 @@ _TEXT_LIMIT = 64
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
+# What all ranks of a run say alike.
+_TOLD = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
+_NEMO_CONFIG = "model_config.yaml"
+_NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
+_CONFIG_LIMIT = 1 << 20
 _DEPTH = 8
 _ENTRIES = 1_000_000
 """Entries that a rank may hold; a dict that holds itself many times over would take for ever to walk."""
@@ -130,6 +137,14 @@ def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     return dict(sorted(found.items())) if len(found) > 1 else {}
 
 
+def _nemo_sizes(folder: Path) -> dict[str, int]:
+    """Return over how many ranks NeMo's configuration says that the model is divided."""
+    file = file_inside(folder, _NEMO_CONFIG, str(folder))
+    if not file.is_file() or file.stat().st_size > _CONFIG_LIMIT:
+        raise UnreadableError(f"{folder}: has no {_NEMO_CONFIG}, which says how many ranks there are; fetch it")
+    return {name: int(size) for name, size in _NEMO_SIZE.findall(file.read_text(encoding="utf-8", errors="replace"))}
+
+
 class _Reading:
     """One reading of the ranks of an iteration."""
 
@@ -150,9 +165,14 @@ class _Reading:
             raise UnreadableError(f"{self.path}: {first_names(odd)} hold no checkpoint of Megatron; fetch them again")
         if not roots:
             raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
+        if is_nemo := found[min(found)].name == NEMO:
+            sizes_of = _nemo_sizes(self.files.folder)
+            roots = {n: {"model": root, "checkpoint_version": 3.0, "args": sizes_of} for n, root in roots.items()}
         first = roots[min(roots)]
         args = _arguments(first)
         self._check_iterations(found, roots)
+        told = {found[numbers].parent.name: {key: root.get(key) for key in _TOLD} for numbers, root in roots.items()}
+        self.files.note_foreign(told)
         self.files.note_repeated({found[numbers].parent.name: roots[numbers] for numbers in roots})
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         grid = self._grid(found, sizes)
@@ -173,8 +193,8 @@ class _Reading:
                 root[key] = whole_arguments(value) if key == "args" else value
             elif key in _LEFT_OUT:
                 self.files.remarks[Fact(Kind.RANK_LEFT_OUT, key)] = None
-        root["model"] = _nested(weights)
-        note_copies(self.files.remarks, self.joining.differing)
+        root = dict(_nested(weights)) if is_nemo else {**root, "model": _nested(weights)}
+        note_copies(self.files.remarks, self.joining.differing, may_drift(first))
         kinds = ", ".join(f"{kind} {size}" for kind, size in zip(("TP", "PP", "EP"), grid, strict=True) if size > 1)
         return self.files.document(NAME, root, f"Megatron, {kinds}")
 
@@ -345,6 +365,12 @@ def _places(grid: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:
 def _arguments(root: Any) -> Mapping[str, Any]:
     args = root.get("args")
     return args.attributes if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+
+
+def may_drift(root: Any) -> bool:
+    """Return whether copies in tensor-parallel ranks may differ: under sequence parallelism each sums up gradients by
+    itself, and what says nothing of it may be anything."""
+    return bool(_arguments(root).get("sequence_parallel", not _arguments(root)))
 
 
 def whole_arguments(args: Any) -> Any:

@@ -12,7 +12,8 @@ ZERO_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7
 ZERO_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 ZERO_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,7})_model_states\.pt")
 PIPELINE_LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\.pt")
-MEGATRON_RANK = re.compile(r"mp_rank_(\d{2,7})(?:_(\d{3,7}))?(?:_(\d{3,7}))?")
+MEGATRON_RANK = re.compile(r"[mt]p_rank_(\d{2,7})(?:_(?:pp_rank_)?(\d{3,7}))?(?:_(\d{3,7}))?")
+NEMO = "model_weights.ckpt"
 LLAMA_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
 LLAMA_PARAMS = "params.json"
 # Files that are numbered by rank are those of FSDP, and many others.

@@ -106,7 +106,7 @@ def _document(files: RankFiles) -> Document:
     elif by_rank(folder, ZERO_OPTIM) or root.get("optimizer"):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     producer += f", TP {tensor}" if tensor > 1 else ""
-    note_copies(files.remarks, joining.differing)
+    note_copies(files.remarks, joining.differing, megatron.may_drift(root))
     files.note_renamed()
     merged["module"] = weights
     if optimizer is not None:

@@ -141,7 +141,7 @@ def _document(files: RankFiles) -> Document:
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})
-    note_copies(files.remarks, joining.differing)
+    note_copies(files.remarks, joining.differing, megatron.may_drift(root))
     made_by = masters.release if masters else f"DeepSpeed {root.get('ds_version', '')}".strip()
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
@@ -215,6 +215,7 @@ class _States(Struct):
     # The state_dict of the inner optimizer: `state` by number of the flat group, and `param_groups`.
     optimizer: Mapping[str, Any]
     version: str = ""
+    settings: Any = None  # what is the same in all ranks
 
     @property
     def world(self) -> int:
@@ -316,6 +317,8 @@ class Merging:
         self._check_alike(self._ranks, self.optim)
         slices = {self.optim[rank].name: [made.masters, made.optimizer] for rank, made in self._ranks.items()}
         self.files.note_repeated(slices)
+        told = {self.optim[rank].name: made.settings for rank, made in self._ranks.items()}
+        self.files.note_foreign({**told, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
         prefix = next(iter(self.optim.values())).name.partition("zero_pp_rank")[0]
         present = {rank: file for rank, file in self.optim.items() if rank in self._ranks}
         self.files.note_missing(first.world, present, prefix + self._name)
@@ -569,6 +572,11 @@ def _states(root: Any) -> _States:
         held.get("param_alignment_paddings"),
         inner if isinstance(inner, dict) else {},
         version if isinstance(version, str) else "",
+        {
+            "ds_config": root.get("ds_config"),
+            "loss_scaler": held.get("loss_scaler"),
+            "param_groups": inner.get("param_groups") if isinstance(inner, dict) else None,
+        },
     )
 
 

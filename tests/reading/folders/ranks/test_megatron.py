@@ -285,3 +285,50 @@ def test_what_all_ranks_have_is_salvaged_without_one(tmp_path: Path, change: str
         other.unlink()
     with pytest.raises(UnreadableError, match="has 2 of 4 ranks"):
         ckptfix.open_checkpoint(tmp_path, salvage=True)
+
+
+def test_ranks_of_nemo_are_joined(tmp_path: Path) -> None:
+    whole = write_megatron(tmp_path, tensor=2, pipeline=2)
+    for file in tmp_path.glob("**/model_optim_rng.pt"):
+        tensor, stage = file.parent.name.split("_")[2:]
+        home = tmp_path / "nemo" / f"tp_rank_{tensor}_pp_rank_{stage}"
+        home.mkdir(parents=True)
+        state = torch.load(file, weights_only=False)["model"]
+        torch.save(OrderedDict((f"model.{key}", value) for key, value in state.items()), home / "model_weights.ckpt")
+    with pytest.raises(UnreadableError, match=r"has no model_config.yaml, which says how many ranks"):
+        ckptfix.open_checkpoint(tmp_path / "nemo")
+    config = tmp_path / "nemo" / "model_config.yaml"
+    config.write_text("target: x\ntensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\n")
+    for given in (tmp_path / "nemo", home / "model_weights.ckpt"):
+        got = ckptfix.open_checkpoint(given).state_dict()
+        assert {key.removeprefix("model."): bytes_of(value) for key, value in got.items()} == {
+            key: bytes_of(value) for key, value in whole.items()
+        }
+    config.write_text(config.read_text().replace("2", "4", 1))
+    with pytest.raises(UnreadableError, match="has 4 of 8 ranks"):
+        ckptfix.open_checkpoint(tmp_path / "nemo")
+
+
+@pytest.mark.parametrize(
+    ("args", "level"),
+    [
+        pytest.param({"lr": 1e-4, "seed": 1, "rank": 1, "local_rank": 1}, 0, id="ranks"),
+        pytest.param({"lr": 2e-4, "seed": 1}, 1, id="another-learning-rate"),
+        pytest.param({"lr": 1e-4, "seed": 1, "norm": 1}, 1, id="another-norm"),
+        pytest.param({"lr": 1e-4, "seed": 1, "norm": 1, "sequence_parallel": True}, 0, id="a-norm-that-drifted"),
+    ],
+)
+def test_a_rank_of_another_run_is_named(tmp_path: Path, args: dict[str, Any], level: int) -> None:
+    write_megatron(tmp_path, tensor=4)
+    for file in tmp_path.glob("**/model_optim_rng.pt"):
+        root = torch.load(file, weights_only=False)
+        is_odd = file.parent.name == "mp_rank_02"
+        vars(root["args"]).update({"lr": 1e-4, "seed": 1, "sequence_parallel": "sequence_parallel" in args})
+        if is_odd:
+            vars(root["args"]).update(args)
+            root["model"]["decoder.layers.0.input_layernorm.weight"] += args.get("norm", 0)
+            vars(root["args"]).pop("norm", None)
+        torch.save(root, file)
+    found = [finding for finding in ckptfix.check(tmp_path).findings if finding.level and finding.code == "FIL105"]
+    assert len(found) == level
+    assert all("another run" in finding.message for finding in found)

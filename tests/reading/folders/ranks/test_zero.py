@@ -519,3 +519,21 @@ def test_model_states_beside_files_of_experts_are_not_whole(tmp_path: Path) -> N
     folder, _ = unpacked("moe_w4_ep2", tmp_path)
     one = ckptfix.open_checkpoint(folder / TAG / "mp_rank_00_model_states.pt")
     assert one.keys() == ckptfix.open_checkpoint(folder).keys()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("setting", ["lr", "ds_config", "rank"])
+def test_a_rank_of_another_run_is_named(tmp_path: Path, stage: int, setting: str) -> None:
+    (write_zero if stage == 2 else write_zero3)(tmp_path, TENSORS, 3)
+    for rank in range(3):
+
+        def train(states: Any, rank: int = rank) -> None:
+            held = states["optimizer_state_dict"]
+            inner = held["base_optimizer_state" if stage == 2 else "optimizer_state_dict"]
+            states["ds_config"] = {"seed": 2 if (setting, rank) == ("ds_config", 1) else 1, "local_rank": rank}
+            inner["param_groups"][0]["lr"] = 0.2 if (setting, rank) == ("lr", 1) else 0.1
+
+        _change(tmp_path / _optim(rank), train)
+    marks = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_FOREIGN]
+    assert [mark.place for mark in marks] == ([] if setting == "rank" else [_optim(1)])
+    assert [finding.level.name for finding in ckptfix.check(tmp_path).findings] == ["WARNING"] * len(marks)
