@@ -27,7 +27,8 @@ PathPart = str | int  # one step into a container: a key of a dict, an attribute
 class Candidate(Struct, frozen=True):
     """A state_dict that was found in a container: its place, its number of tensors and of elements.
 
-    ``fits`` says whether a strict load into the target works, at most after its keys were renamed; None if untried."""
+    ``fits`` says whether a strict load into the target works, at most after its keys were renamed, or if none does,
+    whether most of the target's parameters are in it; None if untried."""
 
     path: tuple[PathPart, ...]
     tensors: int

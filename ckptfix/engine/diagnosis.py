@@ -134,33 +134,39 @@ def donor_of(target: Target | None, settings: Settings) -> Checkpoint | None:
 
 
 MOST_SETS = 16  # sets of weights that are tried against a target: the file is parsed again for each
+MOST_PARAMETERS = 0.5  # share of the parameters from which on a set that does not fit is nearer than one that has less
 
 
 def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | None, settings: Settings) -> Checkpoint:
-    """Return the checkpoint with the set of weights that fits the target, if the one that was taken does not and the
-    user named none; its candidates say which fit."""
+    """Return the checkpoint with the set of weights that fits the target, or has most of its parameters, if the one
+    that was taken does not and the user named none; its candidates say which fit."""
     beside = [fact.place for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE]
     names = dict.fromkeys((*(each.name for each in checkpoint.candidates), *beside))
     taken = path_name(checkpoint.container)
     if target is None or settings.weights is not None or len(names) < 2 or taken not in names:
         return checkpoint
-    from ckptfix.core.coverage import obstacles
+    from ckptfix.core.coverage import measure_coverage, obstacles
 
-    def fits(one: Checkpoint, unsafe_fixes: bool) -> bool:
+    def fit(one: Checkpoint, unsafe_fixes: bool) -> tuple[bool, float]:
         allowed = Settings(select=FOR_LOADING, values=False, unsafe_fixes=unsafe_fixes, rename_map=settings.rename_map)
         try:
-            return not obstacles(diagnose(one, target, allowed).result, target)
+            result = diagnose(one, target, allowed).result
         except CkptfixError:  # of a map that is for the other set
-            return False
+            return False, 0.0
+        return not obstacles(result, target), measure_coverage(result, target, {}).share
 
-    sets, tried = {taken: checkpoint}, {taken: fits(checkpoint, True)}
+    sets, tried = {taken: checkpoint}, {taken: fit(checkpoint, True)}
     for name in list(names)[:MOST_SETS]:
         if name != taken:
             sets[name] = open_source(source, replace(settings, weights=name))
-            tried[name] = fits(sets[name], False)
-    chosen = sets[next((name for name, is_fitting in tried.items() if is_fitting), taken)]
-    smaller = [Candidate.of(sets[name].container, sets[name].specs.values()) for name in beside if tried.get(name)]
-    marked = [replace(each, fits=tried.get(each.name)) for each in (*checkpoint.candidates, *smaller)]
+            tried[name] = fit(sets[name], False)
+    fitting = {name: is_whole for name, (is_whole, _) in tried.items()}
+    if not any(fitting.values()) and tried[taken][1] < MOST_PARAMETERS:
+        fitting = {name: share >= MOST_PARAMETERS for name, (_, share) in tried.items()}
+    is_best = fitting[taken] or not any(fitting.values())
+    chosen = sets[taken if is_best else max(tried, key=lambda name: tried[name])]
+    smaller = [Candidate.of(sets[name].container, sets[name].specs.values()) for name in beside if fitting.get(name)]
+    marked = [replace(each, fits=fitting.get(each.name)) for each in (*checkpoint.candidates, *smaller)]
     return replace(chosen, candidates=tuple(marked))
 
 

@@ -139,7 +139,9 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...
     # Nothing is written as long as a key does not fit, whatever is done about warnings.
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
-    is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in remaining)
+    # What the repair itself cures forbids it nothing.
+    open_ones = [finding for finding in remaining if not report.is_fixable(finding)]
+    is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in open_ones)
     is_blocked = is_blocked or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
     is_undone = report.is_dry_run and bool(report.edits)
     if telling.mode is Mode.CHECK:
@@ -155,7 +157,7 @@ def recommended(report: Report) -> list[Remedy]:
     more from the user, if its first is an option at all. None of them makes a weight untrained that the file has in
     another form."""
     remaining = report.left
-    is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining)
+    is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining if not report.is_fixable(finding))
     return [
         remedy
         for finding in remaining

@@ -94,7 +94,7 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
     names = [candidate.name for candidate in checkpoint.candidates]
     fitting = [candidate.name for candidate in checkpoint.candidates if candidate.fits]
     is_only_one = fitting == [taken] and all(candidate.fits is not None for candidate in checkpoint.candidates)
-    why = ", the only one that fits the target" if is_only_one else ""
+    why = ", the only one with weights of the target" if is_only_one else ""
     if len(fitting) > 1:
         why = f", and {', '.join(name for name in fitting if name != taken)} would fit the target as well"
     yield rule.finding(

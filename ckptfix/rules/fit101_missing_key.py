@@ -16,7 +16,8 @@ says so only in its return value, and the results are wrong without any error.
 Nothing is filled unasked, nor where no key of the file belongs to the target. `--fill target` takes the model's own
 initial values (random, from `--seed`), `--fill FILE` takes those of another checkpoint under the same key with the same
 shape. Whatever was filled is listed in the report with its numel and does not count as coverage. Initial values are
-untrained and end with exit code 1; those of a checkpoint that was named are not.
+untrained and end with exit code 1; those of a checkpoint that was named are not. The vector `weight_v` of spectral_norm
+is not filled beside a stored `weight_u`: the two belong together, and scale the weights.
 
 ## Example
 
@@ -45,6 +46,11 @@ from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
+
+_SINGULAR = advise(
+    "fill nothing in: another vector than that of the stored `_u` scales the weights wrongly; load with strict=False, "
+    "and run the model once in training mode, where spectral_norm works `_v` out"
+)
 
 
 @rule
@@ -104,9 +110,9 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
     """Return the fill for the first key of a tied group from where the user said, None if nothing fits."""
     key = group[0]
     slot = target.slots.get(key)
-    if slot is None or context.settings.fill is None:
-        return None
     entries = context.checkpoint.entries
+    if slot is None or context.settings.fill is None or _is_singular(key, entries):
+        return None
     if entries and entries.keys().isdisjoint(target.slots.keys() | target.entries):
         return None  # nothing of the file is for the target: a fill would make a model of fillings alone
     if context.settings.fill == "target":
@@ -131,6 +137,11 @@ def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
     return f"{counted(len(keys), 'key')} missing, {share}", {"parameters": numel, "of": total}
 
 
+def _is_singular(key: str, entries: Collection[str]) -> bool:
+    """Return whether a key is a singular vector of spectral_norm, and the file has the other one."""
+    return key.endswith("_v") and f"{key[:-2]}_u" in entries
+
+
 def _origin(context: Context) -> str:
     fill = context.settings.fill
     return f"the model's initialisation (seed {context.settings.seed})" if fill == "target" else str(fill)
@@ -139,7 +150,9 @@ def _origin(context: Context) -> str:
 def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Remedy]:
     """Yield what to do about keys that were not filled, given what was asked for already."""
     fill = context.settings.fill
-    if is_of_another_model(context.checkpoint, target):
+    if any(_is_singular(key, context.checkpoint.entries) for key in keys):
+        yield from _SINGULAR
+    elif is_of_another_model(context.checkpoint, target):
         yield from NAME_THE_MODEL
     elif fill is not None and fill != "twin" and (fill != "target" or target.initial is not None):
         yield Remedy(text=f"{_origin(context)} does not have them in the shape that the target wants")

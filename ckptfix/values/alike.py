@@ -113,7 +113,9 @@ def _confirmed(key: str, match: Match, ours: Values, theirs: Values) -> Match:
     if wanted.numel() < FEWEST:
         return match
     square = len(match.parts) == 1 and wanted.ndim == 2 and wanted.shape[0] == wanted.shape[1]
-    turned = (replace(match.parts[0], axes=() if match.parts[0].axes else (1, 0), view=()),) if square else ()
+    first = match.parts[0]
+    view = () if first.axes or len(first.box) == wanted.ndim else tuple(wanted.shape)  # of a convolution of 1x1
+    turned = (replace(first, axes=() if first.axes else (1, 0), view=view),) if square else ()
     for parts in (match.parts, turned):
         if parts and _agree(parts, wanted, ours):
             return replace(match, parts=parts, label=Label.CERTAIN)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import ckptfix
+from ckptfix.cli.program import exit_code
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
@@ -189,6 +190,18 @@ def without_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def transposed(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value.t() if value.dim() > 1 else value for key, value in model.state_dict().items()}
+
+
+def test_a_check_gives_the_command_for_a_layout_that_a_repair_restores(tmp_path, monkeypatch):
+    """What a safe fix cures forbids its own command nothing."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"proj.weight": torch.randn(8, 8, 1, 1), "proj.bias": torch.randn(8)}, "conv.pth")
+    torch.save({"proj.weight": torch.randn(8, 8), "proj.bias": torch.randn(8)}, "linear.pth")
+    report = ckptfix.check("conv.pth", like="linear.pth")
+    command = next_command(report, Telling(choices={"like": "linear.pth"}))
+    assert command == "ckptfix repair conv.pth --like linear.pth"
+    assert exit_code(shlex.split(command)[1:]) == 0
+    assert torch.load("conv.fixed.pth", weights_only=True)["proj.weight"].shape == (8, 8)
 
 
 CLASSES = [

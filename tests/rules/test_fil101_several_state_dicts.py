@@ -83,7 +83,7 @@ def test_the_set_that_fits_the_model_is_taken(tmp_path, content, fitting, caplog
     repaired = ckptfix.repair(file, model, output=tmp_path / "out.pth")
     (finding,) = (each for each in repaired.report.findings if each.code == "FIL101")
     assert (finding.level, finding.remedies, repaired.report.container) == (Level.NOTE, (), fitting)
-    assert f"{fitting} was taken, the only one that fits" in finding.message
+    assert f"{fitting} was taken, the only one with weights of the target" in finding.message
     written = torch.load(tmp_path / "out.pth", weights_only=True)
     other = next(name for name in content if name != fitting)
     assert_same(dict(written[other]), dict(content[other]))
@@ -98,6 +98,16 @@ def test_the_set_that_fits_the_model_is_taken(tmp_path, content, fitting, caplog
 def test_a_set_that_the_user_names_is_never_replaced(tmp_path):
     file = saved(tmp_path, {"model": weights(), "D": net().state_dict()})
     assert ckptfix.check(file, net(), weights="model").container == "model"
+
+
+def test_of_sets_that_all_lack_something_the_one_with_weights_of_the_target_is_taken(tmp_path):
+    partial = {key: value for key, value in net().state_dict().items() if key != "1.bias"}
+    file = saved(tmp_path, {"D": weights(), "g_ema": wrapped(partial)})
+    report = ckptfix.check(file, net())
+    assert report.container == "g_ema"
+    assert {finding.code for finding in report.left} == {"KEY102", "FIT101"}
+    assert report.coverage is not None
+    assert report.coverage.share > 0.8
 
 
 def test_no_set_fits(tmp_path):

@@ -256,6 +256,15 @@ def test_a_norm_of_weights_on_one_side(norm, name):
     assert said(plain.state_dict(), normed).startswith(f"the model has {name} applied to 1 weight")
 
 
+@pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm])
+def test_a_singular_vector_is_not_made_up_beside_the_stored_one(norm):
+    model = nn.Sequential(norm(nn.Linear(D, D)))
+    state = {key: value for key, value in model.state_dict().items() if not key.endswith("_v")}
+    result = ckptfix.repair(state, model, fill="target")
+    assert not result.report.edits
+    assert result.report.left[0].remedies[0].text.startswith("fill nothing in")
+
+
 @pytest.mark.parametrize("form", ["0.weight._packed", "0.weight_packed", "0.parametrizations.weight.original"])
 def test_a_tensor_under_a_longer_name_is_not_filled_nor_dropped(form: str):
     """Whatever packed it: its weights are in the file."""

@@ -116,3 +116,13 @@ def test_values_that_cannot_be_read_are_left_out(tmp_path):
     sparse = {**state, "m.0.lin2.weight": state["m.0.lin2.weight"].to_sparse()}
     torch.save(sparse, tmp_path / "sparse.pth")
     assert ckptfix.repair(tmp_path / "sparse.pth", like=tmp_path / "like.pth").report.exit_code in (0, 1)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_a_square_kernel_of_1x1_against_a_matrix(tmp_path, turn):
+    kernel = torch.randn(32, 32, 1, 1)
+    torch.save({"proj.weight": kernel, "fc.weight": torch.randn(9, 32)}, tmp_path / "conv.pth")
+    matrix = kernel[:, :, 0, 0].T.contiguous() if turn else kernel[:, :, 0, 0]
+    torch.save({"proj.weight": matrix, "fc.weight": torch.randn(9, 32)}, tmp_path / "linear.pth")
+    repaired = ckptfix.repair(tmp_path / "conv.pth", like=tmp_path / "linear.pth", output=tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth")["proj.weight"], matrix), repaired.report.findings
