@@ -130,6 +130,8 @@ def _parted(line: Line, names: dict[str, str]) -> Iterator[str]:
     steps = line.steps
     if steps.rearrange:
         yield f"tensor = {_rearranged('tensor', steps.rearrange)}"
+    if steps.swap:
+        yield "tensor = torch.cat(tensor.chunk(2)[::-1])"
     own, indent = dict(names), ""
     if line.unstacked:
         own[line.unstacked.name] = "number"

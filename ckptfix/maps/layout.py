@@ -3,6 +3,7 @@
     concat            the texts of {q,k,v} one after another: `concat`, `concat 3:1:1` (their shares), `concat dim 1`
     stack             the numbers of {e} on a new first axis
     (h d 2) … -> …    the axes in another order, in the notation of einops: `(h d 2) ... -> (h 2 d) ... with d=64`
+    swap              the two halves of the first axis exchanged; a step by itself
     unstack, split    the inverse of stack and concat: `split 3`, `split 3:1:1`, `split 2 dim 1`
     … -> … for q,k    the axes of these texts only, before the concat or after the split
 
@@ -134,6 +135,7 @@ class Steps(Struct, frozen=True):
     unstack: bool = False
     split: Cut | None = None
     some: Some | None = None
+    swap: bool = False
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Steps:
@@ -148,8 +150,8 @@ class Steps(Struct, frozen=True):
                     shares = (1,) * shares[0]
                 cut = Cut(shares, int(found[3] or 0))
                 name, step = found[1], cls(concat=cut) if found[1] == "concat" else cls(split=cut)
-            elif words in ("stack", "unstack"):
-                name, step = words, cls(stack=words == "stack", unstack=words == "unstack")
+            elif words in ("stack", "unstack", "swap"):
+                name, step = words, replace(cls(), **{words: True})
             elif made := _rearrange(words):
                 name, step = "rearrange", cls(rearrange=made)
                 if names:
@@ -158,13 +160,15 @@ class Steps(Struct, frozen=True):
             else:
                 raise ValueError(
                     f"there is no step {text!r:.60}; the steps are concat, stack, transpose, axes as in 'a b -> b a', "
-                    "unstack and split"
+                    "swap, unstack and split"
                 )
             if ORDER.index(name) <= last:
                 raise ValueError(f"the step {text!r:.60} comes too late; the order is {', '.join(ORDER[1:-1])}")
             last = ORDER.index(name)
             field = name.partition(" ")[0]
             steps = replace(steps, **{field: getattr(step, field)})
+        if steps.swap and len(texts) > 1:
+            raise ValueError("swap is a step by itself")
         is_first = bool(texts) and " for " in texts[0]
         if steps.some and (bool(steps.concat), bool(steps.split)) != (is_first, not is_first):
             raise ValueError("axes for some of the texts need a concat after them, or a split before them")
@@ -172,7 +176,7 @@ class Steps(Struct, frozen=True):
 
     def texts(self) -> tuple[str, ...]:
         """Return the steps as text."""
-        axes = self.rearrange.text if self.rearrange else ""
+        axes = self.rearrange.text if self.rearrange else "swap" if self.swap else ""
         some = self.some.text if self.some else ""
         return tuple(filter(None, (
             some if self.concat else "",
@@ -188,7 +192,7 @@ class Steps(Struct, frozen=True):
         """Return the steps that undo these."""
         some = Some(self.some.axes.inverse(), self.some.names) if self.some else None
         back = self.rearrange.inverse() if self.rearrange else None
-        return Steps(self.split, self.unstack, back, self.stack, self.concat, some)
+        return Steps(self.split, self.unstack, back, self.stack, self.concat, some, self.swap)
 
     def apply(
         self, grid: Grid, texts: Sequence[str], wanted: Sequence[int | None] | None = None
@@ -197,6 +201,8 @@ class Steps(Struct, frozen=True):
 
         ``texts`` are those of what is joined, or of what a split has to give, ``wanted`` the shape after ``rearrange``
         as far as it is known. Raises ``ValueError`` if the shapes do not allow it."""
+        if self.swap:
+            return [[_swapped(key, shape)] for ((key, shape),) in grid]
         changed: dict[str, tuple[Shape, Shape]] = {}  # the shapes of tensors before and after their own change of axes
         if self.some and self.concat:
             for tensors in grid:
@@ -278,7 +284,16 @@ class Steps(Struct, frozen=True):
             yield row
 
 
-ORDER = ("some before", "concat", "stack", "rearrange", "unstack", "split", "some after")
+ORDER = ("some before", "concat", "stack", "rearrange", "swap", "unstack", "split", "some after")
+
+
+def _swapped(key: str, shape: Shape) -> tuple[Shape, tuple[Part, ...]]:
+    """Return the shape and the parts of a tensor with the halves of its first axis exchanged."""
+    size, *rest = shape or (1,)
+    if size % 2:
+        raise ValueError(f"the {size} rows of {key} have no halves")
+    low, high = (((start, start + size // 2), *full(rest)) for start in (0, size // 2))
+    return shape, (Part(key, high, low), Part(key, low, high))
 
 
 def _turned(part: Part, shape: Shape, axes: Rearrange) -> tuple[Shape, tuple[Part, ...]]:

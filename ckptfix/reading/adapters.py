@@ -38,8 +38,11 @@ _TENSOR = re.compile(
 )
 _SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base_layer)(?=\.)")
 _PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
+# Flux as XLabs names it: what its double blocks have for images and for texts.
+_XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])(?=\.(?:up|down)\.)")
 _COMPONENT = re.compile(
-    r"(?P<dotted>unet|text_encoder(?:_\d)?|transformer|prior)\.|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))_"
+    r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
+    r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
 )
 _FOREIGN = re.compile(r"(?:^|[._])(hada_\w+|lokr_\w+|oft_\w+|boft_\w+|vera_\w+|dora_scale|lora_mid)(?:\.|$)")
 _BASE = "base_model.model."
@@ -177,7 +180,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     names: set[str] = set()
     saved: dict[str, str] = {}
     for key in checkpoint.specs:
-        match = _TENSOR.fullmatch(_PROCESSOR.sub(_of_processor, key))
+        match = _TENSOR.fullmatch(_XLABS.sub(_of_xlabs, _PROCESSOR.sub(_of_processor, key)))
         if match is None:
             if path or ".modules_to_save." in key:
                 saved[_SAVED.sub("", key).removeprefix(_BASE)] = key
@@ -187,6 +190,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         component = None if is_peft else _COMPONENT.match(match["module"])
         prefix = "" if component is None else component["dotted"] or component["kohya"]
         module = match["module"][len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
+        module = module.replace(".", "_") if component is not None and component["kohya"] else module
         found.setdefault((prefix, module), {})[role] = key
         if "embedding" in match["role"]:
             embeddings.add((prefix, module))
@@ -210,6 +214,10 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
 def _of_processor(match: re.Match[str]) -> str:
     """Return the place of a layer that old releases of diffusers kept in the processor of an attention."""
     return f".{match[1]}{'.0' if match[1] == 'to_out' else ''}.lora."
+
+
+def _of_xlabs(match: re.Match[str]) -> str:
+    return f"diffusion_model.{match[1]}.{'img' if match[3] == '1' else 'txt'}_attn.{match[2]}.lora"
 
 
 def adapter_paths(texts: Iterable[str]) -> tuple[str, ...]:

@@ -13,9 +13,12 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Delta, Drop, Edit, Fill, MergeAdapter, renames
+from ckptfix.core.parts import full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.errors import AdapterError, Opt
+from ckptfix.maps.library import aliases
+from ckptfix.maps.resolving import Move
 from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, config_beside, model_config
 
 # What peft puts into the names of a model in which it has wrapped layers.
@@ -158,14 +161,17 @@ def _deltas(
     view, places = checkpoint, dict[str, _Places]()
     names = {component: _Names(view, adapter, layers) for component, layers in groups.items()}
     if not all(each.is_complete for each in names.values()):
-        other, known = _in_other_releases(checkpoint)
+        other, known = _with_other_names(checkpoint)
         again = {component: _Names(other, adapter, layers) for component, layers in groups.items() if known}
         if any(len(each.found) > len(names[component].found) for component, each in again.items()):
             view, places, names = other, known, again
     if not any(each.found for each in names.values()):
         raise next(iter(names.values())).mismatch()
+    # Text encoders have the same names: one that another component of the adapter fits is not for this one.
+    taken = {name for each in names.values() if each.is_complete and each.has_shapes for name in each.found.values()}
     for component, each in names.items():
-        if not each.found and len(names) > 1:
+        is_other = not (each.is_complete and each.has_shapes) and not taken.isdisjoint(each.found.values())
+        if len(names) > 1 and (not each.found or is_other):
             merge.left[component] = len(groups[component])
             del groups[component]
         elif not each.is_complete:
@@ -195,18 +201,24 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123]
 _PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 
 
-def _in_other_releases(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Places]]:
-    """Return the checkpoint with the names, too, that transformers 4 or 5 has for its experts, and where those are.
+def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Places]]:
+    """Return the checkpoint with the names, too, that other releases and libraries have for its tensors, and where
+    those are.
 
-    Release 4 has each expert by itself, release 5 all of a layer in ``gate_up_proj`` and ``down_proj``. That of release
-    5 is ``[experts, outputs, inputs]``, or is not taken for it."""
+    Of experts, release 4 of transformers has each by itself, release 5 all of a layer in ``gate_up_proj`` and
+    ``down_proj``. That of release 5 is ``[experts, outputs, inputs]``, or is not taken for it. Libraries, such as
+    diffusers, and the authors of models have the names of the maps that ship."""
     specs: dict[str, TensorSpec] = {}
     places: dict[str, _Places] = {}
 
     def add(name: str, spec: TensorSpec, shape: tuple[int, ...], where: _Places) -> None:
-        if name not in checkpoint.entries:
-            specs[name], places[name] = replace(spec, shape=shape), where
+        if name not in checkpoint.entries and where and places.setdefault(name, where) == where:
+            specs[name] = replace(spec, shape=shape)
+        else:
+            specs.pop(name, None)  # two maps do not agree
 
+    for name, move in aliases({key: spec.shape for key, spec in checkpoint.specs.items()}):
+        add(name, checkpoint.specs[move.parts[0].source], move.shape, _rows_of(move, checkpoint.specs))
     experts: dict[str, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for key, spec in checkpoint.specs.items():
         moe, _, leaf = key.rpartition(".")
@@ -243,20 +255,35 @@ def _in_other_releases(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _P
     return checkpoint.with_entries({**checkpoint.entries, **specs}, None), places
 
 
+def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
+    """Return where the rows of a tensor with another name are; nowhere if those of the file are not whole, or turned.
+    """
+    found: _Places = []
+    for part in move.parts:
+        shape, (rows, *box), (place, *rest) = specs[part.source].shape, part.box or ((0, 0),), part.place or ((0, 0),)
+        if part.axes or part.view or (*box,) != full(shape[1:]) or (*rest,) != full(move.shape[1:]):
+            return []
+        is_all = not shape or (rows, place) == ((0, shape[0]), (0, move.shape[0]))
+        if not is_all and len(shape) > 2:
+            return []
+        found.append((part.source, () if is_all else (0, 1, *place), () if is_all else rows))
+    return found
+
+
 def _placed(
     adapter: Adapter, layer: AdapterLayer, key: str, delta: Delta, places: Mapping[str, _Places]
 ) -> Iterator[tuple[str, Delta]]:
     """Yield what a delta changes in the file, of a tensor that the file may have in another release's form."""
     # What peft changes beside a parameter it rounds before the sum; in release 5 that are the experts and their router.
-    is_stacked = any(within for where in places.values() for *_, within in where[:1])
+    is_stacked = any(within and "experts" in key.split(".") for where in places.values() for key, _, within in where[:1])
     is_parameter = is_stacked and ("experts" in key.split(".") or key.endswith(".gate.weight"))
     for real, expert, within in places.get(key, [(key, (), ())]):
         if (expert or within) and (
             delta.form not in ("linear", "experts") or delta.transposed or len(delta.factors) > 2
         ):
             raise AdapterError(
-                f"{adapter.path}: changes {layer.module} as another release of transformers has it, and not by two "
-                f"matrices; merge it into the base of that release, by which {real} is a part of {key}"
+                f"{adapter.path}: changes {layer.module} as another release or library has it, and not by two matrices; "
+                f"merge it into a base with its names: in this one, {real} is a part of {key}, or has it as one"
             )
         form = "linear" if expert else delta.form
         yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)
@@ -307,6 +334,7 @@ class _Names:
                     complete.append((dropped, prefix, found))
                 if len(found) > len(best[2]):
                     best = dropped, prefix, found
+            complete = [each for each in complete if self._has_shapes(each[2])] or complete
             exact = [each for each in complete if not each[1]]
             if len(exact or complete) > 1:
                 raise AdapterError(
@@ -317,6 +345,21 @@ class _Names:
                 best = (exact or complete)[0]
                 break
         return best
+
+    @property
+    def has_shapes(self) -> bool:
+        """Return whether the layers that were found have the inputs and outputs of the adapter's."""
+        return self._has_shapes(self.found)
+
+    def _has_shapes(self, found: Mapping[str, str]) -> bool:
+        for layer in self.layers:
+            one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
+            if one is None or two is None or layer.module not in found or not one.shape[1:] or not two.shape:
+                continue
+            shapes = [self.checkpoint.specs[key].shape for key in self.known[found[layer.module]]]
+            if not any({one.shape[1], two.shape[0]} <= {*shape} for shape in shapes):
+                return False
+        return True
 
     def _prefixes(self, tail: str) -> list[str]:
         """Return what the base may have before the names of the layers, by one of them."""

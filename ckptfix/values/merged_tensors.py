@@ -87,7 +87,7 @@ class MergedBytes:
         self.nbytes = spec.nbytes
         # Rows of experts are those of all experts, one after another.
         self.shape = spec.shape if len(spec.shape) > 1 else (*spec.shape, 1)[-2:] if spec.shape else (1, 1)
-        if any(delta.form == "experts" or delta.within for delta in self.deltas):
+        if len(spec.shape) == 3 and any(delta.form == "experts" or delta.within for delta in self.deltas):
             self.shape = (self.shape[0] * self.shape[1], *self.shape[2:])
         self.row = math.prod(self.shape[1:]) * spec.itemsize
         self.height = max(FEWEST, BLOCK // max(math.prod(self.shape[1:]) * 4, 1) // FEWEST * FEWEST)
@@ -121,9 +121,13 @@ class MergedBytes:
     def _by_kernel(self, products: Sequence[tuple[Array, Array]], first: int, last: int) -> memoryview:
         rows, library = _stored(self.stored, self.path, first * self.row, last * self.row), kernel()
         assert library is not None, "there are products only for a kernel"
+        width = self.row // self.spec.itemsize
         for delta, (two, one) in zip(self.deltas, products, strict=True):
-            width = self.row // self.spec.itemsize
-            library.merge(self.spec.dtype, rows, two[first:last], one, width, delta.scaling, delta.rounds)
+            start, stop = delta.within or (0, self.shape[0])
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                changed, factor = memoryview(rows)[(begin - first) * self.row :], two[begin - start : end - start]
+                library.merge(self.spec.dtype, changed, factor, one, width, delta.scaling, delta.rounds)
         return memoryview(rows)
 
     @property
@@ -177,7 +181,7 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
         return None
     found: list[tuple[Array, Array]] = []
     for delta, factors in zip(source.deltas, source.factors, strict=True):
-        is_plain = delta.form == "linear" and len(factors) == 2 and not (delta.expert or delta.within)
+        is_plain = delta.form == "linear" and len(factors) == 2 and delta.expert[1:2] in ((), (1,))
         known = KINDS if not delta.is_narrow or dtype == "float32" else (dtype,)
         is_exact = all(factor.dtype in known for factor in factors) and factors[0].shape[0] <= HIGHEST
         if source.edit.undo or not is_plain or not is_exact or not library.merges:
@@ -185,6 +189,8 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
         one, two = (_matrix(factor, source.path) for factor in factors)
         if delta.transposed:
             one, two = two.T, one.T
+        if delta.expert:
+            two = two[delta.expert[2] : delta.expert[3]]
         found.append((np.ascontiguousarray(two), strips(one)))
     return found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,13 +25,15 @@ FOLDER = Path(__file__).parent
 
 _ENDS = "{encoder,decoder}.{conv_in,conv_out}.{weight,bias}"
 _QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
-# Where a whole file of Stable Diffusion has the source of a map, and what keeps its name there.
-WITHIN: dict[str, tuple[str, tuple[MapRule, ...]]] = {
-    "ldm-unet_diffusers": ("model.diffusion_model.", ()),
-    "open-clip-text_transformers": ("cond_stage_model.model.", ()),
-    "open-clip-text_transformers-4": ("cond_stage_model.model.", ()),
-    "ldm-vae_diffusers": ("first_stage_model.", (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True))),
+# Where whole files of Stable Diffusion and Flux have the source of a map.
+_TEXT = ("cond_stage_model.model.", "conditioner.embedders.1.model.")
+WITHIN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("ldm-unet_diffusers", "sgm-unet_diffusers", "flux_diffusers"), ("model.diffusion_model.",)),
+    **dict.fromkeys(("open-clip-text_transformers", "open-clip-text_transformers-4"), _TEXT),
+    "ldm-vae_diffusers": ("first_stage_model.",),
 }
+# What keeps its name there.
+_KEPT = {"ldm-vae_diffusers": (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True))}
 
 
 def names() -> list[str]:
@@ -59,10 +61,12 @@ def named_map(path: str | os.PathLike[str]) -> RenameMap:
 @lru_cache
 def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
     forth = shipped(name)
-    front, same = WITHIN.get(name, ("", ()))
-    within = (replace(rule, source=front + rule.source) for rule in (*forth.rules, *same) if front)
-    maps = (forth, inverse(forth), replace(forth, rules=tuple(within)))
-    return tuple((each, tuple(parsed(each))) for each in maps if each.rules)
+    rules = (*forth.rules, *_KEPT.get(name, ()))
+    within = [
+        replace(forth, rules=tuple(replace(rule, source=front + rule.source) for rule in rules))
+        for front in WITHIN.get(name, ())
+    ]
+    return tuple((each, tuple(parsed(each))) for each in (forth, inverse(forth), *within))
 
 
 def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
@@ -77,6 +81,24 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
     elif len(found) < 2:
         return None
     return _said(found, source, target)
+
+
+def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
+    """Yield the tensors of a file as another library or its authors name and split them, by each shipped map."""
+    for name in names():
+        for rename_map, lines in _directions(name):
+            if _is_for(rename_map, lines, source):
+                try:
+                    yield from resolve(rename_map, source).items()
+                except PlanError:
+                    continue  # it needs a target
+
+
+def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> bool:
+    """Return whether a map may be applied to a file: each rule that is not optional has its keys."""
+    if any(source.get(key, shape) != shape for key, shape in rename_map.shapes):
+        return False
+    return all(line.rule.optional or any(map(line.source.matches, source)) for line in lines)
 
 
 def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
@@ -105,9 +127,7 @@ def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iter
     kept = {key for key, shape in target.items() if source.get(key) == shape}
     for name in names():
         for rename_map, lines in _directions(name):
-            if any(source.get(key, shape) != shape for key, shape in rename_map.shapes):
-                continue
-            if all(line.rule.optional or any(map(line.source.matches, source)) for line in lines):
+            if _is_for(rename_map, lines, source):
                 try:
                     moves = resolve(rename_map, source, target)
                 except PlanError:
