@@ -256,8 +256,7 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
 
 
 def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
-    """Return where the rows of a tensor with another name are; nowhere if those of the file are not whole, or turned.
-    """
+    """Return where the rows of a tensor with another name are; nowhere if rows of the file are parted or turned."""
     found: _Places = []
     for part in move.parts:
         shape, (rows, *box), (place, *rest) = specs[part.source].shape, part.box or ((0, 0),), part.place or ((0, 0),)
@@ -275,15 +274,17 @@ def _placed(
 ) -> Iterator[tuple[str, Delta]]:
     """Yield what a delta changes in the file, of a tensor that the file may have in another release's form."""
     # What peft changes beside a parameter it rounds before the sum; in release 5 that are the experts and their router.
-    is_stacked = any(within and "experts" in key.split(".") for where in places.values() for key, _, within in where[:1])
+    is_stacked = any(
+        within and "experts" in key.split(".") for where in places.values() for key, _, within in where[:1]
+    )
     is_parameter = is_stacked and ("experts" in key.split(".") or key.endswith(".gate.weight"))
     for real, expert, within in places.get(key, [(key, (), ())]):
         if (expert or within) and (
             delta.form not in ("linear", "experts") or delta.transposed or len(delta.factors) > 2
         ):
             raise AdapterError(
-                f"{adapter.path}: changes {layer.module} as another release or library has it, and not by two matrices; "
-                f"merge it into a base with its names: in this one, {real} is a part of {key}, or has it as one"
+                f"{adapter.path}: changes {layer.module} as another release or library has it, and not by two "
+                f"matrices; merge it into a base with its names: in this one, {key} is joined or split ({real})"
             )
         form = "linear" if expert else delta.form
         yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)

@@ -245,8 +245,8 @@ def test_an_encoder_of_torch_and_bert():
 
 
 @pytest.mark.slow
-@proves("ldm-vae_diffusers", "ldm-unet_diffusers")
-@pytest.mark.parametrize("name", ["ldm-vae_diffusers", "ldm-unet_diffusers"])
+@proves("ldm-vae_diffusers", "ldm-unet_diffusers", "sgm-unet_diffusers")
+@pytest.mark.parametrize("name", ["ldm-vae_diffusers", "ldm-unet_diffusers", "sgm-unet_diffusers"])
 def test_stable_diffusion(name: str):
     """Backwards from diffusers' names; diffusers' own function has to bring them back."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -257,6 +257,16 @@ def test_stable_diffusion(name: str):
         blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
         model: Any = AutoencoderKL(**blocks, **sizes)
         convert, prefix = theirs.convert_ldm_vae_checkpoint, ""
+    elif "sgm" in name:  # SDXL
+        blocks = {
+            "down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2),
+            "up_block_types": (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"),
+        }
+        added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+        sizes |= {"block_out_channels": (8, 8, 16), "transformer_layers_per_block": (1, 1, 2)}
+        sizes |= {"cross_attention_dim": 8, "attention_head_dim": 4, "use_linear_projection": True}
+        model = UNet2DConditionModel(**blocks, **sizes, **added, projection_class_embeddings_input_dim=32)
+        convert, prefix = theirs.convert_ldm_unet_checkpoint, "model.diffusion_model."
     else:
         model = UNet2DConditionModel(cross_attention_dim=8, attention_head_dim=4, sample_size=8, **sizes)
         convert, prefix = theirs.convert_ldm_unet_checkpoint, "model.diffusion_model."
@@ -272,6 +282,24 @@ def test_stable_diffusion(name: str):
     assert [finding.evidence["shipped"] for finding in report.fixed if "shipped" in finding.evidence] == [[name]]
     del done["cond_stage_model.w"]
     assert_equal(done, state)
+
+
+@pytest.mark.slow
+@proves("flux_diffusers")
+def test_flux():
+    """Diffusers' own function, which knows one width only, makes the same; the halves of one layer are exchanged."""
+    from accelerate import init_empty_weights
+    from diffusers import FluxTransformer2DModel
+    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers as convert
+
+    with init_empty_weights():
+        model = FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True)
+    state = {key: torch.randn(len(value), *[2] * (value.ndim - 1)) for key, value in model.state_dict().items()}
+    original = moved(state, "flux_diffusers")
+    assert_equal(convert(dict(original)), state)
+    assert_equal(moved(original, "flux_diffusers"), state)
+    half = len(state["norm_out.linear.bias"]) // 2
+    assert torch.equal(original["final_layer.adaLN_modulation.1.bias"][:half], state["norm_out.linear.bias"][half:])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import peft
@@ -17,6 +18,7 @@ from ckptfix.core.finding import Level
 from ckptfix.core.plan import Plan, Step
 from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import AdapterError, UsageError
+from ckptfix.maps.library import shipped
 from ckptfix.reading.adapters import open_adapter
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.report.edits import edit_lines
@@ -348,6 +350,157 @@ def test_the_files_of_trainers_have_the_bits_of_diffusers(dtype, tmp_path):
     plain = {key: value for key, value in kohya.items() if "alpha" not in key}
     save_file(plain, tmp_path / "plain.safetensors")
     assert_same(repaired, ckptfix.repair_state_dict(base, adapter=tmp_path / "plain.safetensors", select="FIL108")[0])
+
+
+def renamed(state, name, prefix=""):
+    """Return a state with the names of the other side of a map that ships, which its own test proves."""
+    plain = {key.removeprefix(prefix): value for key, value in state.items()}
+    return ckptfix.repair_state_dict(plain, rename_map=shipped(name), values=False)[0]
+
+
+def with_names(base, name, down, up, alpha=None, only=".weight"):
+    """Return an adapter for the matrices of a base, by what ``name`` makes of their names; ``only`` are some."""
+    torch.manual_seed(2)
+    found = {}
+    for key, value in base.items():
+        if key.endswith(".weight") and value.ndim > 1 and re.search(only, key):
+            module = name(key.removesuffix(".weight"))
+            found[f"{module}.{down}.weight"] = torch.randn(4, *value.shape[1:]) / 4
+            found[f"{module}.{up}.weight"] = torch.randn(len(value), 4, *[1] * (value.ndim - 2)) / 4
+            found |= {f"{module}.alpha": torch.tensor(alpha)} if alpha else {}
+    return found
+
+
+def merged_into_both(base, map_name, adapter, file):
+    """Merge into a base of diffusers, and into the whole file of the authors, which have the same weights after it."""
+    save_file(adapter, file)
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=file, values=False)
+    prefix = "model.diffusion_model."
+    whole = {prefix + key: value for key, value in renamed(base, map_name).items()}
+    done, _ = ckptfix.repair_state_dict(whole, adapter=file, values=False)
+    again = renamed(done, map_name, prefix)
+    assert again.keys() == repaired.keys()
+    assert_same({key: again[key] for key in repaired}, dict(repaired))
+    return dict(repaired)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_sdxl_and_a_base_with_the_names_of_others(tmp_path):
+    """Kohya trains the UNet of the authors; diffusers and the one file of the authors take the adapter alike."""
+    from diffusers import UNet2DConditionModel
+    from diffusers.loaders import StableDiffusionXLLoraLoaderMixin as Loader
+
+    torch.manual_seed(0)
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    sizes = {"sample_size": 8, "block_out_channels": (16, 32), "cross_attention_dim": 24, "attention_head_dim": 8}
+    added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+    model = UNet2DConditionModel(
+        **blocks,
+        **sizes,
+        **added,
+        norm_num_groups=4,
+        use_linear_projection=True,
+        projection_class_embeddings_input_dim=32,
+    ).half()
+    base = {key: value.clone() for key, value in model.state_dict().items()}
+    layers = r"\.to_|proj|ff|in_layers|out_layers|emb_layers|\.op|skip|time_embed|label_emb"
+    adapter = with_names(
+        renamed(base, "sgm-unet_diffusers"),
+        lambda module: f"lora_unet_{module.replace('.', '_')}",
+        *("lora_down", "lora_up"),
+        alpha=3.0,
+        only=layers,
+    )
+    found = merged_into_both(base, "sgm-unet_diffusers", adapter, tmp_path / "kohya.safetensors")
+    Loader.load_lora_into_unet(*Loader.lora_state_dict(adapter, unet_config=model.config), model)
+    model.fuse_lora()
+    model.unload_lora()
+    assert_same(found, dict(model.state_dict()))
+
+
+@pytest.mark.slow
+def test_adapters_of_flux_and_a_base_with_the_names_of_others(tmp_path):
+    from diffusers import FluxTransformer2DModel
+    from diffusers.loaders import FluxLoraLoaderMixin as Loader
+
+    torch.manual_seed(0)
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 3}
+    inputs = {"in_channels": 4, "joint_attention_dim": 24, "pooled_projection_dim": 20, "axes_dims_rope": (4, 6, 6)}
+    model = FluxTransformer2DModel(**sizes, **inputs).bfloat16()
+    base = {key: value.clone() for key, value in model.state_dict().items()}
+    original = renamed(base, "flux_diffusers")
+
+    def merged(*names, **options):
+        return merged_into_both(base, "flux_diffusers", with_names(*names, **options), tmp_path / "flux.safetensors")
+
+    kohya = merged(original, lambda module: f"lora_unet_{module.replace('.', '_')}", "lora_down", "lora_up")
+    assert_same(merged(original, lambda module: f"lora_unet.{module}", "lora_down", "lora_up"), kohya)
+    assert_same(merged(original, lambda module: f"diffusion_model.{module}", "lora_A", "lora_B"), kohya)
+    attention = r"double.*attn\.(qkv|proj)"
+    images = with_names(original, lambda module: f"lora_unet.{module}", "lora_down", "lora_up", only=attention)
+    xlabs = {
+        re.sub(r".*(double_blocks\.\d+)\.(img|txt)_attn\.(\w+)\.lora_", _of_xlabs, key): value
+        for key, value in images.items()
+    }
+    found = [merged_into_both(base, "flux_diffusers", one, tmp_path / "x.safetensors") for one in (images, xlabs)]
+    assert_same(*found)
+    adapter = with_names(base, lambda module: f"transformer.{module}", "lora_A", "lora_B")
+    found = merged_into_both(base, "flux_diffusers", adapter, tmp_path / "new.safetensors")
+    state, alphas = Loader.lora_state_dict(adapter, return_alphas=True)[:2]
+    Loader.load_lora_into_transformer(state, alphas, model)
+    model.fuse_lora()
+    model.unload_lora()
+    assert_same(found, dict(model.state_dict()))
+
+
+def _of_xlabs(match):
+    return f"{match[1]}.processor.{match[3]}_lora{1 + (match[2] == 'txt')}."
+
+
+def test_two_text_encoders_have_the_same_names(tmp_path):
+    """Each part of an adapter of SDXL goes where its shapes fit, and the whole file names one of them as OpenCLIP."""
+    names = ("self_attn.q_proj", "mlp.fc1")
+
+    def part(component, width, layers):
+        base = {
+            f"text_model.encoder.layers.{n}.{name}.weight": torch.randn(width, width)
+            for n in range(layers)
+            for name in names
+        }
+        return with_names(base, lambda module: f"{component}_{module.replace('.', '_')}", "lora_down", "lora_up", 2.0)
+
+    one, two = part("lora_te1", 8, 2), part("lora_te2", 16, 3)
+    save_file({**one, **two}, tmp_path / "sdxl.safetensors")
+    save_file(two, tmp_path / "two.safetensors")
+    for width, layers, left in ((8, 2, "lora_te2"), (16, 3, "lora_te1")):
+        keys = [f"text_model.encoder.layers.{n}.{name}.weight" for n in range(layers) for name in names]
+        base = {key: torch.randn(width, width) for key in keys}
+        repaired, report = ckptfix.repair_state_dict(base, adapter=tmp_path / "sdxl.safetensors", values=False)
+        assert report.findings[0].evidence["left"].keys() == {left}
+        alone = {key: value for key, value in {**one, **two}.items() if left not in key}
+        save_file(alone, tmp_path / "alone.safetensors")
+        assert_same(repaired, ckptfix.repair_state_dict(base, adapter=tmp_path / "alone.safetensors", values=False)[0])
+    first = {f"conditioner.embedders.0.transformer.text_model.encoder.layers.{n}.{name}.weight": torch.randn(8, 8)
+             for n in range(2) for name in names}  # fmt: skip
+    second = {"token_embedding.weight": torch.randn(9, 16), "positional_embedding": torch.randn(5, 16)}
+    second |= {f"ln_final.{leaf}": torch.randn(16) for leaf in ("weight", "bias")}
+    for n in range(3):
+        second[f"transformer.resblocks.{n}.attn.in_proj_weight"] = torch.randn(48, 16)
+        second[f"transformer.resblocks.{n}.attn.in_proj_bias"] = torch.randn(48)
+        second[f"transformer.resblocks.{n}.mlp.c_fc.weight"] = torch.randn(16, 16)
+    whole = first | {f"conditioner.embedders.1.model.{key}": value for key, value in second.items()}
+    repaired, report = ckptfix.repair_state_dict(whole, adapter=tmp_path / "sdxl.safetensors", values=False)
+    assert "left" not in report.findings[0].evidence
+    changed = {key for key, value in whole.items() if not torch.equal(value, repaired[key])}
+    assert changed == {key for key in whole if key in first or "in_proj_weight" in key or "c_fc.weight" in key}
+    fused = "conditioner.embedders.1.model.transformer.resblocks.2.attn.in_proj_weight"
+    change = repaired[fused] - whole[fused]
+    assert not change[16:].any()
+    key = "lora_te2_text_model_encoder_layers_2_self_attn_q_proj"
+    torch.testing.assert_close(change[:16], two[f"{key}.lora_up.weight"] @ two[f"{key}.lora_down.weight"] / 2)
 
 
 def test_an_adapter_without_one_of_its_matrices_is_an_error(tmp_path):
