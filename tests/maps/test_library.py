@@ -254,7 +254,10 @@ def test_stable_diffusion(name: str):
 
     sizes: dict[str, Any] = {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4, "layers_per_block": 2}
     if "vae" in name:
-        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        blocks: dict[str, Any] = {
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+        }
         model: Any = AutoencoderKL(**blocks, **sizes)
         convert, prefix = theirs.convert_ldm_vae_checkpoint, ""
     elif "sgm" in name:  # SDXL
@@ -262,7 +265,7 @@ def test_stable_diffusion(name: str):
             "down_block_types": ("DownBlock2D", *("CrossAttnDownBlock2D",) * 2),
             "up_block_types": (*("CrossAttnUpBlock2D",) * 2, "UpBlock2D"),
         }
-        added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+        added: dict[str, Any] = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
         sizes |= {"block_out_channels": (8, 8, 16), "transformer_layers_per_block": (1, 1, 2)}
         sizes |= {"cross_attention_dim": 8, "attention_head_dim": 4, "use_linear_projection": True}
         model = UNet2DConditionModel(**blocks, **sizes, **added, projection_class_embeddings_input_dim=32)
