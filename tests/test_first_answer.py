@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptfix.values.scan import kernel
 from tests.cli.programs import environment
 
 PROGRAM = """
@@ -93,6 +94,14 @@ def test_a_look_at_names_needs_the_reader_of_one_format(words: list[str], name: 
     assert within(modules, OTHER_WORK) == []
     safetensors, torch_zip = "ckptfix.reading.safetensors", "ckptfix.reading.torch_files.torch_zip"
     assert modules & {safetensors, torch_zip} == {safetensors if name.endswith("safetensors") else torch_zip}
+
+
+@pytest.mark.skipif(kernel() is None, reason="without the compiled kernel, numpy looks at the numbers")
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
+def test_the_values_of_ordinary_weights_need_no_numpy(name: str, folder: Path):
+    modules = imported("check", name, cwd=folder)
+    assert "ckptfix.values.scan" in modules
+    assert within(modules, ["numpy", "statistics", "torch"]) == []
 
 
 def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):

@@ -285,7 +285,7 @@ def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
     """|a - b| of 64-bit integers, rounded only once it is known; None for all other types."""
     import numpy as np
 
-    if code.unit.kind not in "iu" or code.unit.itemsize < 8:
+    if code.unit.kind not in "iu" or code.itemsize < 8:
         return None
     a, b = (np.frombuffer(side.tobytes(), dtype=code.unit) for side in (left, right))
     # Modulo 2^64 the difference is right for signed and unsigned ones alike.
@@ -299,8 +299,8 @@ def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
 
     if not len(left):
         return 0
-    unsigned = np.dtype(f"<u{code.unit.itemsize}")
-    sign = np.uint64(1 << (8 * code.unit.itemsize - 1))
+    unsigned = np.dtype(f"<u{code.itemsize}")
+    sign = np.uint64(1 << (8 * code.itemsize - 1))
     bits = [np.frombuffer(side.tobytes(), dtype=unsigned).astype(np.uint64) for side in (left, right)]
     magnitudes = [side & (sign - np.uint64(1)) for side in bits]
     high, low = np.maximum(*magnitudes), np.minimum(*magnitudes)

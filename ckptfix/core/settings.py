@@ -14,7 +14,7 @@ from msgspec import Struct
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
 
-_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]I?)?B?\s*")
+_SIZE = r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]I?)?B?\s*"
 _UNITS = {
     "": 1,
     "K": 10**3,
@@ -46,7 +46,7 @@ SOURCE = "source"  # what `--compare` calls the file that is repaired
 
 def parse_size(option: str, text: str) -> int:
     """Return the bytes that ``5GB`` or ``500 MiB`` stands for. Raises ``UsageError`` if the text is not a size."""
-    match = _SIZE.fullmatch(text.upper())
+    match = re.fullmatch(_SIZE, text.upper())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size <= 0:
         raise UsageError(Opt(option, text), ": not a size; write it like 5GB or 500MB")

@@ -63,7 +63,7 @@ _LIBRARIES = (
 
 _LEADING = f"{MODULE}."
 _OLD = (f".{_LEADING}", "denselayer", "LayerNorm.gamma", "LayerNorm.beta")  # what newer names do not have
-_DENSE = re.compile(r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)")
+_DENSE = r"(?<=\.)(norm|relu|conv)\.([12])(?=\.)"
 
 
 class _View(Struct, frozen=True):
@@ -177,7 +177,7 @@ def likeness_of(checkpoint: Checkpoint) -> Likeness | None:
 def modern_name(name: str) -> str:
     """Return the name that newer releases give a tensor: of DenseNet's layers, and of BERT's LayerNorm."""
     if "denselayer" in name:
-        name = _DENSE.sub(r"\1\2", name)
+        name = re.sub(_DENSE, r"\1\2", name)
     for old, new in (("gamma", "weight"), ("beta", "bias")):
         if name.endswith(f"LayerNorm.{old}"):
             name = name.removesuffix(old) + new

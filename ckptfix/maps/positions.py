@@ -196,15 +196,13 @@ class Layout(Struct, frozen=True):
         return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
 
 
-_HF_PATTERNS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
-_UNDECAYED = re.compile(
-    r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
-)
+_HF_PATTERNS = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
+_UNDECAYED = r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
 _MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
 OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")
 """Tables and heads, which scripts with Muon leave to Adam."""
-_STEM = re.compile(r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)")
-_BLOCK = re.compile(r"(.*\.)?(blocks|layers?|h)\.(\d+)\.")
+_STEM = r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)"
+_BLOCK = r"(.*\.)?(blocks|layers?|h)\.(\d+)\."
 
 
 def _is_flat(layout: Layout, key: str) -> bool:
@@ -218,7 +216,7 @@ def _has_bias(key: str) -> bool:
 def _decays_in_hf(layout: Layout, key: str) -> bool:
     module = key.rpartition(".")[0]
     is_layer_norm = layout.modules is not None and layout.modules.get(module) == "LayerNorm"
-    return not (is_layer_norm or _HF_PATTERNS.search(bare(key).lower()))
+    return not (is_layer_norm or re.search(_HF_PATTERNS, bare(key).lower()))
 
 
 def _decays_in_old_hf(layout: Layout, key: str) -> bool:
@@ -230,7 +228,7 @@ def _decays_in_timm(layout: Layout, key: str) -> bool:
 
 
 def _decays_in_vit(layout: Layout, key: str) -> bool:
-    return _decays_in_timm(layout, key) and not _UNDECAYED.search(key)
+    return _decays_in_timm(layout, key) and not re.search(_UNDECAYED, key)
 
 
 def _is_hidden_matrix(layout: Layout, key: str) -> bool:
@@ -240,8 +238,8 @@ def _is_hidden_matrix(layout: Layout, key: str) -> bool:
 def _layer(key: str) -> int:
     """Return the number of a parameter's block; what is before the blocks is -1, and what is after them ``MANY``."""
     name = bare(key)
-    block = _BLOCK.match(name)
-    return -1 if _STEM.match(name) else int(block[3]) if block else MANY
+    block = re.match(_BLOCK, name)
+    return -1 if re.match(_STEM, name) else int(block[3]) if block else MANY
 
 
 def _layer_in_timm(layout: Layout, key: str) -> int:
@@ -327,7 +325,7 @@ RECIPES = (
     ),
     Recipe(
         "layer-wise decay of timm",
-        lambda layout, key: (_layer_in_timm(layout, key), not (_is_flat(layout, key) or _UNDECAYED.search(key))),
+        lambda layout, key: (_layer_in_timm(layout, key), not (_is_flat(layout, key) or re.search(_UNDECAYED, key))),
         rises=lambda label: label,
     ),
 )
@@ -446,7 +444,7 @@ def logical_shape(value: object) -> Shape:
 # What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks.
 BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
 # What Shampoo keeps of each axis; SOAP and Kron keep theirs in lists.
-_OF_AXES = re.compile(r"(inv_)?pre_?cond(itioner)?_?\d*")
+_OF_AXES = r"(inv_)?pre_?cond(itioner)?_?\d*"
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
@@ -459,7 +457,7 @@ def fits(row: Mapping[str, Any], shape: Shape) -> bool:
         or (len(shape) > 1 and name not in _BEGINNINGS and found in factored)
         or (name == "state1" and found == (2, *shape))  # two averages of bitsandbytes' AdEMAMix
         or BLOCKWISE.fullmatch(name)
-        or _OF_AXES.fullmatch(name)
+        or re.fullmatch(_OF_AXES, name)
         for name, value in values_in(row)
     )
 

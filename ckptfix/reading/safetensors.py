@@ -30,7 +30,7 @@ from ckptfix.reading.weights.document import Document
 
 NAME = "safetensors"
 _LEAST_TEXT = 8
-_ANOTHER_FILE = re.compile(rb'PK\x03\x04|.{4}\0{4}\{\s*"', re.DOTALL)
+_ANOTHER_FILE = rb'(?s)PK\x03\x04|.{4}\0{4}\{\s*"'
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
 
 
@@ -83,7 +83,7 @@ def _is_appended(content: Content, end: int) -> bool:
         return bool(tail)
     is_last_filled = bytes(content.buffer[end - 1 : end]) != b"\0"
     is_text = len(tail) >= _LEAST_TEXT and as_text(tail) is not None
-    return bool(_ANOTHER_FILE.match(tail)) or is_text or (is_last_filled and not any(tail))
+    return bool(re.match(_ANOTHER_FILE, tail)) or is_text or (is_last_filled and not any(tail))
 
 
 def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> bool:

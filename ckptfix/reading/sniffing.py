@@ -17,7 +17,7 @@ from ckptfix.reading.archives.zip_directory import (
 SAFETENSORS_HEADER_LIMIT = 100_000_000  # bytes of the longest header that the library of safetensors reads
 _SPACES = b" \t\r\n"
 # How a pickle of protocol 0 or 1 begins with a string: the string, where it is kept, and what follows.
-_STRING = re.compile(rb"(V[^\n]*|S'[^\n]*'|S\"[^\n]*\")\n(p\d+\n|q.)?[.0(c]", re.DOTALL)
+_STRING = rb"(?s)(V[^\n]*|S'[^\n]*'|S\"[^\n]*\")\n(p\d+\n|q.)?[.0(c]"
 _TAR_MAGIC, _TAR_CHECKSUM = slice(257, 262), slice(148, 156)
 # How files of packers begin that are named and not unpacked.
 PACKERS = {
@@ -88,7 +88,7 @@ def is_pickle(content: Content) -> bool:
     1. A text may begin with the letter of a string, so more than that is looked at."""
     head = bytes(content.buffer[:2])
     if head[:1] in (b"V", b"S"):
-        return _STRING.match(bytes(content.buffer[:4096])) is not None
+        return re.match(_STRING, bytes(content.buffer[:4096])) is not None
     return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
 
 

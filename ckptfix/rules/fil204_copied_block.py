@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from ckptfix.bytes.sources import FileBytes, located
@@ -31,6 +32,7 @@ from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 
+FEW = 1 << 17  # blocks of which a set is sooner made than numpy imported
 MOST = 256  # pairs of blocks with the same first bytes of which the rest is compared
 _PIECE = 1 << 20  # bytes that are compared at once: a run may be as long as a layer
 _BEYOND = 8  # bytes before and after a block that have to differ
@@ -78,6 +80,9 @@ def _placed(key: str, spec: TensorSpec) -> _Matrix:
 
 def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _Matrix, int, int]]:
     """Yield two matrices and the two places of the file at which a run of equal blocks begins."""
+    count = sum(len(words) // 8 for _, words in matrices)
+    if count <= FEW and len({*chain.from_iterable(memoryview(words).cast("Q") for _, words in matrices)}) == count:
+        return
     import numpy as np
 
     numbers, places, owners = [], [], []

@@ -23,7 +23,7 @@ from ckptfix.core.target import PARAMETER, Target
 
 Shape = tuple[int, ...]
 
-_NUMBERS = re.compile(r"[0-9]+")
+_NUMBERS = r"[0-9]+"
 
 
 class Origin(NamedTuple):
@@ -145,9 +145,9 @@ class Change(Struct, frozen=True, dict=True):
             for source in origin.sources
             if (len(self.after[key].shape) < 2) == (len(self.before[source].shape) < 2)
         }
-        alike = {_NUMBERS.sub("0", module): name for module, name in found.items()}
+        alike = {re.sub(_NUMBERS, "0", module): name for module, name in found.items()}
         for module in {key.rpartition(".")[0] for key in self.before} - found.keys():
-            if (name := alike.get(_NUMBERS.sub("0", module))) is not None:
+            if (name := alike.get(re.sub(_NUMBERS, "0", module))) is not None:
                 found[module] = name
         return found
 
@@ -238,7 +238,7 @@ def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
         modules.setdefault(root, []).append(key[len(root) :])
     alike: dict[tuple[str, frozenset[str]], list[str]] = {}
     for root, tails in modules.items():
-        alike.setdefault((_NUMBERS.sub("0", root), frozenset(tails)), []).append(root)
+        alike.setdefault((re.sub(_NUMBERS, "0", root), frozenset(tails)), []).append(root)
     orders, limit = [order], PLACEMENTS // max(len(order), 1)
     for (_, ends), roots in alike.items():
         arranged = list(islice(_arranged(sorted(ends)), limit + 1))

@@ -49,7 +49,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sized
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 from msgspec import Struct
@@ -69,6 +68,7 @@ from ckptfix.values.roles import (
     is_scale_free,
     is_zero_by_design,
     kind,
+    median,
     norms_after,
     usual_rms,
 )

@@ -53,8 +53,8 @@ from ckptfix.values.roles import (
 
 MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
 # The last layer of a network that makes images or numbers.
-_LAST = re.compile(r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)")
-_LORA_B = re.compile(r"(^|\.)lora_B(\.|$)")
+_LAST = r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)"
+_LORA_B = r"(^|\.)lora_B(\.|$)"
 
 
 @rule
@@ -144,7 +144,7 @@ def _excused(suspects: list[str], matrices: list[str], context: Context, is_trai
     excused = {key for key in suspects if not is_layers_own(key)}
     if not is_trained:
         excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
-        excused |= {key for key in matrices[-1:] if key in suspects and _LAST.search(key)}
+        excused |= {key for key in matrices[-1:] if key in suspects and re.search(_LAST, key)}
         excused |= _in_every_block(set(suspects), matrices)
     return [key for key in suspects if key in excused]
 
@@ -204,5 +204,5 @@ def _zero_companions(norm: Norm | None, statistics: Figures) -> Iterator[str]:
 def _untrained_adapter(statistics: Figures) -> tuple[str, ...]:
     """Return the B matrices of an adapter if all of them, two at least, are zero beside their A."""
     named = [key for key in statistics if "lora_B" in key]  # of nearly all keys, none
-    pairs = [key for key in named if _LORA_B.search(key) and _LORA_B.sub(r"\1lora_A\2", key) in statistics]
+    pairs = [key for key in named if re.search(_LORA_B, key) and re.sub(_LORA_B, r"\1lora_A\2", key) in statistics]
     return tuple(pairs) if len(pairs) > 1 and all(statistics[key].all_zero for key in pairs) else ()

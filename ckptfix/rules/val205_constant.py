@@ -31,7 +31,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
 SMALLEST = 64  # elements below which a matrix of one value may be meant so
-_SCALE = re.compile(r"(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$", re.IGNORECASE)
+_SCALE = r"(?i)(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$"
 
 
 @rule
@@ -68,7 +68,7 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
         return False
     if key in context.initial:
         return not _is_flat(context.initial[key])
-    return not _SCALE.search(key) and not _is_by_design(figures.maximum, spec)
+    return not re.search(_SCALE, key) and not _is_by_design(figures.maximum, spec)
 
 
 def _is_flat(tensor: object) -> bool:

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from statistics import median
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Figures, Rule, rule
-from ckptfix.values.roles import is_matrix, is_scale_free, kind, usual_rms
+from ckptfix.values.roles import is_matrix, is_scale_free, kind, median, usual_rms
 
 SMALLEST = 64  # elements below which an RMS says little
 

@@ -206,7 +206,7 @@ class ZeroedBytes:
         """Return bytes ``start`` to ``stop`` of the changed tensor."""
         import numpy as np
 
-        size = self._encoding.unit.itemsize
+        size = self._encoding.itemsize
         first, last = start // size * size, -(-stop // size) * size
         units = np.frombuffer(self._bytes(first, last), dtype=self._encoding.unit).copy()
         with np.errstate(all="ignore"):  # NaN and infinities are what we look for

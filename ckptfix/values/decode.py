@@ -10,11 +10,13 @@ Microscaling specification for e8m0fnu."""
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.spec import TensorSpec
 
@@ -28,18 +30,55 @@ else:
 
 
 class Encoding(Struct, frozen=True, dict=True):
-    """How the numbers of one element type are stored.
+    """How the numbers of one element type are stored: an element has ``units`` of them (two if it is complex).
 
-    ``unit`` is numpy's type of one stored number, of which an element has ``units`` (two for a complex one).
-    ``decode`` makes an array of float32 or float64 of a 1-d array of units, without a copy where it can.
-    ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers. ``part`` is the dtype of one
-    number."""
+    ``code`` is what numpy and ``struct`` call one stored number, and ``part`` the dtype that it has.
+    ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers."""
 
-    unit: np.dtype[Any]
+    code: str
     units: int
-    decode: Callable[[Array], Array]
     smallest_normal: float
     part: str
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of one stored number."""
+        return struct.calcsize(self.code)
+
+    @cached_property
+    def unit(self) -> np.dtype[Any]:
+        """numpy's type of one stored number."""
+        import numpy as np
+
+        return np.dtype(self.code)
+
+    @cached_property
+    def decode(self) -> Callable[[Array], Array]:
+        """What makes an array of float32 or float64 of a 1-d array of units, without a copy if it can."""
+        import numpy as np
+
+        if self.part in ("float64", "float32"):
+            return _as_is
+        if self.part == "bfloat16":
+            return _upper_half
+        if self.part == "bool":
+            return _truth
+        if self.part in _INTEGERS:
+            return _widened
+        if self.part == "float16":
+            with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
+                return _table(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
+        return _table(np.array([_MINIFLOATS[self.part].value(code) for code in range(256)], dtype=np.float32))
+
+    def few(self, units: bytes) -> tuple[float, ...] | None:
+        """Return a few floats or integers, which are not worth the import of numpy; None of a kind that needs it."""
+        if self.part == "bfloat16":
+            wide = bytearray(2 * len(units))
+            wide[2::4], wide[3::4] = units[::2], units[1::2]
+            return struct.unpack(f"<{len(units) // 2}f", wide)
+        code = "<e" if self.part == "float16" else self.code
+        is_plain = self.part not in _MINIFLOATS and self.part != "bool"
+        return struct.unpack(f"<{len(units) // self.itemsize}{code[1]}", units) if is_plain else None
 
     @cached_property
     def code_values(self) -> Array:
@@ -84,6 +123,8 @@ class _Minifloat(Struct, frozen=True):
 
     def value(self, code: int) -> float:
         """Return the number that a byte stands for."""
+        if self.specials == "exponents":  # nothing else: no sign, no zero
+            return 2.0 ** (code - 127) if code < 255 else float("nan")
         sign = -1.0 if code & 0x80 else 1.0
         exponent, fraction = (code & 0x7F) >> self.mantissa, code & ((1 << self.mantissa) - 1)
         if self.specials == "ieee" and exponent == (1 << self.exponent) - 1:
@@ -100,14 +141,19 @@ _MINIFLOATS = {
     "float8_e5m2": _Minifloat(5, 15, "ieee"),
     "float8_e4m3fnuz": _Minifloat(4, 8, "fnuz"),
     "float8_e5m2fnuz": _Minifloat(5, 16, "fnuz"),
+    "float8_e8m0fnu": _Minifloat(8, 128, "exponents"),
+}
+
+_FLOATS = {
+    "float64": ("<d", 2.0**-1022),
+    "float32": ("<f", 2.0**-126),
+    "bfloat16": ("<H", 2.0**-126),
+    "float16": ("<H", 2.0**-14),
 }
 
 _INTEGERS = {
-    **{f"int{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)},
-    **{f"uint{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)},
-    "quint8": "<u1",
-    "qint8": "<i1",
-    "qint32": "<i4",
+    **dict(zip("int8 int16 int32 int64 qint8 qint32".split(), "<b <h <i <q <b <i".split(), strict=True)),
+    **dict(zip("uint8 uint16 uint32 uint64 quint8 bool".split(), "<B <H <I <Q <B <B".split(), strict=True)),
 }
 
 _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
@@ -121,33 +167,15 @@ def is_plain(spec: TensorSpec) -> bool:
 @cache
 def encoding(dtype: str) -> Encoding | None:
     """Return how a dtype stores its numbers; None if an element is not a single number (packed bits)."""
-    import numpy as np
-
     if dtype in _COMPLEX:
         part = encoding(_COMPLEX[dtype])
-        return part and Encoding(part.unit, 2, part.decode, part.smallest_normal, part.part)
-    if dtype == "float64":
-        return Encoding(np.dtype("<f8"), 1, _as_is, 2.0**-1022, dtype)
-    if dtype == "float32":
-        return Encoding(np.dtype("<f4"), 1, _as_is, 2.0**-126, dtype)
-    if dtype == "bfloat16":
-        return Encoding(np.dtype("<u2"), 1, _upper_half, 2.0**-126, dtype)
-    if dtype == "float16":
-        codes = np.arange(1 << 16, dtype=np.uint16)
-        with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
-            return Encoding(np.dtype("<u2"), 1, _table(codes.view(np.float16).astype(np.float32)), 2.0**-14, dtype)
-    if dtype == "float8_e8m0fnu":
-        scales = [2.0 ** (code - 127) for code in range(255)] + [float("nan")]
-        return Encoding(np.dtype("<u1"), 1, _table(np.array(scales, dtype=np.float32)), 2.0**-127, dtype)
+        return part and replace(part, units=2)
+    if dtype in _FLOATS:
+        code, smallest_normal = _FLOATS[dtype]
+        return Encoding(code, 1, smallest_normal, dtype)
     if dtype in _MINIFLOATS:
-        form = _MINIFLOATS[dtype]
-        values = np.array([form.value(code) for code in range(256)], dtype=np.float32)
-        return Encoding(np.dtype("<u1"), 1, _table(values), 2.0 ** (1 - form.bias), dtype)
-    if dtype == "bool":
-        return Encoding(np.dtype("<u1"), 1, _truth, 0.0, dtype)
-    if dtype in _INTEGERS:
-        return Encoding(np.dtype(_INTEGERS[dtype]), 1, _widened, 0.0, dtype)
-    return None
+        return Encoding("<B", 1, 2.0 ** (1 - _MINIFLOATS[dtype].bias), dtype)
+    return Encoding(_INTEGERS[dtype], 1, 0.0, dtype) if dtype in _INTEGERS else None
 
 
 def _as_is(units: Array) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
 
@@ -20,22 +20,19 @@ from ckptfix.core.target import BUFFER, Target
 # In the names of buffers that stay from release to release, which is why `core.buffers` does not list them.
 _SCRATCH = re.compile(r"(mask(?!_token)|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
 
-_MASK = re.compile(r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$")
+_MASK = r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$"
 
 # Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric, and the best
 # result so far. The constraints of GPyTorch have bounds that are infinite for good.
-_RANGE = re.compile(r"(^|[._])((min|max)(_vals?|_values?)?|value|best(_[^.]*)?|(lower|upper)_bound)$")
+_RANGE = r"(^|[._])((min|max)(_vals?|_values?)?|value|best(_[^.]*)?|(lower|upper)_bound)$"
 
 # Tables of diffusion models; 1 / alpha is +Inf at the last step of a schedule that ends in pure noise.
-_SCHEDULE = re.compile(r"(^|[._])(alphas|snr)(_|$)")
+_SCHEDULE = r"(^|[._])(alphas|snr)(_|$)"
 
-_EMBEDDING = re.compile(
-    r"(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos|shared(?=\.weight))(_|\.|$)", re.IGNORECASE
-)
+_EMBEDDING = r"(?i)(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos|shared(?=\.weight))(_|\.|$)"
 
 # Layers that start at zero so that a block starts as the identity, and what else is filled with zeros at first.
-_ZERO_BY_DESIGN = re.compile(
-    r"""(?<![a-z])(
+_ZERO_BY_DESIGN = r"""(?ix)(?<![a-z])(
       \w*lora_(embedding_)?b | lora_up | hada_w2 | lokr_w\d      # adapters: arXiv:2106.09685, LyCORIS, peft
     | b?oft_r | miss_block | \w*_lambda
     | zero_(conv|proj|linear|module)s? | controlnet\w* | input_hint_block | middle_block_out   # arXiv:2302.05543
@@ -48,18 +45,14 @@ _ZERO_BY_DESIGN = re.compile(
     | fc_loc | theta | flow                                           # spatial transformers
     | (mup?_?)?readout\w* | codebook\w* | out_embed\w* | modulator\w* | stn | locali[sz]ation
     | dynamic_(alpha|beta)_fn | [ifzo]gate                            # hyper-connections, xLSTM
-    )(?![a-z])""",
-    re.IGNORECASE | re.VERBOSE,
-)
+    )(?![a-z])"""
 
 
 # The last layer of a classifier, which some models start at zero or at a thousandth of the others.
-_HEAD = re.compile(
-    r"(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])|(^|\.)(\w+_head|output)\.weight$", re.IGNORECASE
-)
+_HEAD = r"(?i)(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])|(^|\.)(\w+_head|output)\.weight$"
 
 # The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use.
-_SCALE_FREE = re.compile(r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$")
+_SCALE_FREE = r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$"
 
 # The last segment of a matrix that torch's own layers, or such as are written like them, have as a parameter.
 _LAYERS_OWN = re.compile(r"(^|_)(weights?|kernel)(_(ih|hh|hr|v|orig|raw))?(_l\d+)?(_reverse)?$|^original\d?$")
@@ -90,23 +83,23 @@ def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
         return target.slots[key].kind == BUFFER
     # The bias of a Linear or a convolution is a vector; one of more dimensions is added to attention scores.
     bias_matrix = split_key(key)[1] == "bias" and len(spec.shape) > 1
-    is_table = len(spec.shape) == 1 and bool(_SCHEDULE.search(split_key(key)[1]))
-    return bias_matrix or is_table or bool(_MASK.search(key) or _RANGE.search(key))
+    is_table = len(spec.shape) == 1 and bool(re.search(_SCHEDULE, split_key(key)[1]))
+    return bias_matrix or is_table or bool(re.search(_MASK, key) or re.search(_RANGE, key))
 
 
 def is_zero_by_design(key: str) -> bool:
     """Return whether matrices of this name are commonly initialised with zeros."""
-    return bool(_ZERO_BY_DESIGN.search(key))
+    return bool(re.search(_ZERO_BY_DESIGN, key))
 
 
 def is_head(key: str) -> bool:
     """Return whether the name is that of a last layer."""
-    return bool(_HEAD.search(key))
+    return bool(re.search(_HEAD, key))
 
 
 def is_scale_free(key: str) -> bool:
     """Return whether the layer divides this matrix by its norm, so that its scale means nothing."""
-    return bool(_SCALE_FREE.search(key))
+    return bool(re.search(_SCALE_FREE, key))
 
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
@@ -130,7 +123,7 @@ def is_layers_own(key: str) -> bool:
 
 def is_embedding(key: str) -> bool:
     """Return whether the name is that of an embedding, a codebook, or learned positions."""
-    return bool(_EMBEDDING.search(key))
+    return bool(re.search(_EMBEDDING, key))
 
 
 def usual_rms(spec: TensorSpec) -> float:
@@ -187,3 +180,9 @@ def _norm(specs: Mapping[str, TensorSpec], keys: list[str], shape: tuple[int, ..
     vectors = [specs[key].shape for name, key in members.items() if name != NUM_BATCHES_TRACKED]
     is_norm = bool(vectors) and all(vector == shape for vector in vectors)
     return Norm(members) if is_norm and members.keys() <= _OF_NORM else None
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of some numbers. To import ``statistics`` took a tenth of the time to the first answer."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from ckptfix.bytes.checksums import crc32, is_open, note_checksum
 from ckptfix.bytes.sources import located
@@ -20,14 +20,11 @@ from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import DISK_BLOCK, FAINT, Storage, TensorSpec, TensorStatistics
 from ckptfix.values.decode import Array, Encoding, Narrowing, encoding
-from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_codes, tally_units
+from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_codes, tally_integers, tally_units
 from ckptfix.values.walk import Walk
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
 PART = 1 << 23  # bytes of a part, which one thread looks at
+FEW = 1 << 12  # bytes of integers that are looked at without numpy, whose import takes longer than a small file
 SAMPLED = 256  # numbers of a tensor that are kept for a histogram
 
 # Bytes that a thread looks at in one go: a signal waits for as many, and handing over fewer would take longer.
@@ -56,41 +53,47 @@ class Scanner:
 
     def feed(self, block: memoryview) -> None:
         """Take in the next bytes. Raises ``ValueError`` if they are not a whole number of elements."""
-        import numpy as np
-
-        unit = self._encoding.unit
-        if block.nbytes % (unit.itemsize * self._encoding.units):
+        if block.nbytes % (self._encoding.itemsize * self._encoding.units):
             raise ValueError(f"{block.nbytes} bytes are not a whole number of elements")
-        units = np.frombuffer(block, dtype=unit)
-        if not len(units):
+        if not block.nbytes:
             return
-        found = self._look_at(units)
+        found = _tally(block, self._encoding, self._narrowing)
         if found.first is not None:
-            found.first = self._index(found.first) if self._order is None else self._least_index(units)
-        self._position += len(units) // self._encoding.units
+            found.first = self._index(found.first) if self._order is None else self._least_index(block)
+        self._position += block.nbytes // self._encoding.itemsize // self._encoding.units
         self.tally.add(found)
 
     def result(self) -> TensorStatistics:
         """Return the statistics of everything that was fed."""
         return statistics_of(self.tally)
 
-    def _look_at(self, units: Array) -> Tally:
-        import numpy as np
-
-        compiled = kernel()
-        if compiled is not None and compiled.takes(self._encoding) and units.flags.aligned:
-            return compiled.tally(units, self._encoding, self._narrowing)
-        with np.errstate(all="ignore"):  # NaN, infinities and subnormals are what we look for
-            return tally_units(units, self._encoding, self._narrowing)
-
     def _index(self, unit: int) -> int:
         return self._position + unit // self._encoding.units
 
-    def _least_index(self, units: Array) -> int:
+    def _least_index(self, block: memoryview) -> int:
         """Return the row-major index of the first number that is not finite, of a block that has some."""
+        import numpy as np
+
         assert self._order is not None
+        units = np.frombuffer(block, self._encoding.unit)
         found = self._position + nonfinite_units(units, self._encoding) // self._encoding.units
         return int(self._order(found).min())
+
+
+def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = None) -> Tally:
+    """Return the figures of the numbers of a block; ``first`` counts units."""
+    compiled = kernel()
+    if compiled is not None and encoding.part in KINDS:
+        return compiled.tally(block, encoding, narrowing)
+    if not encoding.smallest_normal and block.nbytes <= FEW and (numbers := encoding.few(block.tobytes())):
+        return tally_integers(numbers)
+    import numpy as np
+
+    units = np.frombuffer(block, dtype=encoding.unit)
+    if compiled is not None and encoding.itemsize == 1:
+        return tally_codes(units, compiled.count(block), encoding, narrowing)
+    with np.errstate(all="ignore"):  # NaN, infinities and subnormals are what we look for
+        return tally_units(units, encoding, narrowing)
 
 
 def statistics_of(tally: Tally) -> TensorStatistics:
@@ -144,11 +147,10 @@ class Part(NamedTuple):
             scanner.feed(block)
             crc = crc32(block, crc) if self.proved is not None else 0
             if self.place is not None:
-                # A copy: the walk reads the next block into the same memory.
-                words.append(_sampled(block, at + self.place, DISK_BLOCK, "<u8").tobytes())
-            if self.row:
-                is_faint = is_faint or _has_faint(block, at, self.row, self.walk.spec.dtype)
-            sample.append(_decoded(_sampled(block, at, self.distance, self.stored.unit), self.stored))
+                words.append(_sampled(block, at + self.place, DISK_BLOCK, 8))
+            if self.row and not is_faint and (starts := _sampled(block, at, self.row, self.stored.itemsize)):
+                is_faint = _tally(memoryview(starts), self.stored, _FAINT).vanishing > 0
+            sample.append(_decoded(_sampled(block, at, self.distance, self.stored.itemsize), self.stored))
             at += block.nbytes
         if self.proved is not None:
             note_checksum(self.proved, crc)
@@ -157,25 +159,27 @@ class Part(NamedTuple):
         return scanner.tally
 
 
-def _sampled(block: memoryview, at: int, step: int, unit: str | np.dtype[Any]) -> Array:
-    """Return the units at each multiple of ``step`` bytes that are whole in a block, which begins at byte ``at``."""
-    import numpy as np
-
-    first, size = -at % step, np.dtype(unit).itemsize
-    count = (block.nbytes - first - size) // step + 1 if block.nbytes >= first + size else 0
-    units: Array = np.ndarray(count, np.dtype(unit), block, first if count else 0, (step,))
-    return units
+_UNSIGNED: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-def _decoded(units: Array, stored: Encoding) -> bytes:
+def _sampled(block: memoryview, at: int, step: int, size: int) -> bytes:
+    """Return the units of ``size`` bytes at each multiple of ``step`` that are whole in a block, which begins at byte
+    ``at``."""
+    rest = block[-at % step :]
+    units = rest[: rest.nbytes - rest.nbytes % size].cast(_UNSIGNED[size])
+    sampled: memoryview = units[:: step // size]
+    return sampled.tobytes()
+
+
+def _decoded(units: bytes, stored: Encoding) -> bytes:
     """Return numbers as the bytes of float32."""
+    if stored.part == "float32" or not units:
+        return units
+    if (numbers := stored.few(units)) is not None:
+        return array("f", numbers).tobytes()  # what a float32 cannot hold becomes infinite, NaN stays NaN
     import numpy as np
 
-    numbers = stored.decode(units if units.strides == (units.itemsize,) else units.copy())
-    if numbers.itemsize == 4:
-        return numbers.tobytes()
-    with np.errstate(over="ignore", invalid="ignore"):  # what a float32 cannot hold becomes infinite, NaN stays NaN
-        return numbers.astype(np.float32).tobytes()
+    return stored.decode(np.frombuffer(units, stored.unit)).astype(np.float32).tobytes()
 
 
 def _distance(numel: int) -> int:
@@ -188,21 +192,7 @@ def _distance(numel: int) -> int:
     return distance
 
 
-# The bits of dtypes that have such small numbers, and those of `FAINT`; float16 has none.
-_FAINT = {
-    "float64": ("<u8", struct.unpack("<Q", struct.pack("<d", FAINT))[0]),
-    "float32": ("<u4", struct.unpack("<I", struct.pack("<f", FAINT))[0]),
-    "bfloat16": ("<u2", struct.unpack("<I", struct.pack("<f", FAINT))[0] >> 16),
-}
-
-
-def _has_faint(block: memoryview, at: int, row: int, dtype: str) -> bool:
-    """Return whether a row that begins in the block does so with a number below ``FAINT`` that is not zero.
-
-    Bits without a sign are ordered as the magnitudes are; less one, zero is the largest."""
-    unit, bound = _FAINT[dtype]
-    bits = _sampled(block, at, row, unit)
-    return len(bits) > 0 and bool((bits + bits - 1).min() < 2 * bound - 1)
+_FAINT = Narrowing("faint", math.nextafter(FAINT, 0), math.inf)  # float16 has no such small numbers
 
 
 def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
@@ -216,7 +206,7 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
     proved = storage if is_whole and storage is not None and is_open(storage) else None
     place, row = _samples(spec, walk)
-    distance = _distance(distinct * stored.units) * stored.unit.itemsize
+    distance = _distance(distinct * stored.units) * stored.itemsize
     if nbytes <= PART or proved is not None or not walk.is_run:
         return [Part(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance)]
     step = max(PART // size, 1)
@@ -232,7 +222,7 @@ def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int]:
     storage = spec.storage
     if len(spec.shape) < 2 or not walk.is_plain or storage is None or not DTYPES[spec.dtype].is_float:
         return None, 0
-    row = spec.nbytes // spec.shape[0] if spec.dtype in _FAINT else 0
+    row = spec.nbytes // spec.shape[0] if spec.dtype in ("float64", "float32", "bfloat16") else 0
     file = located(storage.source) if storage.crc32 is None and spec.nbytes > DISK_BLOCK else None
     return None if file is None else file.offset + spec.offset * spec.itemsize, row
 
@@ -348,20 +338,13 @@ class Kernel:
             KINDS[dtype], address, two.ctypes.data, one.ctypes.data, len(two), width, two.shape[1], scaling, rounds
         )
 
-    def takes(self, encoding: Encoding) -> bool:
-        """Return whether it knows the numbers."""
-        return encoding.part in KINDS or encoding.unit.itemsize == 1
-
-    def tally(self, units: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-        """Return the figures of a 1-d array of the encoding's unit, aligned; ``first`` counts units."""
-        address = units.__array_interface__["data"][0]
-        if encoding.unit.itemsize == 1:
-            return self._tally_bytes(units, address, encoding, narrowing)
+    def tally(self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
+        """Return the figures of the floats of a block, of one of the ``KINDS``; ``first`` counts units."""
         cast = _NO_CAST if narrowing is None else _Cast(*narrowing.bounds, 1)
-        found = _Figures()
-        self._scan(KINDS[encoding.part], address, len(units), cast, found)
+        found, count = _Figures(), block.nbytes // encoding.itemsize
+        self._scan(KINDS[encoding.part], _aligned(block, encoding.itemsize), count, cast, found)
         return Tally(
-            len(units),
+            count,
             found.nan,
             found.pos_inf,
             found.neg_inf,
@@ -376,13 +359,22 @@ class Kernel:
             None if found.first < 0 else found.first,
         )
 
-    def _tally_bytes(self, units: Array, address: int, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-        """Return the figures of numbers of 8 bits: the library counts how often each code is there."""
+    def count(self, block: memoryview) -> Array:
+        """Return how often each of the 256 bytes is there."""
         import numpy as np
 
         counts = np.zeros(256, np.uint64)
-        self._count(address, len(units), counts.ctypes.data)
-        return tally_codes(units, counts, encoding, narrowing)
+        self._count(_aligned(block, 1), block.nbytes, counts.ctypes.data)
+        return counts
+
+
+def _aligned(block: memoryview, size: int) -> object:
+    """Return a block as an argument of the library; as a copy if it cannot be written to, or begins at another address
+    than a multiple of ``size``."""
+    first = None if block.readonly else ctypes.c_char.from_buffer(block)
+    if first is None or ctypes.addressof(first) % size:
+        first = ctypes.c_char.from_buffer(bytearray(block))
+    return ctypes.byref(first)
 
 
 def strips(matrix: Array) -> Array:

@@ -8,6 +8,7 @@ is known, so everything follows from how often each is there."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -75,6 +76,19 @@ class Tally(Struct):
         self.maximum = max(self.maximum, other.maximum)
         if other.first is not None:
             self.first = other.first if self.first is None else min(self.first, other.first)
+
+
+def tally_integers(numbers: Sequence[float]) -> Tally:
+    """Return the figures of a few integers."""
+    count = len(numbers)
+    return Tally(
+        count,
+        zeros=numbers.count(0),
+        minimum=float(min(numbers)),
+        maximum=float(max(numbers)),
+        mean=sum(numbers) / count,
+        rms=math.sqrt(sum(number * number for number in numbers) / count),
+    )
 
 
 def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:

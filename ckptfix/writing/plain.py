@@ -256,7 +256,7 @@ def _class_name(value: Any) -> str:
 
 _LONGEST_RANGE = 10_000
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
-_OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)\w+\.\w+")
+_OPTIMIZER = r"torch\.optim\.(?!lr_scheduler|swa_utils)\w+\.\w+"
 
 
 def today(name: Global) -> str:
@@ -280,7 +280,7 @@ def natural_form(value: Opaque) -> Any:
     if name.startswith("omegaconf."):
         attributes = value.attributes
         return attributes.get("_content", attributes.get("_val", dict(attributes)))
-    if _OPTIMIZER.fullmatch(name) and (made := _optimizer(value.attributes)):
+    if re.fullmatch(_OPTIMIZER, name) and (made := _optimizer(value.attributes)):
         return made
     held = [part for part in (value.args, value.kwargs, value.items, value.pairs, value.state) if part]
     if value.pairs and not value.items and (not value.state or value.attributes):

@@ -125,7 +125,7 @@ END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two
 ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
 _TAIL = 65535 + END.size + LOCATOR.size  # the end record has a comment of at most 65535 bytes after it
 _FEW = 256  # bytes that are looked at first: few archives have a comment
-_PLACE = re.compile(r"(?:^|(?<=/))(?:data|tensors)/")  # where a torch file keeps its storages
+_PLACE = r"(?:^|(?<=/))(?:data|tensors)/"  # where a torch file keeps its storages
 _LARGEST = 64 << 20  # bytes of a damaged directory that are looked at
 
 # What every archive of torch.package has below its root: the modules that it does not bring along.
@@ -277,7 +277,7 @@ def is_torch_save(names: list[str]) -> bool:
     present, roots = set(names), set(_roots(names, "data.pkl"))
     if any(f"{root}version" in present for root in roots):
         return True
-    return any(name[: place.start()] in roots for name in names for place in _PLACE.finditer(name))
+    return any(name[: place.start()] in roots for name in names for place in re.finditer(_PLACE, name))
 
 
 def is_torchscript(names: list[str]) -> bool:

@@ -38,15 +38,15 @@ _PYTHON_2 = {
     "_operator": "operator",
     "_functools": "functools",
 }
-_MOVED = re.compile(r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)")
+_MOVED = r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)"
 # A class that another release of torch may have: not trusted by name, and nothing that an attack could use.
-_TORCH_CLASS = re.compile(r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\._?[A-Z]\w*")
+_TORCH_CLASS = r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\._?[A-Z]\w*"
 
-_NUMBER = re.compile(
+_NUMBER = (
     r"numpy\.(u?int|float|complex|bool|str|bytes|datetime|timedelta|void|long|half)[a-z]*\d*_?|numpy\.dtypes\.\w+DType"
 )
-_REBUILDER = re.compile(r"_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_index)", re.I)
-_SPECIAL = re.compile(r"__\w+__")
+_REBUILDER = r"(?i)_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_index)"
+_SPECIAL = r"__\w+__"
 
 
 @cache
@@ -65,7 +65,7 @@ def canonical(name: str) -> str:
     """Return the name under which a global is looked up: that of Python 3, of numpy 1, and of today's torch.ao."""
     root, dot, rest = name.partition(".")
     name = f"{_PYTHON_2.get(root, root)}{dot}{rest}".replace("numpy._core.", "numpy.core.")
-    return f"torch.ao.{name[6:]}" if _MOVED.match(name) else name
+    return f"torch.ao.{name[6:]}" if re.match(_MOVED, name) else name
 
 
 def is_trusted(name: str) -> bool:
@@ -75,7 +75,7 @@ def is_trusted(name: str) -> bool:
     places = range(len(parts) - 1, 0, -1)  # zoneinfo: ZoneInfo._unpickle
     if any(".".join(parts[place:]) in trusted.get(".".join(parts[:place]), ()) for place in places):
         return True
-    return _NUMBER.fullmatch(name) is not None or _TORCH_CLASS.fullmatch(name) is not None
+    return re.fullmatch(_NUMBER, name) is not None or re.fullmatch(_TORCH_CLASS, name) is not None
 
 
 def is_known(root: str) -> bool:
@@ -89,7 +89,7 @@ def is_payload(name: str) -> bool:
     root, inner = parts[0], parts[1:-1]
     if is_trusted(name):
         return False
-    if any(_SPECIAL.fullmatch(part) for part in parts[1:]) or any(part in _listed("anywhere") for part in inner):
+    if any(re.fullmatch(_SPECIAL, part) for part in parts[1:]) or any(part in _listed("anywhere") for part in inner):
         return True
     if any(".".join(parts[:depth]) in _listed("callers") for depth in range(2, len(parts) + 1)):
         return True
@@ -125,7 +125,7 @@ def runs_code(name: str) -> bool:
     last = rest.rpartition(".")[2]
     if root in _listed("packages"):
         is_class = last.lstrip("_")[:1].isupper() or last.endswith(("_matrix", "_array"))
-        return not (is_class or _REBUILDER.match(last))
+        return not (is_class or re.match(_REBUILDER, last))
     if root in _listed("common") and last == rest and last[:1].isupper():
         return canonical(name) in _listed("callers")
     return not is_trusted(name)
@@ -180,10 +180,10 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
 
 
 LENGTH_LIMIT = 8 << 20  # characters of code that are looked at; graphs of the largest models stay far below
-_IGNORED = re.compile(r"#[^\n]*")
-_STRING = re.compile(r"(?i:\b[rbuf]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")")
-_WORDS = re.compile(r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?")
-_IMPORT = re.compile(r"import ([\w.]+)(?: as \w+)?|from ([\w.]+) import (\w+)(?: as \w+)?|NoneType = type\(None\)")
+_IGNORED = r"#[^\n]*"
+_STRING = r"(?i:\b[rbuf]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")"
+_WORDS = r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?"
+_IMPORT = r"import ([\w.]+)(?: as \w+)?|from ([\w.]+) import (\w+)(?: as \w+)?|NoneType = type\(None\)"
 
 _HARMLESS_MODULES = frozenset("math operator _operator typing collections inspect".split())
 _SYNTAX = frozenset("import from lambda class global nonlocal yield while try except raise async await exec".split())
@@ -203,7 +203,7 @@ def is_graph_code(body: Any, imports: Any) -> bool:
 
 
 def _is_harmless_import(line: str) -> bool:
-    found = _IMPORT.fullmatch(line)
+    found = re.fullmatch(_IMPORT, line)
     if found is None:
         return not line
     name = found[1] or found[2]
@@ -226,10 +226,10 @@ def _is_harmless_code(code: str) -> bool:
         texts.append(found[1])
         return "''"
 
-    code = _IGNORED.sub("", _STRING.sub(keep, code))
+    code = re.sub(_IGNORED, "", re.sub(_STRING, keep, code))
     if "\\" in code or any("__" in text for text in texts):
         return False
-    return all(_is_harmless_word(found) for found in _WORDS.finditer(code))
+    return all(_is_harmless_word(found) for found in re.finditer(_WORDS, code))
 
 
 def _is_harmless_word(found: re.Match[str]) -> bool:

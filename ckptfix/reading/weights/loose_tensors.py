@@ -22,12 +22,12 @@ from ckptfix.reading.weights.modules import is_module, module_parts
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_flat_weights"})
 
 # Names of what a model keeps from its last run, or of what is around it.
-_PASSING = re.compile(
+_PASSING = (
     r"(^|_)(hooks?|grads?|gradients?|cached?|caches|example|dummy|config|hparams|optimi[sz]ers?|optim|trainer)(_|$)"
 )
 
 # Classes whose tensors are no part of a model.
-_AROUND = re.compile(r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|lightning|accelerate)\.")
+_AROUND = r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|lightning|accelerate)\."
 
 
 def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Fact]:
@@ -123,9 +123,11 @@ class _Walk:
                 parts = module_parts(value) or {}
                 pending += [parts["_parameters"], parts["_buffers"], parts["_modules"]]
                 pending += [child for _, child in _attributes(value)]
-            elif not _AROUND.match(str(value.cls)):
+            elif not re.match(_AROUND, str(value.cls)):
                 pending += [value.args, value.items, value.pairs, None if value.attributes else value.state]
-                pending += [child for name, child in value.attributes.items() if not _PASSING.search(str(name).lower())]
+                pending += [
+                    child for name, child in value.attributes.items() if not re.search(_PASSING, str(name).lower())
+                ]
 
 
 def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
@@ -136,7 +138,7 @@ def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
     parameters = attributes.get("_parameters")
     names = parameters if isinstance(parameters, dict) else {}
     for name, value in attributes.items():
-        if not isinstance(name, str) or name in _OWN or _PASSING.search(name.lower()):
+        if not isinstance(name, str) or name in _OWN or re.search(_PASSING, name.lower()):
             continue
         if isinstance(value, TensorSpec):
             # `original_inv_freq` comes and goes between releases as `inv_freq` does.

@@ -21,9 +21,9 @@ from ckptfix.reading.pickles.claims import TypedStorage
 
 SCRIPT_OBJECT = "torch.ScriptObject"
 
-_QUANTIZED = re.compile(r"torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(dynamic\.|reference\.)?(modules\.)?")
-_OBSERVER = re.compile(r"torch\.(ao\.)?quantization\.observer\.\w*(MinMax|Histogram)Observer")
-_QAT_CONV = re.compile(r"torch\.(ao\.)?nn\.intrinsic\.qat\.modules\.conv_fused\.ConvBn(ReLU)?[123]d")
+_QUANTIZED = r"torch\.(ao\.)?nn\.(intrinsic\.)?quantized\.(dynamic\.|reference\.)?(modules\.)?"
+_OBSERVER = r"torch\.(ao\.)?quantization\.observer\.\w*(MinMax|Histogram)Observer"
+_QAT_CONV = r"torch\.(ao\.)?nn\.intrinsic\.qat\.modules\.conv_fused\.ConvBn(ReLU)?[123]d"
 
 
 def is_packed_convolution(value: Any) -> bool:
@@ -31,7 +31,7 @@ def is_packed_convolution(value: Any) -> bool:
     scale, zero_point, training``."""
     return (
         isinstance(value, Opaque)
-        and _QUANTIZED.match(str(value.cls)) is not None
+        and re.match(_QUANTIZED, str(value.cls)) is not None
         and "Conv" in value.cls.name
         and isinstance(value.state, tuple)
         and len(value.state) >= 13
@@ -63,13 +63,13 @@ def composed_class(value: Any) -> str:
     return str(cls) if is_composed else ""
 
 
-_LOW_BIT = re.compile(r"torchao\.(optim|prototype\.low_bit_optim)\.subclass_\w+\.OptimState\w+")
+_LOW_BIT = r"torchao\.(optim|prototype\.low_bit_optim)\.subclass_\w+\.OptimState\w+"
 
 
 def is_low_bit_moment(name: str) -> bool:
     """Return whether a class is one of torchao's for the moments of its 4-bit, 8-bit and fp8 optimizers, which ``import
     torchao`` allows under ``weights_only=True``."""
-    return _LOW_BIT.fullmatch(name) is not None
+    return re.fullmatch(_LOW_BIT, name) is not None
 
 
 def rebuilding_call(value: Any) -> str:
@@ -89,11 +89,11 @@ def part_names(value: Any) -> list[str]:
 def quantized_version(module: Opaque) -> int | None:
     """Return the version of a quantised module's class, None if it is not one that ever left version 1."""
     name = str(module.cls)
-    if _OBSERVER.fullmatch(name):
+    if re.fullmatch(_OBSERVER, name):
         return 3
-    if _QAT_CONV.fullmatch(name):
+    if re.fullmatch(_QAT_CONV, name):
         return 2
-    if not _QUANTIZED.match(name) or ".reference." in name:
+    if not re.match(_QUANTIZED, name) or ".reference." in name:
         return None
     is_dynamic = ".dynamic." in name
     if module.cls.name in ("RNNBase", "LSTM", "GRU"):
@@ -111,7 +111,7 @@ def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tupl
         yield "weight", weight
         yield "bias", bias
         yield from _scale({"scale": scale, "zero_point": zero_point})
-    elif not _QUANTIZED.match(str(module.cls)):
+    elif not re.match(_QUANTIZED, str(module.cls)):
         return
     elif module.cls.name == "LinearPackedParams":
         yield from _linear(module)
@@ -131,7 +131,7 @@ def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
     """Yield the entries behind a module's children: the packed weights that torch.fx hangs on a graph."""
     attributes = module.attributes
     for name in sorted(map(str, attributes)):  # a crafted instance dict may have keys that are no text
-        if "_packed_weight" in name and is_packed(attributes.get(name)) and not _QUANTIZED.match(str(module.cls)):
+        if "_packed_weight" in name and is_packed(attributes.get(name)) and not re.match(_QUANTIZED, str(module.cls)):
             yield name, attributes[name]
 
 
