@@ -3,10 +3,11 @@
 ## What it finds
 Floating matrices and kernels in which every value is exactly zero, and of which neither the model's own
 initialisation nor, without a model, the name says that they start at zero by design. More kinds may start there: a
-last layer by name, matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks, none of them
-alive), and those in a block with a scale of one number beside its layers, as Fixup has. They are a note unless the file
-says that it was trained, by its optimizer, its step count or the batches of its norms. Without a model, a matrix that
-is not called a weight or kernel (`latent_avg`, `confusion`) is a note always: buffers look like that.
+last layer by name or together with its bias, matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of
+all blocks, none of them alive), and those in a block with a scale of one number beside its layers, as Fixup has. They
+are a note unless the file says that it was trained, by its optimizer, its step count or the batches of its norms.
+Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note always: buffers
+look like that.
 
 Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
 are biases if all of the file are zero. It is an error where most matrices of the file are zero. A LoRA adapter in which
@@ -101,15 +102,12 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
                     fix=fix,
                     remedies=from_elsewhere(rule),
                 )
-    for leaf, what in (("weight", "weights of norms"), ("bias", "biases")):
-        vectors = [key for key in statistics if split_key(key)[1] == leaf and len(specs[key].shape) == 1]
-        if leaf == "weight":
-            vectors = [key for key in vectors if statistics[key].all_zero]
-        if (
-            len(vectors) > 1
-            and all(statistics[key].all_zero for key in vectors)
-            and reported.keys().isdisjoint(vectors)
-        ):
+    ends = {key: split_key(key)[1] for key in statistics if len(specs[key].shape) == 1}
+    gammas = [key for key, end in ends.items() if end == "weight" and statistics[key].all_zero]
+    biases = [key for key, end in ends.items() if end.startswith("bias") and specs[key].numel > 1]  # bias_ih_l0 too
+    for vectors, what in ((gammas, "weights of norms"), (biases, "biases")):
+        is_zero = all(statistics[key].all_zero for key in vectors)
+        if len(vectors) > 1 and is_zero and reported.keys().isdisjoint(vectors):
             yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
     untrained = _untrained_adapter(statistics)
     if untrained and reported.keys().isdisjoint(untrained):
@@ -144,9 +142,15 @@ def _excused(suspects: list[str], matrices: list[str], context: Context, is_trai
     excused = {key for key in suspects if not is_layers_own(key)}
     if not is_trained:
         excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
-        excused |= {key for key in matrices[-1:] if key in suspects and re.search(_LAST, key)}
+        last = [key for key in matrices[-1:] if key in suspects]
+        excused |= {key for key in last if re.search(_LAST, key) or _has_zero_bias(key, context.statistics)}
         excused |= _in_every_block(set(suspects), matrices)
     return [key for key in suspects if key in excused]
+
+
+def _has_zero_bias(key: str, statistics: Figures) -> bool:
+    bias = statistics.get(f"{split_key(key)[0]}bias")
+    return bias is not None and bias.all_zero
 
 
 def _closed_branches(zero: list[str], context: Context) -> frozenset[str]:

@@ -1,9 +1,10 @@
 """VAL205 constant: a weight matrix in which every value is the same.
 
 ## What it finds
-Floating matrices and kernels of 64 elements or more, named `weight`, in which every value is one and the same number
-other than zero. Quiet where the model starts the layer so, and without a model for 1 (norms over several dimensions),
-for the mean over the inputs (`1/fan_in`, `1/kernel size`: fixed blur and average kernels), and for norms by name.
+Floating matrices and kernels of 64 elements or more, named `weight` (of an LSTM or GRU too), in which every value is
+one and the same number other than zero. Quiet where the model starts the layer so, and without a model for 1 (norms
+over several dimensions), for the mean over the inputs (`1/fan_in`, `1/kernel size`: fixed blur and average kernels),
+and for norms by name.
 
 ## Why it matters
 All outputs of such a layer are the same, and so are their gradients: it never learns to tell them apart. It is what a
@@ -31,6 +32,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
 SMALLEST = 64  # elements below which a matrix of one value may be meant so
+_WEIGHT = r"weight(_[ih]h_l\d+(_reverse)?)?$"
 _SCALE = r"(?i)(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$"
 
 
@@ -64,7 +66,7 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
     spec = context.checkpoint.specs[key]
     if spec.numel < SMALLEST:
         return False
-    if not key.endswith("weight") or not is_matrix(key, spec, context.target):
+    if not re.search(_WEIGHT, key) or not is_matrix(key, spec, context.target):
         return False
     if key in context.initial:
         return not _is_flat(context.initial[key])

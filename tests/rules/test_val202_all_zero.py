@@ -163,6 +163,22 @@ def test_the_last_layer_by_its_name_and_place(key):
     assert [finding.level for finding in propose(all_zero, state | {"z.weight": torch.ones(8, 8)})] == [Level.WARNING]
 
 
+def test_the_last_layer_with_its_bias():
+    state = net(net__4__weight=(8, 8), net__4__bias=(8,))
+    assert [(finding.level, finding.keys) for finding in propose(all_zero, state)] == [(Level.NOTE, ("net.4.weight",))]
+    alive = state | {"net.4.bias": torch.ones(8)}
+    assert [finding.level for finding in propose(all_zero, alive)] == [Level.WARNING]
+    assert [finding.level for finding in propose(all_zero, state | {"z.weight": torch.ones(8, 8)})] == [Level.WARNING]
+
+
+@pytest.mark.parametrize("model", [nn.GRU(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))])
+def test_biases_that_are_all_zero(model):
+    state = model.state_dict()
+    lost = {key: value * 0 if "bias" in key else value for key, value in state.items()}
+    assert [finding.level for finding in propose(all_zero, lost)] == [Level.NOTE]
+    assert propose(all_zero, state) == []
+
+
 def test_an_adapter_alone_is_no_file_of_zeros():
     state = {f"base_model.model.layers.{index}.q_proj.boft_R": torch.zeros(8, 8) for index in range(4)}
     assert propose(all_zero, state) == []

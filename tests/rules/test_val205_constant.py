@@ -41,11 +41,12 @@ def test_a_layer_that_the_model_fills_so_is_quiet():
     assert [finding.keys for finding in propose(constant, model.state_dict(), nn.Linear(16, 16))] == [("weight",)]
 
 
-def test_a_matrix_of_one_value_is_a_warning():
-    (finding,) = propose(constant, {"fc.weight": torch.full((16, 16), 0.3)})
-    assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, ("fc.weight",), None)
+@pytest.mark.parametrize("key", ["fc.weight", "rnn.weight_hh_l0", "rnn.weight_ih_l1_reverse"])
+def test_a_matrix_of_one_value_is_a_warning(key):
+    (finding,) = propose(constant, {key: torch.full((16, 16), 0.3)})
+    assert (finding.level, finding.keys, finding.fix) == (Level.WARNING, (key,), None)
     assert finding.message == "1 weight matrix is of a single value"
-    assert finding.evidence["tensors"]["fc.weight"]["value"] == pytest.approx(0.3)
+    assert finding.evidence["tensors"][key]["value"] == pytest.approx(0.3)
 
 
 def test_it_is_replaced_where_that_was_asked_for():
