@@ -173,13 +173,14 @@ class Delta(Struct, frozen=True):
     """What one layer of an adapter does to a tensor.
 
     ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
-    (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``experts`` (a product for each expert), ``bias`` (a
-    vector is added), ``scale`` (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all
-    of it is). ``transposed``: the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype
-    before it is added. ``is_narrow``: the factors, too, are rounded to it. ``weight``, a factor of
-    ``scaling``, is the user's. ``expert``: the factors are those of all experts, and this tensor is a part of one: its
-    number, their number, and the first row of the product and one past the last. ``within``: the first row that changes
-    and one past the last, in a stack whose rows are those of all experts, one after another."""
+    (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``experts`` (a product for each expert), ``hadamard``
+    and ``kronecker`` (LoHa and LoKr, whose factors are known by their names), ``bias`` (a tensor is added), ``scale``
+    (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all of it is). ``transposed``:
+    the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
+    ``is_narrow``: the factors, too, are rounded to it. ``weight``, a factor of ``scaling``, is the user's. ``expert``:
+    the factors are those of all experts, and this tensor is a part of one: its number, their number, and the first row
+    of the product and one past the last. ``within``: the first row that changes and one past the last, in a stack whose
+    rows are those of all experts, one after another, or in a matrix."""
 
     adapter: str
     form: str
@@ -192,6 +193,11 @@ class Delta(Struct, frozen=True):
     weight: float = 1.0
     expert: Shape = ()
     within: Shape = ()
+
+    @property
+    def has_magnitude(self) -> bool:
+        """Whether it is one of DoRA."""
+        return self.form in ("linear", "conv") and len(self.factors) == 3
 
     @property
     def source(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ from ckptfix.reading.opening import open_file
 
 CONFIG = "adapter_config.json"
 
+# The matrices of LoHa, all of which a layer has, and those of LoKr: `w1` and `w2`, each whole or as a product.
+HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+KRONECKER = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+
 # What a tensor of a layer is, by its name.
 _ROLES = {
     **dict.fromkeys(("lora_A", "lora_down", "lora.down", "lora_linear_layer.down"), "A"),
@@ -30,7 +34,12 @@ _ROLES = {
     **{"lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"},
     **{"ia3_l": "scale", "token_adapter.trainable_tokens_delta": "tokens", "alpha": "alpha"},
     "lora_B.bias": "bias",
+    "dora_scale": "magnitude",
+    **{name: name for name in (*HADAMARD, *KRONECKER)},
+    **{"diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b"},
 }
+# Names of these may be those of parameters of a model too, if the file is not one of a trainer.
+_DIFFERENCES = frozenset(("diff", "diff_b"))
 
 _NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=True))
 _TENSOR = re.compile(
@@ -44,7 +53,7 @@ _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
 )
-_FOREIGN = re.compile(r"(?:^|[._])(hada_\w+|lokr_\w+|oft_\w+|boft_\w+|vera_\w+|dora_scale|lora_mid)(?:\.|$)")
+_FOREIGN = re.compile(r"(?:^|[._])(hada_t\d|lokr_t2|oft_\w+|boft_\w+|vera_\w+|lora_mid|scalar)(?:\.|$)")
 _BASE = "base_model.model."
 
 # Patterns of layers that take no more than some thousand steps, whatever they are matched with.
@@ -65,6 +74,8 @@ _VARIANTS = {
 # Settings of peft under which each layer has another tensor, too.
 _LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
 
+_MERGED = ("LORA", "LOHA", "LOKR", "IA3")
+
 # Types of peft that have nothing to merge.
 _PROMPTS = frozenset(
     "ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split()
@@ -76,7 +87,7 @@ _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 class AdapterLayer(Struct, frozen=True):
     """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
-    ``bias``, ``scale``, ``tokens``, ``alpha``)."""
+    ``bias``, ``scale``, ``tokens``, ``alpha``, ``diff`` and ``diff_b``, and the names of LoHa and LoKr)."""
 
     # Its name in the model, without the prefixes of wrappers and of the component; with underscores for dots in a file
     # of kohya.
@@ -85,6 +96,23 @@ class AdapterLayer(Struct, frozen=True):
     depth: int  # how many layers of adapters it was wrapped in
     keys: Mapping[str, str]
     is_embedding: bool = False
+
+    @property
+    def is_kronecker(self) -> bool:
+        """Whether it is one of LoKr."""
+        return bool({"lokr_w1", "lokr_w1_a"} & self.keys.keys())
+
+    @property
+    def type(self) -> str:
+        """The name of its type."""
+        for role, name in (("scale", "IA3"), ("hada_w1_a", "LoHa"), ("magnitude", "DoRA"), ("A", "LoRA")):
+            if role in self.keys:
+                return name
+        return "LoKr" if self.is_kronecker else "LoRA"
+
+
+# The roles whose first axis is the rank.
+_WITH_RANK = ("A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")
 
 
 class Adapter(Struct, frozen=True):
@@ -119,9 +147,13 @@ class Adapter(Struct, frozen=True):
         parts = {key.removeprefix(start): value for key, value in (self.config or {}).items() if key.startswith(start)}
         return parts or self.config
 
+    def with_rank(self, layer: AdapterLayer) -> TensorSpec | None:
+        """Return the spec of the tensor of a layer whose first axis is the rank."""
+        return next((spec for role in _WITH_RANK if (spec := self.spec(layer, role)) is not None), None)
+
     def rank(self, layer: AdapterLayer) -> int:
         """Return the rank of a layer."""
-        config, one = self.settings(layer), self.spec(layer, "A")
+        config, one = self.settings(layer), self.with_rank(layer)
         stored = 0 if one is None or not one.shape else one.shape[0]
         path, source = self.path or self.checkpoint.path, "fetch the adapter again"
         if config is not None and not self.is_kohya and "r" in config:
@@ -133,13 +165,17 @@ class Adapter(Struct, frozen=True):
 
     def scaling(self, layer: AdapterLayer) -> float:
         """Return the factor of a layer's product. Raises ``AdapterError`` if the file does not say it."""
-        config, rank = self.settings(layer), self.rank(layer)
+        config = self.settings(layer)
+        is_full = layer.is_kronecker and self.with_rank(layer) is None
+        if is_full and not (config and "r" in config):
+            return self.weight  # as LyCORIS takes it
+        rank, own = self.rank(layer), "lora_alpha" if "lora_alpha" in (config or {}) else "alpha"
         if "alpha" in layer.keys:
             if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
                 raise AdapterError(f"{self.path}: {layer.keys['alpha']} is not one number; fetch the adapter again")
             alpha = float(self.checkpoint.read(layer.keys["alpha"]))
-        elif config is not None and "lora_alpha" in config:
-            alpha = _by_pattern(config, "alpha_pattern", layer.module, config["lora_alpha"])
+        elif config is not None and own in config:
+            alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
             alpha = rank  # as diffusers takes it
         else:
@@ -188,6 +224,9 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
         component = None if is_peft else _COMPONENT.match(match["module"])
+        if role in _DIFFERENCES and (component is None or component["dotted"] not in (None, "diffusion_model")):
+            saved.update({key: key} if path else {})
+            continue
         prefix = "" if component is None else component["dotted"] or component["kohya"]
         module = match["module"][len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
@@ -313,15 +352,37 @@ def _refuse(adapter: Adapter, path: str) -> None:
             f"{path}: an adapter of the type {kind}, which adds to the model's input and changes no weights; load "
             "it beside the model, in peft with PeftModel.from_pretrained()"
         )
-    if kind not in ("LORA", "IA3") or (foreign is not None and adapter.path):
-        what = kind if kind not in ("LORA", "IA3") else foreign
+    if kind not in _MERGED or (foreign is not None and adapter.path):
+        what = kind if kind not in _MERGED else foreign
         raise AdapterError(
-            f"{path}: an adapter of the type {what}; ckptfix merges LoRA, DoRA and IA3: merge it with what trained it "
-            "(in peft: merge_and_unload())"
+            f"{path}: an adapter of the type {what}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: merge it with what "
+            "trained it (in peft: merge_and_unload())"
+        )
+    types = {layer.type.upper() for layer in adapter.layers}
+    if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} - {"LORA", "IA3"}:
+        raise AdapterError(
+            f"{path}: {CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}; "
+            f"take the {CONFIG} that was saved with it"
         )
     for name, words in _VARIANTS.items():
         if config.get(name):
             raise AdapterError(f"{path}: trained with {words} and cannot be merged from its matrices only; use peft")
+
+
+def _matrices(layer: AdapterLayer) -> Sequence[str]:
+    """Return the roles of the matrices that a layer has to have."""
+    if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
+        return ()
+    if layer.is_kronecker or "lokr_w2" in layer.keys or "lokr_w2_a" in layer.keys:
+        return [
+            each
+            for name in ("lokr_w1", "lokr_w2")
+            for each in ((name,) if name in layer.keys else (f"{name}_a", f"{name}_b"))
+        ]
+    return HADAMARD if layer.keys.keys() & set(HADAMARD) else ("A", "B")
+
+
+_MATRICES = ("A", "B", *HADAMARD, *KRONECKER)
 
 
 def check_alone(adapter: Adapter) -> None:
@@ -336,7 +397,9 @@ def check_alone(adapter: Adapter) -> None:
     # The components of a pipeline are trained apart: each may have been saved with or without them.
     scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
     lacking = [
-        layer for layer in adapter.layers if layer.component in scaled and {"A", "alpha"} & layer.keys.keys() == {"A"}
+        layer
+        for layer in adapter.layers
+        if layer.component in scaled and {*_WITH_RANK} & layer.keys.keys() and "alpha" not in layer.keys
     ]
     if lacking:
         raise AdapterError(
@@ -344,21 +407,33 @@ def check_alone(adapter: Adapter) -> None:
             f"{lacking[0].module}; fetch the adapter again"
         )
     for layer in adapter.layers:
-        one, two = adapter.spec(layer, "A"), adapter.spec(layer, "B")
         if {"scale", "tokens"} & layer.keys.keys():
             continue
-        if one is None or two is None:
-            raise AdapterError(f"{path}: {layer.module} has only one of its two matrices; fetch the adapter again")
-        if 0 in (one.numel, two.numel):
+        matrices = _matrices(layer)
+        if other := next((role for role in _MATRICES if role in layer.keys and role not in matrices), ""):
+            raise AdapterError(
+                f"{path}: {layer.module} has matrices of two types ({matrices[0]} and {other}); merge it with what "
+                "trained it"
+            )
+        specs = [spec for role in matrices if (spec := adapter.spec(layer, role)) is not None]
+        if len(specs) < len(matrices):
+            raise AdapterError(
+                f"{path}: {layer.module} has only {len(specs)} of its {len(matrices)} matrices; fetch the adapter again"
+            )
+        if any(spec.numel == 0 for spec in specs):
             raise AdapterError(
                 f"{path}: {layer.module} has a matrix of no elements, as ZeRO-3 and FSDP save what was not gathered; "
                 "gather the parameters, and save the adapter again"
             )
-        if adapter.config is None:
+        if adapter.config is None or not specs:
             continue
         adapter.scaling(layer)
-        rank = adapter.rank(layer)
-        if one.shape[:1] != (rank,) and not (adapter.settings(layer) or {}).get("target_parameters"):
+        rank, one = adapter.rank(layer), adapter.with_rank(layer)
+        if (
+            one is not None
+            and one.shape[:1] != (rank,)
+            and not (adapter.settings(layer) or {}).get("target_parameters")
+        ):
             raise AdapterError(
                 f"{path}: {layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} "
                 f"says {rank}; take the {CONFIG} that was saved with it"

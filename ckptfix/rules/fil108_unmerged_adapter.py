@@ -29,7 +29,7 @@ product is not in the file but in `adapter_config.json`.
 
 - https://huggingface.co/docs/peft/main/en/developer_guides/checkpoint
 - https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2402.09353 (DoRA)
-- https://arxiv.org/abs/2205.05638 (IA3)"""
+- https://arxiv.org/abs/2205.05638 (IA3), https://arxiv.org/abs/2309.14859 (LoHa and LoKr)"""
 
 from __future__ import annotations
 
@@ -204,13 +204,13 @@ def _in_words(sizes: Mapping[str, float]) -> str:
 
 def _kind(adapter: Adapter) -> str:
     """Return what an adapter is, in words: its type, its ranks, and how many rows those of several experts take."""
-    roles = {role for layer in adapter.layers for role in layer.keys}
-    if "scale" in roles:
+    types = {layer.type for layer in adapter.layers}
+    if "IA3" in types:
         return "an IA3 adapter"
     ranks: Counter[int] = Counter()
     stacked: set[int] = set()
     for layer in adapter.layers:
-        if (one := adapter.spec(layer, "A")) is not None and one.shape:
+        if (one := adapter.with_rank(layer)) is not None and one.shape:
             try:
                 rank = adapter.rank(layer)
             except AdapterError:  # the configuration is wrong, which the merge says
@@ -219,7 +219,8 @@ def _kind(adapter: Adapter) -> str:
             stacked |= {one.shape[0]} - {rank}
     common = ", ".join(str(rank) for rank, _ in ranks.most_common(3))
     rows = f" ({' or '.join(map(str, sorted(stacked)[:3]))} rows: one rank after another for each expert)"
-    return f"a {'DoRA' if 'magnitude' in roles else 'LoRA'} adapter of rank {common}" + (rows if stacked else "")
+    kind = next(name for name in ("DoRA", "LoHa", "LoKr", "LoRA") if name in types)
+    return f"a {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
 
 
 def _config_of(path: str) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from ckptfix.core.target import Target
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.maps.library import aliases
 from ckptfix.maps.resolving import Move
-from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, config_beside, model_config
+from ckptfix.reading.adapters import CONFIG, HADAMARD, KRONECKER, Adapter, AdapterLayer, config_beside, model_config
 
 # What peft puts into the names of a model in which it has wrapped layers.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
-_TAKEN_OFF = ("linear", "conv", "experts", "bias", "scale")
+_TAKEN_OFF = ("linear", "conv", "experts", "hadamard", "kronecker", "bias", "scale")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 _HEADS = ("lm_head", "embed_out")
 # Layers of diffusion models as their authors name them, and not diffusers.
@@ -67,10 +68,10 @@ def find_merge(
         twins[spec.view].append(key)
     for adapter in adapters:
         for key, delta in _deltas(checkpoint, adapter, merge, target):
-            if undo and (delta.form not in _TAKEN_OFF or len(delta.factors) > 2):
+            if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
                 raise AdapterError(
                     f"{adapter.path}: {key} cannot be given back: the adapter has "
-                    f"{'the norms of DoRA' if len(delta.factors) > 2 else 'new values for it'}, and the old ones are "
+                    f"{'the norms of DoRA' if delta.has_magnitude else 'new values for it'}, and the old ones are "
                     "in no file; take the base itself"
                 )
             if undo and delta.form == "scale" and not adapter.checkpoint.read(delta.factors[0]).all():
@@ -279,9 +280,7 @@ def _placed(
     )
     is_parameter = is_stacked and ("experts" in key.split(".") or key.endswith(".gate.weight"))
     for real, expert, within in places.get(key, [(key, (), ())]):
-        if (expert or within) and (
-            delta.form not in ("linear", "experts") or delta.transposed or len(delta.factors) > 2
-        ):
+        if (expert or within) and (delta.form not in ("linear", "experts") or delta.transposed or delta.has_magnitude):
             raise AdapterError(
                 f"{adapter.path}: changes {layer.module} as another release or library has it, and not by two "
                 f"matrices; merge it into a base with its names: in this one, {key} is joined or split ({real})"
@@ -505,6 +504,11 @@ class _Orientation:
         module, _, leaf = key.rpartition(".")
         return [self.specs[name] for name in (f"{module}.bias",) if leaf == "weight" and name in self.specs]
 
+    def is_conv1d(self, key: str) -> bool:
+        """Return whether a layer is known to have its inputs first."""
+        kind = self.classes.get(key.rpartition(".")[0])
+        return "Conv1D" in kind if kind else True in self.seen.get(_leaf(key), ())
+
     def is_turned(self, layer: AdapterLayer, key: str) -> bool:
         """Return whether a square layer has its inputs first. Raises ``AdapterError`` if nothing says so."""
         leaf = _leaf(key)
@@ -549,7 +553,13 @@ def _of_layer(
     if "tokens" in layer.keys:
         yield key, Delta(path, "rows", (layer.keys["tokens"],), rows=_token_rows(adapter, layer, spec))
         return
-    product = _product(adapter, layer, key, spec, turned)
+    for role, name in (("diff", key), ("diff_b", f"{key.rpartition('.')[0]}.bias")):
+        if role in layer.keys:
+            yield name, _difference(checkpoint, adapter, layer.keys[role], name)
+    if not layer.keys.keys() - {"diff", "diff_b", "alpha"}:
+        return
+    make = _product if "A" in layer.keys else _of_lycoris
+    product = make(adapter, layer, key, spec, turned)
     yield key, product
     if "bias" in layer.keys:
         bias = f"{key.rpartition('.')[0]}.bias"
@@ -569,6 +579,12 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
     form, is_turned, rounds = "linear", False, narrow
+    norms = adapter.spec(layer, "magnitude")
+    if norms is not None and (norms.numel != two[0] or (norms.shape[0] != two[0] and not adapter.is_peft)):
+        raise AdapterError(
+            f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {two[0]} outputs, "
+            "as DoRA has; merge it with what trained it"
+        )
     fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
     if layer.is_embedding and len(one) == 2:
         fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
@@ -587,6 +603,50 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
             f"{key} {list(spec.shape)} of the base; give the base that it was trained on"
         )
     return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
+
+
+def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
+    """Return what the matrices of LoHa or LoKr do to a tensor. Raises ``AdapterError`` if they do not fit it."""
+    roles = KRONECKER if layer.is_kronecker else HADAMARD
+    factors = tuple(layer.keys[role] for role in roles if role in layer.keys)
+    shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
+    wanted = (spec.shape[0], prod(spec.shape[1:]))
+    if layer.is_kronecker:
+        one, two = (_whole_shape(adapter, layer, name) for name in ("lokr_w1", "lokr_w2"))
+        fits = len(one) == 2 and len(two) > 1 and (one[0] * two[0], one[1] * prod(two[1:])) == wanted
+        # With the kernel of a Conv1d as a whole, peft's product is another one than LyCORIS'.
+        fits = fits and (len(two) == 2 or (len(two) == 4 and two[2:] == spec.shape[2:]))
+    else:
+        fits = all(len(shape) == 2 for shape in shapes) and len(spec.shape) > 1
+        fits = fits and shapes[0] == shapes[2] == (wanted[0], adapter.rank(layer))
+        fits = fits and shapes[1] == shapes[3] == (adapter.rank(layer), wanted[1])
+    if not fits or "magnitude" in layer.keys or turned.is_conv1d(key):
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has matrices {' and '.join(map(str, map(list, shapes)))}"
+            f"{' with the norms of DoRA' * ('magnitude' in layer.keys)}, which do not fit {key} {list(spec.shape)} of "
+            "the base; give the base that it was trained on, or merge it with what trained it"
+        )
+    return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer))
+
+
+def _whole_shape(adapter: Adapter, layer: AdapterLayer, name: str) -> tuple[int, ...]:
+    """Return the shape of a matrix of LoKr that is whole, or the product of two."""
+    if (whole := adapter.spec(layer, name)) is not None:
+        return whole.shape
+    pair = [adapter.checkpoint.specs[layer.keys[f"{name}_{end}"]].shape for end in "ab"]
+    fits = len(pair[0]) == len(pair[1]) == 2 and pair[0][1] == pair[1][0]
+    return (pair[0][0], pair[1][1]) if fits else ()
+
+
+def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str) -> Delta:
+    """Return the sum of a tensor and what the adapter has for all of it."""
+    spec, value = checkpoint.specs.get(key), adapter.checkpoint.specs[stored]
+    if spec is None or spec.shape != value.shape:
+        raise AdapterError(
+            f"{adapter.path}: has {stored} {list(value.shape)}, for which the base has "
+            f"{'no ' + key if spec is None else f'{key} {list(spec.shape)}'}; give the base that it was trained on"
+        )
+    return Delta(adapter.path, "bias", (stored,), adapter.weight)
 
 
 def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:

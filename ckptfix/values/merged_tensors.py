@@ -251,6 +251,10 @@ class _Layer:
             (one, two), (number, experts, begin, end) = factors, delta.expert
             one = one.view(experts, -1, one.shape[1])[number]
             factors = [one, two.view(two.shape[0], -1, experts)[begin:end, :, number]]
+        if delta.form == "kronecker":
+            named = list(zip(delta.factors, factors, strict=True))
+            pairs = ([factor for key, factor in named if f"lokr_w{which}" in key] for which in (1, 2))
+            factors = [pair[0] if len(pair) == 1 else pair[0] @ pair[1] for pair in pairs]
         self.source, self.delta, self.factors = source, delta, factors
         self._norms: torch.Tensor | None = None
 
@@ -264,7 +268,7 @@ class _Layer:
             return weight
         if form == "scale":
             return (weight * self._scales(weight, first, last)).to(dtype)
-        if self._has_magnitude:
+        if self.delta.has_magnitude:
             return (self._ratio(first, last) * (weight + self.change(first, last, dtype))).to(dtype)
         weight += self.change(first, last, dtype)
         return weight
@@ -287,8 +291,15 @@ class _Layer:
 
         form, one = self.delta.form, self.factors[0]
         if form == "bias":
-            return one[first:last].unsqueeze(1).clone()
+            return one[first:last].reshape(last - first, *self.source.shape[1:]).clone()
         two = self.factors[1]
+        if form == "hadamard":
+            products = (_rows(self.factors[at], self.factors[at + 1], first, last, False) for at in (0, 2))
+            return torch.mul(*products).view(last - first, *self.source.shape[1:])
+        if form == "kronecker":
+            blocks = _blocks(first, last, len(two))
+            rows = [torch.kron(one[at : at + 1], two[begin:end].flatten(1)) for at, begin, end in blocks]
+            return torch.cat(rows).view(last - first, *self.source.shape[1:])
         if form == "experts":
             return torch.cat(list(self._of_experts(first, last)))
         if form == "conv":
@@ -303,8 +314,7 @@ class _Layer:
         experts, height = self.source.spec.shape[0], self.source.spec.shape[1]
         ones = one.reshape(experts, -1, one.shape[-1])
         twos = two.reshape(two.shape[0], -1, experts)
-        for expert in range(first // height, -(-last // height)):
-            begin, end = max(first - expert * height, 0), min(last - expert * height, height)
+        for expert, begin, end in _blocks(first, last, height):
             yield _rows(twos[:, :, expert], ones[expert], begin, end, self.delta.transposed)
 
     def _scales(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -314,10 +324,6 @@ class _Layer:
         if self.delta.transposed:
             scales = scales.transpose(0, 1)
         return scales[first:last] if scales.shape[0] > 1 else scales
-
-    @property
-    def _has_magnitude(self) -> bool:
-        return self.delta.form in ("linear", "conv") and len(self.factors) == 3
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
         """DoRA's magnitude by the norm that each output has in the tensor of the file with this layer alone."""
@@ -350,6 +356,12 @@ class _Layer:
         blocks = (self._whole(*source.bounds(number), dtype) for number in range(source.blocks))
         squares: torch.Tensor = reduce(torch.add, (block.double().square().sum(0) for block in blocks))
         return squares.sqrt()
+
+
+def _blocks(first: int, last: int, height: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each block of ``height`` rows that some rows are in, and the first and last of them there."""
+    for number in range(first // height, -(-last // height)):
+        yield number, max(first - number * height, 0), min(last - number * height, height)
 
 
 def _rows(two: torch.Tensor, one: torch.Tensor, first: int, last: int, transposed: bool) -> torch.Tensor:

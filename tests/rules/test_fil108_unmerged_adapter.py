@@ -30,9 +30,14 @@ from tests.rules.healthy import HEALTHY
 from tests.rules.proposals import propose
 
 RANKS = (1, 4, 16, 64)
+LYCORIS = ["q", "block.0.fc", "conv", "pixel", "line"]
 FORMS = ["embed", "q", "conv", "pixel", "c_attn"]
 CASES = {
     **{f"rank {r}": LORA(r=r, lora_alpha=9, target_modules=[*FORMS, "line", "c_proj"]) for r in RANKS},
+    "LoHa": peft.LoHaConfig(r=4, alpha=9, target_modules=LYCORIS, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}),
+    "LoKr": peft.LoKrConfig(r=2, alpha=9, target_modules=LYCORIS),
+    "LoKr of products": peft.LoKrConfig(r=2, alpha=9, target_modules=LYCORIS, decompose_both=True),
+    "LoKr of whole matrices": peft.LoKrConfig(r=64, alpha=9, target_modules=LYCORIS[:-1]),
     "rslora and patterns": LORA(
         r=4, lora_alpha=9, use_rslora=True, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}, target_modules=LINEAR
     ),
@@ -508,5 +513,5 @@ def test_an_adapter_without_one_of_its_matrices_is_an_error(tmp_path):
     save_file({key: value for key, value in load_file(file).items() if "q.lora_B" not in key}, file)
     report = ckptfix.check(file.parent)
     (error,) = [found for found in report.findings if found.level is Level.ERROR]
-    assert "only one of its two matrices" in error.message
+    assert "only 1 of its 2 matrices" in error.message
     assert report.exit_code == 1

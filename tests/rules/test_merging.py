@@ -37,7 +37,8 @@ def test_a_base_with_other_prefixes(tmp_path):
     ("config", "says"),
     [
         pytest.param({"r": 8}, "of rank 4, and the r or rank_pattern of adapter_config.json says 8", id="another rank"),
-        pytest.param({"peft_type": "LOHA"}, "an adapter of the type LOHA", id="LoHa"),
+        pytest.param({"peft_type": "OFT"}, "an adapter of the type OFT", id="OFT"),
+        pytest.param({"peft_type": "LOHA"}, "says the type LOHA, and it has matrices of LORA", id="LoHa"),
         pytest.param({"init_lora_weights": "pissa_niter_4"}, "changes the base too", id="PiSSA"),
         pytest.param({"layer_replication": [[0, 2]]}, "layer_replication", id="replicated layers"),
         pytest.param({"alora_invocation_tokens": [1]}, "aLoRA", id="aLoRA"),
@@ -396,7 +397,7 @@ def test_what_was_saved_without_gathering_is_refused(tmp_path):
 
 def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
-    others = [str(kind.value) for kind in peft.PeftType if kind.value not in ("LORA", "IA3")]
+    others = [str(kind.value) for kind in peft.PeftType if kind.value not in ("LORA", "LOHA", "LOKR", "IA3")]
     assert len(others) > 20
     for kind in others:
         with pytest.raises(AdapterError, match=rf"of the type {kind}[;,]") as caught:
@@ -407,12 +408,63 @@ def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
 PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 
 
-@pytest.mark.parametrize("name", ["hada_w1_a", "lokr_w1", "lora_mid.weight", "dora_scale", "oft_blocks"])
+@pytest.mark.parametrize("name", ["hada_t1", "lokr_t2", "lora_mid.weight", "oft_blocks"])
 def test_what_other_trainers_have_is_refused_by_its_name(name, tmp_path):
     tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", name)}
     save_file(tensors, tmp_path / "trained.safetensors")
     with pytest.raises(AdapterError, match=f"an adapter of the type {name.removesuffix('.weight')};"):
         ckptfix.repair_state_dict({"q.weight": torch.ones(4, 4)}, adapter=tmp_path / "trained.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        pytest.param({"dora_scale": (1, 8)}, r"dora_scale \[1, 8\] has no norm for each of 8 outputs", id="by inputs"),
+        pytest.param({"hada_w1_a": (8, 2)}, "has only 1 of its 4 matrices", id="LoHa in part"),
+        pytest.param({"lokr_w1": (2, 2)}, "has only 1 of its 3 matrices", id="LoKr in part"),
+        pytest.param({"lokr_w1": (2, 2), "lokr_w2": (3, 4)}, r"which do not fit q\.weight", id="LoKr of others"),
+        pytest.param({"diff": (8, 4)}, r"for which the base has q\.weight \[8, 8\]", id="a difference of others"),
+        pytest.param({"diff_b": (8,)}, r"for which the base has no q\.bias", id="no bias"),
+        pytest.param({"lokr_w1": (2, 2), "lokr_w2": (4, 4), "lora_down.weight": (2, 8)}, "of two types", id="mixed"),
+    ],
+)
+def test_what_does_not_fit_or_is_of_two_types_is_refused(parts, says, tmp_path):
+    parts = parts if "dora_scale" not in parts else {**parts, "lora_down.weight": (2, 8), "lora_up.weight": (8, 2)}
+    save_file({f"lora_unet_q.{key}": torch.ones(shape) for key, shape in parts.items()}, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=says):
+        ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors")
+
+
+def test_what_lycoris_saves_is_what_it_adds_in_training(tmp_path):
+    """Of LoKr with two whole matrices the scale is one; differences are added to weights, norms and biases."""
+    base = {"q.weight": torch.randn(6, 8), "norm.weight": torch.ones(8), "norm.bias": torch.zeros(8)}
+    base |= {"k.weight": torch.randn(4, 8), "v.weight": torch.randn(4, 8), "v.bias": torch.zeros(4)}
+    parts = {
+        "q.alpha": (),
+        "q.lokr_w1": (3, 2),
+        "q.lokr_w2": (2, 4),
+        "k.alpha": (),
+        "norm.w_norm": (8,),
+        "norm.b_norm": (8,),
+    }
+    parts |= {f"k.hada_w{at}_{end}": shape for at in (1, 2) for end, shape in (("a", (4, 2)), ("b", (2, 8)))}
+    parts |= {"v.diff": (4, 8), "v.diff_b": (4,)}
+    own = {key: torch.randn(shape) for key, shape in parts.items()}
+    save_file({f"lora_unet_{key}": value for key, value in own.items()}, tmp_path / "x.safetensors")
+    got, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "x.safetensors", values=False)
+    hadamard = (own["k.hada_w1_a"] @ own["k.hada_w1_b"]) * (own["k.hada_w2_a"] @ own["k.hada_w2_b"])
+    torch.testing.assert_close(got["k.weight"], base["k.weight"] + hadamard * own["k.alpha"] / 2)
+    want = {
+        "q.weight": torch.kron(own["q.lokr_w1"], own["q.lokr_w2"]),
+        **{"norm.weight": own["norm.w_norm"], "norm.bias": own["norm.b_norm"]},
+        **{"v.weight": own["v.diff"], "v.bias": own["v.diff_b"]},
+    }
+    for key, change in want.items():
+        assert torch.equal(got[key], base[key] + change), key
+
+
+def test_a_parameter_named_as_a_difference_is_no_adapter():
+    assert ckptfix.check({"net.diff": torch.ones(4, 4), "transformer.diff.weight": torch.ones(4, 4)}).findings == ()
 
 
 def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
