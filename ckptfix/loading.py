@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Blocks, Level, counted
+from ckptfix.core.lazy import nn, torch
 from ckptfix.core.objects import Opaque
 from ckptfix.core.report import Report
 from ckptfix.core.target import target_from_module
@@ -22,8 +23,6 @@ from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-    from torch import nn
     from typing_extensions import Unpack
 
     from ckptfix.core.checkpoint import Checkpoint
@@ -196,8 +195,6 @@ def check_loadable(model: nn.Module, map_location: str | torch.device | None, as
 
 
 def _check_device(map_location: object) -> None:
-    import torch
-
     if map_location is None:
         return
     if not isinstance(map_location, (str, torch.device)):
@@ -276,8 +273,6 @@ def _prepare(model: nn.Module, state_dict: dict[str, Any], source: str) -> tuple
 
     Raises ``TargetError`` if the model would get integers in the place of floats, or the like: torch refuses such
     parameters, with a part of the model already changed."""
-    import torch
-
     # With keep_vars the parameters themselves are in it, so that those which are one can be told.
     own = {key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     pairs: dict[str, None] = {}

@@ -23,6 +23,7 @@ from ckptfix.bytes.files import is_url
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
+from ckptfix.core.lazy import nn
 from ckptfix.core.report import Report
 from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on, with_fitting_set
@@ -35,7 +36,6 @@ from ckptfix.report.display import log_edits, report_lines, report_rows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
     from typing_extensions import Unpack
 
     from ckptfix.core.likeness import Likeness

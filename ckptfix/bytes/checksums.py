@@ -19,6 +19,7 @@ from msgspec import Struct
 from ckptfix.bytes.sources import SECTOR, stream
 from ckptfix.bytes.threads import background, batched, side_by_side
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.lazy import np
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import Storage, TensorSpec
@@ -212,8 +213,6 @@ def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:
 
 
 def _longest_hole(storage: Storage) -> Hole:
-    import numpy as np
-
     longest, last = (0, 0), -1  # `last` is the last word that is not zero
     words = storage.nbytes // WORD
     position = 0

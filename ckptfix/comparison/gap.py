@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ckptfix.comparison.difference import Gap
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import Quantizer, TensorSpec
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.walk import OVERLAP, Walk
@@ -57,8 +58,6 @@ class SideBySide(Struct, frozen=True):
         """Return the flat row-major index of the element that is met at a position."""
         if not self.shares_an_order:
             return position
-        import numpy as np
-
         walk = Walk(self.a)
         distinct = position if walk.is_row_major else int(walk.logical_order(np.array([position]))[0])
         return walk.flat_index(distinct)
@@ -74,8 +73,6 @@ def row_major_blocks(spec: TensorSpec) -> Iterator[Array]:
 
 
 def _raw(spec: TensorSpec, blocks: Iterator[memoryview]) -> Iterator[Array]:
-    import numpy as np
-
     element = np.dtype((np.void, spec.itemsize))
     for block in blocks:
         units = np.frombuffer(block, dtype=element)
@@ -84,8 +81,6 @@ def _raw(spec: TensorSpec, blocks: Iterator[memoryview]) -> Iterator[Array]:
 
 
 def _rows(spec: TensorSpec) -> Iterator[Array]:
-    import numpy as np
-
     assert spec.storage is not None, "only a tensor with a storage has elements"
     start, stop = spec.extent
     view = np.lib.stride_tricks.as_strided(
@@ -99,8 +94,6 @@ def _rows(spec: TensorSpec) -> Iterator[Array]:
 
 def _slices(view: Array) -> Iterator[Array]:
     """Yield the elements of an array in row-major order, at most ``BLOCK`` at a time if it has several dimensions."""
-    import numpy as np
-
     if view.size <= BLOCK or view.ndim == 0:
         yield np.ascontiguousarray(view).reshape(-1)
         return
@@ -114,8 +107,6 @@ def _slices(view: Array) -> Iterator[Array]:
 
 def _in_step(left: Iterator[Array], right: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
     """Two runs of equally many elements, cut at the edges of both."""
-    import numpy as np
-
     a = b = np.empty(0, dtype=np.dtype((np.void, 1)))
     while True:
         a = a if len(a) else next(left, a)
@@ -197,8 +188,6 @@ class _Meter:
 
     def take(self, left: Array, right: Array) -> None:
         """Take in equally many elements of both."""
-        import numpy as np
-
         if not self._same_dtype or not np.array_equal(left.view(np.uint8), right.view(np.uint8)):
             self._compare(left, right)
         self._met += len(left)
@@ -217,8 +206,6 @@ class _Meter:
         )
 
     def _compare(self, left: Array, right: Array) -> None:
-        import numpy as np
-
         codes_a, codes_b = self._codes
         if codes_a is None or codes_b is None or codes_a.units != codes_b.units:  # packed bits: equal or not
             differs = (
@@ -247,8 +234,6 @@ class _Meter:
 
     def _measure(self, a: Array, b: Array, differs: Array, exact: Array | None) -> None:
         """``exact`` is how far each differing pair is apart, where float64 cannot tell."""
-        import numpy as np
-
         a, b = a[differs], b[differs]
         alike = (np.isnan(a) & np.isnan(b)) | (np.isinf(a) & (a == b))
         finite = np.isfinite(a) & np.isfinite(b)
@@ -270,21 +255,15 @@ _LARGEST = math.nextafter(math.inf, 0.0)
 
 
 def _octets(elements: Array) -> Array:
-    import numpy as np
-
     return elements.view(np.uint8).reshape(len(elements), -1)
 
 
 def _numbers(elements: Array, code: Encoding) -> Array:
-    import numpy as np
-
     return code.decode(np.frombuffer(elements.tobytes(), dtype=code.unit)).astype(np.float64, copy=False)
 
 
 def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
     """|a - b| of 64-bit integers, rounded only once it is known; None for all other types."""
-    import numpy as np
-
     if code.unit.kind not in "iu" or code.itemsize < 8:
         return None
     a, b = (np.frombuffer(side.tobytes(), dtype=code.unit) for side in (left, right))
@@ -295,8 +274,6 @@ def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
 
 def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
     """Return the most numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is none."""
-    import numpy as np
-
     if not len(left):
         return 0
     unsigned = np.dtype(f"<u{code.itemsize}")

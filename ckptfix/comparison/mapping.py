@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.lazy import nn
 from ckptfix.core.parts import Shape
 from ckptfix.core.rename_map import LABELS, RenameMap
 from ckptfix.core.settings import Settings
@@ -31,8 +32,6 @@ from ckptfix.rules.key106_renamed_layers import proved
 from ckptfix.smoke.equivalence import twin_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ckptfix.core.target import Converter
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -12,13 +12,11 @@ from msgspec.structs import replace
 from ckptfix.core.display import Displayed
 from ckptfix.core.facts import Fact
 from ckptfix.core.finding import counted
+from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import nearest
 from ckptfix.errors import UnknownKeyError
-
-if TYPE_CHECKING:
-    import torch
 
 IN_MEMORY = "memory"  # the format name of a state_dict that never was a file
 PathPart = str | int  # one step into a container: a key of a dict, an attribute of an object, or an index of a list

@@ -12,11 +12,10 @@ from msgspec import Struct, field
 
 from ckptfix.core.buffers import is_buffer_name
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, grouped, ties
 
 if TYPE_CHECKING:
-    import torch
-
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.parts import Parts, Shape
 
@@ -86,8 +85,6 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
 
     ``initial`` gives the module's values of that moment, as detached tensors that share the module's memory; it is None
     for a module on the meta device, which has no values. An error in the module's own ``state_dict`` passes through."""
-    import torch
-
     state = module.state_dict(keep_vars=True)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     tensors = {
@@ -204,7 +201,6 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     import copy
     import warnings
 
-    import torch
     from torch.nn.parameter import is_lazy
 
     tensors = (*module.parameters(), *module.buffers())
@@ -276,7 +272,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are one: the same object, or the same view of the same storage.
 
     Pointers to data would not do: they are 0 for every tensor that is empty or on the meta device."""
-    import torch
     from torch.nn.parameter import is_lazy
 
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided

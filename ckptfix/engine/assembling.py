@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.sources import JoinedBytes, WindowBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Assemble
+from ckptfix.core.lazy import np
 from ckptfix.core.parts import Bounds, Part, PartsError, Shape, check_bijection, extent, full
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
@@ -137,8 +138,6 @@ class AssembledBytes:
             at += last - first
 
     def _panel(self, box: Bounds) -> Array:
-        import numpy as np
-
         panel = np.empty(extent(box), f"u{self._itemsize}" if self._itemsize <= 8 else "c16")
         for place, piece in self._pieces:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, place, strict=True))
@@ -164,8 +163,6 @@ def _shaped(piece: TensorSpec, shape: Shape) -> TensorSpec:
 
 def _fill(out: Array, piece: TensorSpec, offset: int, strides: Shape) -> None:
     """Copy elements of the storage of a piece, from an offset on and with these strides, into an array."""
-    import numpy as np
-
     assert piece.storage is not None, "what is assembled has values"
     axes = sorted(range(out.ndim), key=lambda axis: (out.shape[axis] == 1, -strides[axis]))
     steps = [strides[axis] for axis in axes if out.shape[axis] > 1] or [1]

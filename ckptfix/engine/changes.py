@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
@@ -12,12 +12,10 @@ from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, MergeAdapter, Replace, Zero
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.opening import open_file
-
-if TYPE_CHECKING:
-    import torch
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.core.lazy import nn, torch
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.target import Target, target_from_checkpoint, target_from_module
 from ckptfix.core.wording import nearest
@@ -24,10 +25,6 @@ from ckptfix.modules.lightning import PREFIX, build_class, remarks_on
 from ckptfix.modules.named import SCHEMES, Name, named_builder
 from ckptfix.reading.adapters import model_config
 from ckptfix.reading.opening import open_file
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 Arguments = Mapping[str, Any] | Sequence[Any]  # what `--model-args` gives: keyword arguments, or positional ones
 
@@ -61,8 +58,6 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
     ``seed``. The random state of torch is left as it was.
 
     Raises ``TargetError``: one line that says what to do, and the user's traceback where the user's own code raised."""
-    import torch
-
     made = resolve(spec, seed)
     if isinstance(made, torch.nn.Module):
         return _target(_build(spec, made, arguments, seed), spec)
@@ -172,8 +167,6 @@ def _place(module: ModuleType) -> str:
 
 def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: int) -> torch.nn.Module:
     """Return the model that the factory makes of its arguments, or the factory itself where it is a model."""
-    import torch
-
     if isinstance(factory, torch.nn.Module):
         if arguments:
             raise TargetError(
@@ -196,7 +189,7 @@ def user_code(spec: str, seed: int) -> Iterator[None]:
 
     The working directory can be imported from, random numbers come from ``seed``, and what is printed goes to stderr,
     as stdout belongs to the report. Errors become a ``TargetError`` that carries the user's part of the traceback."""
-    import torch
+    import torch  # before its own imports could find files of the user's folder
 
     folder = str(Path.cwd())
     sys.path.insert(0, folder)

@@ -24,6 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.core.lazy import torch
 from ckptfix.core.likeness import SIZE_ARGUMENTS
 from ckptfix.errors import CkptfixError, Opt, TargetError
 
@@ -113,8 +114,6 @@ def _of_diffusers(made: Any, config: str | None = None, **fields: Any) -> Any:
 
 def open_clip(name: str) -> Builder:
     """``open_clip:NAME``."""
-    import torch
-
     library = importlib.import_module("open_clip")
     own = _known("open_clip", name.replace("/", "-"), library.list_models())
 
@@ -167,8 +166,6 @@ def ultralytics(name: str) -> Builder:
 def detectron2(name: str) -> Builder:
     """``detectron2:CONFIG``: a YAML file, or one of detectron2's model zoo. Arguments are options of the
     configuration."""
-    import torch
-
     settings = importlib.import_module("detectron2.config")
     zoo = importlib.import_module("detectron2.model_zoo")
     place, is_own = name, Path(name).is_file()

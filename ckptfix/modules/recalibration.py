@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.core.lazy import nn, torch
 from ckptfix.errors import TargetError, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Recalibration(Struct, frozen=True):
@@ -39,8 +37,6 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
     Raises ``UsageError`` if there is nothing to measure or no data, and ``TargetError`` where the model gives NaN or
     infinities on this data: then the weights or the data are broken, and the old statistics are put back. What the
     model itself raises comes through, with the old statistics in place."""
-    import torch
-
     norms = _chosen(model, layers)
     batches = samples = 0
     kept = {
@@ -119,8 +115,6 @@ def _refuse_broken(norms: Mapping[str, Any]) -> None:
 
 def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what the model is called with; a sequence is an input and its label, as data sets have it."""
-    import torch
-
     if isinstance(batch, Mapping):
         return (), {name: _placed(value, model) for name, value in batch.items()}
     if not isinstance(batch, torch.Tensor):
@@ -132,8 +126,6 @@ def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str,
 
 def _placed(value: Any, model: nn.Module) -> Any:
     """Return a tensor on the model's device and, where it holds floats, in the dtype of its parameters."""
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return value
     first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
@@ -144,7 +136,5 @@ def _placed(value: Any, model: nn.Module) -> Any:
 
 def _size(arguments: Iterable[Any], keywords: Mapping[str, Any]) -> int:
     """Return how many samples a batch has."""
-    import torch
-
     tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
     return max(math.prod(tensors[0].shape[:1]), 1) if tensors else 1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptfix.bytes.sources import blocks_of, stream
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class LazyTensors:

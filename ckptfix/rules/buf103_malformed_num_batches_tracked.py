@@ -35,6 +35,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -110,8 +111,6 @@ def _is_number(dtype: str) -> bool:
 
 def _value(spec: TensorSpec) -> float:
     """Return the value of a counter. It is one element, so that a rule may read it without asking for the values."""
-    import numpy as np
-
     from ckptfix.values.decode import encoding
 
     form = encoding(spec.dtype)

@@ -46,6 +46,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Drop, Fill
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
 from ckptfix.errors import TargetError
@@ -139,8 +140,6 @@ def _different(extra: list[str], context: Context, target: Target) -> dict[str, 
     specs = context.checkpoint.specs
     # What fails its checksum has other values than were saved, and tells nothing of the model's configuration.
     comparable = [key for key in comparable if all(map(is_sound, specs[key].storages))]
-    import torch
-
     try:
         initial = target.initial()
     except TargetError:  # the factory works on the meta device only: there is nothing to compare with

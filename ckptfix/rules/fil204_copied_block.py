@@ -28,6 +28,7 @@ from typing import NamedTuple
 from ckptfix.bytes.sources import FileBytes, located
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.finding import Finding, Level, advise, counted
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
@@ -83,8 +84,6 @@ def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _M
     count = sum(len(words) // 8 for _, words in matrices)
     if count <= FEW and len({*chain.from_iterable(memoryview(words).cast("Q") for _, words in matrices)}) == count:
         return
-    import numpy as np
-
     numbers, places, owners = [], [], []
     for at, (matrix, words) in enumerate(matrices):
         first = -(-matrix.start // DISK_BLOCK)

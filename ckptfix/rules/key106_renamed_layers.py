@@ -52,7 +52,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict, replace
 
@@ -61,6 +60,7 @@ from ckptfix.core.coverage import obstacles
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
@@ -74,9 +74,6 @@ from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.values.alike import by_values
-
-if TYPE_CHECKING:
-    import torch
 
 COVERED = 0.75
 """The share of the target's tensors that a map has to fill: less may be a coincidence of shapes."""

@@ -12,12 +12,11 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
+from ckptfix.core.lazy import torch
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 
 if TYPE_CHECKING:
-    import torch
-
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import Settings
     from ckptfix.core.smoke_result import Equivalence

@@ -35,6 +35,7 @@ from typing import Any
 from ckptfix.core.checkpoint import is_inside
 from ckptfix.core.edits import Edit, Zero
 from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.maps.positions import parts_beside
 from ckptfix.reading.weights.containers import is_averaged
@@ -157,8 +158,6 @@ def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
 
 
 def _not_finite(values: Array) -> Array:
-    import numpy as np
-
     return ~np.isfinite(values)
 
 

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
@@ -74,8 +75,6 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 
 def _is_flat(tensor: object) -> bool:
-    import torch
-
     return isinstance(tensor, torch.Tensor) and bool((tensor == tensor.flatten()[0]).all())
 
 

@@ -33,6 +33,7 @@ from typing import Any
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
 from ckptfix.rules.rule import Context, Rule, rule
@@ -98,8 +99,6 @@ def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
     """Return how sure it is that a value is wrong: data in a large unit makes all values of a tensor large, or the mean
     and the variance of the same channels."""
-    import numpy as np
-
     if figures.absmax >= ABSURD:
         return Level.ERROR
     specs, (module, leaf) = context.checkpoint.specs, split_key(key)
@@ -124,7 +123,5 @@ def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str
 
 
 def _beyond(bound: float, values: Array) -> Array:
-    import numpy as np
-
     beyond: Array = np.abs(values) > bound
     return beyond

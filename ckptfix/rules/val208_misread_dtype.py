@@ -33,6 +33,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import Array, encoding
@@ -102,15 +103,11 @@ def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
 
 
 def _are_codes(spec: TensorSpec) -> bool:
-    import numpy as np
-
     numbers = first_numbers(spec, LOOK)
     return bool((numbers == np.rint(numbers)).all()) and len(np.unique(numbers)) > DISTINCT
 
 
 def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    import numpy as np
-
     numbers = np.abs(first_numbers(spec, LOOK))
     inside = np.count_nonzero(numbers < HOLE * figures.rms)
     return bool(inside <= OUTSIDE * len(numbers)) and len(np.unique(numbers)) > DISTINCT
@@ -118,8 +115,6 @@ def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
 def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
     """Return whether most values are next to nothing beside the largest, and the same bits are an ordinary matrix."""
-    import numpy as np
-
     if figures.zeros > 0.01 * spec.numel or np.median(np.abs(first_numbers(spec, LOOK))) > 1e-3 * figures.rms:
         return False
     return _is_ordinary(first_units(spec, LOOK).view(np.float16).astype(np.float64))
@@ -127,8 +122,6 @@ def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
 def _is_reversed(spec: TensorSpec) -> bool:
     """Return whether the values make an ordinary matrix once the bytes of each are reversed."""
-    import numpy as np
-
     stored = encoding(spec.dtype)
     if stored is None or not DTYPES[spec.dtype].is_float:
         return False
@@ -138,8 +131,6 @@ def _is_reversed(spec: TensorSpec) -> bool:
 
 def _is_ordinary(numbers: Array) -> bool:
     """Return whether numbers have the figures of a trained matrix."""
-    import numpy as np
-
     if not np.isfinite(numbers).all():
         return False
     rms = float(np.sqrt(np.mean(numbers**2)))

@@ -8,15 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.core.lazy import nn
 from ckptfix.smoke.inputs import Input, RandomInput
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 BATCH = 2  # a batch of one would hide a wrong reshape
 _TOKENS, _SAMPLES = 8, 16000
@@ -230,7 +227,6 @@ def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...
     """Shapes that this layer takes when it comes first, with the range of its integers.
 
     A lazy layer states a width of 0 until it runs; its weight, which was loaded, knows better."""
-    from torch import nn
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import convert
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
+from ckptfix.core.lazy import nn, torch
 from ckptfix.core.parts import full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
@@ -34,10 +35,6 @@ from ckptfix.smoke.forward import load_strictly
 from ckptfix.smoke.inputs import Arguments, Input, RandomInput, make_arguments, parse_inputs
 from ckptfix.smoke.launch import death, launch
 from ckptfix.smoke.outcome import NotLoadedError, tensors_in
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 # The share of the largest output by which equal models may differ: in float64, rounding explains some 1e-13, and the
 # smallest difference that an exchanged layer was seen to make is 1e-6.
@@ -110,8 +107,6 @@ def _in_float64(edit: Edit) -> Edit:
 
 def compare_twins(job: Mapping[str, Any]) -> Equivalence:
     """Return what a job of ``twin_of`` comes to; an error of the models' own code is a doubt."""
-    import torch
-
     until = time.monotonic() + job["seconds"]
     before = torch.get_default_dtype()
     try:
@@ -270,8 +265,6 @@ class _Pair:
         return [key for key, value in state.items() if _is_float(value) and id(value) not in loaded]
 
     def _run(self, model: nn.Module, arguments: Arguments, again: int = 0) -> Outputs:
-        import torch
-
         torch.manual_seed(self.seed + again)
         model.train()
         model.eval()  # some keep what they computed from their weights as long as they are not trained
@@ -280,8 +273,6 @@ class _Pair:
 
     def _arguments(self, inputs: tuple[Input, ...]) -> Iterator[tuple[Arguments, Arguments] | str]:
         """Yield the same input as the source model and as the target take it, or why they do not."""
-        import torch
-
         models = (self.source, self.target)
         own = [derive_inputs(model) for model in models]
         runs = 0
@@ -328,7 +319,6 @@ def _multiplied(arguments: Arguments) -> Arguments:
 
 def _in_rows(arguments: Arguments) -> Arguments:
     """Return arguments of three samples, some of them turned round; floats are multiplied by other factors in each."""
-    import torch
 
     def batch(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim:
@@ -347,8 +337,6 @@ def _mapped(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _is_float(value: Any) -> bool:
-    import torch
-
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -365,8 +353,6 @@ def _values(
 ) -> dict[str, torch.Tensor]:
     """Return values for the keys of the file: random weights, statistics and other buffers that the target takes;
     constants of the source model only, and counts, are its own. With ``signs``, only variances are all positive."""
-    import torch
-
     own = source.state_dict()
     constants = {name for name, _ in source.named_buffers() if not name.endswith(_STATISTICS) and name not in landing}
     generator = torch.Generator().manual_seed(seed)

@@ -11,11 +11,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.core.lazy import nn, torch
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import TargetError, UnreadableError
 from ckptfix.smoke.derive import Guess, derive_inputs
@@ -36,11 +37,6 @@ from ckptfix.smoke.outcome import (
     values_of,
 )
 from ckptfix.smoke.reference import Reference, compare_with_cpu, compare_with_reference
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 NO_GUESS = "no input could be derived from the model's layers"
 NO_FIT = "no derived input suits the model"
@@ -99,8 +95,6 @@ def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_fa
 
 
 def _examine(job: Job, progress: Progress) -> Outcome:
-    import torch
-
     subject = _load(job, progress)
     control = Control(job.factory, job.factory_args, subject)
     progress.enter("input")
@@ -149,8 +143,6 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
 
     Raises ``UnreadableError`` otherwise."""
     import pickle
-
-    import torch
 
     from ckptfix.reading.opening import open_file
     from ckptfix.reading.torch_files import torch_legacy, torch_zip
@@ -207,8 +199,6 @@ def _settling(tried: Tried) -> Pass | None:
 
 def recheck_in_float32(run: Pass, subject: Subject) -> Outcome:
     """Return the outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
-    import torch
-
     if not run.outcome.non_finite or subject.dtype.itemsize >= torch.float32.itemsize:
         return run.outcome
     subject.convert(torch.float32)
@@ -381,8 +371,6 @@ _NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
 
 def train(subject: Subject, arguments: Arguments, backward: bool, base: Outcome) -> Outcome:
     """Return the outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
-    import torch
-
     # A check in float32 may have converted the model since the pass in eval mode.
     arguments = replace(arguments, notes=(), warnings=()).to(subject.device, subject.dtype)
     base = Outcome(device=base.device, derived=base.derived)
@@ -412,8 +400,6 @@ def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
 
 def _backward(subject: Subject, run: Pass) -> Outcome:
     """Go backward under anomaly detection; if that stops, again without it, to see what is reached."""
-    import torch
-
     operator = where = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -432,8 +418,6 @@ def _backward(subject: Subject, run: Pass) -> Outcome:
 
 
 def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Subject) -> None:
-    import torch
-
     loss = _projection((tensor for _, tensor in outputs), subject.seed)
     if loss is not None:
         torch.autograd.backward(loss)
@@ -444,8 +428,6 @@ def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | No
     """Return a number that depends on every finite value of the outputs; None if none carries a gradient.
 
     A random projection: the gradient of a plain sum is zero behind a softmax or a norm."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
     given = (tensor for tensor in real if tensor.requires_grad and tensor.numel())

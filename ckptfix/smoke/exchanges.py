@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.core.lazy import nn, torch
 from ckptfix.core.parts import Bounds, Shape, extent
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 DEAD = 1e-11  # the share of the largest gradient below which one may be rounding
 
@@ -67,8 +64,6 @@ def unobservable(
 ) -> list[Unit]:
     """Return the units of which no output depends, and those whose exchange with like ones, or transposition, may leave
     the outputs as they are. The values of the model are the same afterwards."""
-    import torch
-
     like: dict[Shape, list[Unit]] = defaultdict(list)
     for unit in units:
         like[extent(unit.place)].append(unit)
@@ -105,8 +100,6 @@ def _dead(gradients: Mapping[Unit, torch.Tensor]) -> set[Unit]:
 
 def random_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Return vectors between 0.5 and 1.5, which may be variances, and matrices that keep the size of what they get."""
-    import torch
-
     sizes = [size for size in shape if size != 1]
     if len(sizes) < 2:
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
@@ -120,8 +113,6 @@ def _gradients(
     generator: torch.Generator,
 ) -> dict[Unit, torch.Tensor]:
     """Return the gradient of a random sum of the outputs for each unit; zero if the model does not give any."""
-    import torch
-
     tensors = list({id(unit.tensor): unit.tensor for unit in units}.values())
     asked = {tensor: tensor.requires_grad for tensor in (*model.parameters(), *tensors)}
     got: Sequence[torch.Tensor | None] = (None,) * len(tensors)
@@ -144,7 +135,6 @@ def _gradients(
 
 def _differentiable() -> Any:
     """Return a mode in which the running statistics of a BatchNorm have gradients too."""
-    import torch
     from torch.overrides import TorchFunctionMode
 
     class Mode(TorchFunctionMode):
@@ -168,8 +158,6 @@ _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "traini
 def _alike(units: Sequence[Unit], gradients: Mapping[Unit, torch.Tensor], is_square: bool) -> list[Unit]:
     """Return the units with a gradient that does not differ from another one, where both are largest; nor, if they are
     square, from one that is transposed."""
-    import torch
-
     found = [gradients[unit] for unit in units] + [gradients[unit].T for unit in units if is_square]
     if len(found) < 2:
         return []

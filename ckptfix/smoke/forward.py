@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.finding import counted
+from ckptfix.core.lazy import nn, torch
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.smoke.inputs import Arguments, Input, make_arguments
 from ckptfix.smoke.outcome import (
@@ -32,8 +33,6 @@ from ckptfix.smoke.outcome import (
 )
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
 
@@ -52,8 +51,6 @@ def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
 
     ``CUDA_VISIBLE_DEVICES`` counts as torch counts it: ``cuda:0`` is the first that it shows. Raises ``DeviceError``
     where another device was asked for by name and does not work."""
-    import torch
-
     if name != "auto":
         device = torch.device(name)
         fault = _fault(device)
@@ -80,8 +77,6 @@ def _visible() -> str:
 
 def _fault(device: torch.device) -> str:
     """Return why the device cannot multiply two small matrices; empty if it can."""
-    import torch
-
     try:
         ones = torch.ones(8, 8, device=device)
         total = float((ones @ ones).sum())
@@ -98,8 +93,6 @@ def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[st
     On the CPU half precision becomes float32, since many operators have no half version there; where only a part of the
     model is half, its code minds the dtypes itself. A model that does not fit into the device's memory is moved in
     reduced precision."""
-    import torch
-
     dtype = compute_dtype(model)
     try:
         model.to(device)
@@ -121,16 +114,12 @@ def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[st
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the first floating parameter, float32 for a model that has none."""
-    import torch
-
     ordinary = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
     return next((parameter.dtype for parameter in model.parameters() if parameter.dtype in ordinary), torch.float32)
 
 
 def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return the dtype that takes half the memory; None for one that cannot be reduced."""
-    import torch
-
     if dtype == torch.float64:
         return torch.float32
     if dtype != torch.float32:
@@ -141,8 +130,6 @@ def reduced_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load with ``strict=True``; raise ``NotLoadedError`` unless every floating parameter came from the file."""
-    import torch
-
     with torch.no_grad():
         for parameter in filter(_can_be_nan, model.parameters()):
             parameter.fill_(torch.nan)
@@ -161,8 +148,6 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parameters that hold more NaN than the file gives them under any of their names."""
-    import torch
-
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -181,7 +166,6 @@ def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tupl
 
 def _can_be_nan(parameter: torch.Tensor) -> bool:
     """Return whether the element type has NaN and torch can count it; a lazy parameter has no elements yet."""
-    import torch
     from torch.nn.parameter import is_lazy
 
     ordinary = parameter.dtype.itemsize > 1 and (parameter.is_floating_point() or parameter.is_complex())
@@ -190,8 +174,6 @@ def _can_be_nan(parameter: torch.Tensor) -> bool:
 
 def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeError) -> NotLoadedError:
     """Return what the strict load found, counted instead of listed."""
-    import torch
-
     wanted = model.state_dict()
     missing = [key for key in wanted if key not in state_dict]
     unexpected = [key for key in state_dict if key not in wanted]
@@ -226,8 +208,6 @@ class Trace:
         self._origins: list[Origin] = []
 
     def __enter__(self) -> Trace:
-        import torch
-
         for path, module in self._model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # compiled code does not call Python hooks
@@ -361,8 +341,6 @@ def forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
     """Call the model once; an error of its code is part of the outcome and never raised.
 
     ``base`` is what is known before; what it says of another pass is not taken over."""
-    import torch
-
     given = {**{f"[{index}]": value for index, value in enumerate(arguments.args)}, **arguments.kwargs}
     # a single positional input needs no name in the report
     names = {name: "" if len(given) == 1 and not arguments.kwargs else name for name in given}
@@ -402,8 +380,6 @@ def forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the GPU, whose errors would otherwise surface at some later and innocent line."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -421,8 +397,6 @@ def attempt(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
 
 
 def _without_cudnn(subject: Subject, failed: Pass, base: Outcome) -> Pass:
-    import torch
-
     with torch.backends.cudnn.flags(enabled=False):
         run = forward(subject, failed.arguments, base)
     if is_cudnn_failure(run.outcome.failure):
@@ -433,8 +407,6 @@ def _without_cudnn(subject: Subject, failed: Pass, base: Outcome) -> Pass:
 
 def _in_one_dtype(subject: Subject, failed: Pass, base: Outcome) -> Pass:
     """Return the whole model in the widest dtype that it holds, at least float32; that changes no value."""
-    import torch
-
     held = {parameter.dtype for parameter in subject.model.parameters() if parameter.is_floating_point()}
     widest = torch.float64 if torch.float64 in held else torch.float32
     if held <= {widest}:
@@ -485,8 +457,6 @@ def _with_less(subject: Subject, failed: Pass, base: Outcome) -> Pass:
 
 
 def _free(subject: Subject) -> None:
-    import torch
-
     gc.collect()
     if subject.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -14,18 +14,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ckptfix.core.lazy import nn, np, torch
 from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outcome import dtype_name, values_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 _FORMS = (
@@ -217,8 +213,6 @@ class Arguments(Struct, frozen=True):
 
     def doubled(self) -> Arguments:
         """Return the batch twice, the second time reversed along its last dimension, so that no samples are equal."""
-        import torch
-
         batch = self.batch
         return self._with(
             lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if tensor.ndim and tensor.shape[0] == batch else tensor
@@ -251,8 +245,6 @@ def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.de
 
     Random numbers are drawn on the CPU, so that a seed means the same input everywhere. Raises ``UsageError`` for a
     file that holds no tensors, or values that are not finite."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     args: list[torch.Tensor] = []
     kwargs: dict[str, torch.Tensor] = {}
@@ -285,8 +277,6 @@ def _tensors(given: Input, generator: torch.Generator) -> Iterator[tuple[str | N
 
 
 def _draw(given: RandomInput, generator: torch.Generator) -> torch.Tensor:
-    import torch
-
     low, high = given.bounds or (0, 2)
     dtype = torch.float32 if given.bounds is None else torch.int64
     if given.draw in ("ones", "zeros"):
@@ -300,8 +290,6 @@ def _draw(given: RandomInput, generator: torch.Generator) -> torch.Tensor:
 def tensors_of_file(given: FileInput) -> Iterator[tuple[str | None, torch.Tensor]]:
     """Yield the tensors of a file, by name where there are several. Raises ``UsageError`` for one that holds anything
     else, or values that are not finite."""
-    import torch
-
     found = list(_named_tensors(_read(given.path)))
     if not found or not all(isinstance(tensor, torch.Tensor) for _, tensor in found):
         raise UsageError(f"{given.path}: holds no tensor, or more than tensors; save only the inputs")
@@ -327,8 +315,6 @@ def _read(path: str) -> Any:
     """Return what the file holds; it runs no code of the file."""
     import pickle
 
-    import numpy as np
-    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

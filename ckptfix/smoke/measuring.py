@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.lazy import nn, torch
 from ckptfix.errors import Opt, TargetError
 from ckptfix.modules.factory import Arguments, build_module, user_code
 from ckptfix.modules.recalibration import norms_of, recalibrate
 from ckptfix.smoke.inputs import FileInput, tensors_of_file
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from ckptfix.engine.changes import Measure
 
 BATCH = 32  # samples that the model sees at a time; statistics of much smaller batches are noisy
@@ -72,8 +70,6 @@ def _is_unusable(norm: Any) -> bool:
 
 def _batches(path: str) -> Iterator[Any]:
     """Yield the data of a file in batches, as a tensor or by the names of arguments."""
-    import torch
-
     found = {
         name: tensor.float() if tensor.dtype == torch.uint8 and tensor.ndim >= 3 else tensor
         for name, tensor in tensors_of_file(FileInput(path))

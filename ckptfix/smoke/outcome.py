@@ -9,16 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
+from ckptfix.core.lazy import torch
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import CkptfixError, TargetError
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Stages that come after the verdict, which stands whatever becomes of them.
 AFTERTHOUGHTS = ("devices", "control", "compare")
@@ -193,8 +190,6 @@ def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str
     ``hidden[2]``).
 
     transformers' ModelOutput is an OrderedDict, a PackedSequence a named tuple."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth < _DEPTH:
@@ -234,8 +229,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the stored values as one real, dense, floating tensor; empty for integers, and on the meta device."""
-    import torch
-
     values = tensor.detach()
     if values.is_meta:
         return torch.empty(0)

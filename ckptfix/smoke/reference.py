@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.lazy import nn, torch
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.core.spec import TensorSpec
@@ -22,11 +22,6 @@ from ckptfix.errors import CkptfixError
 from ckptfix.rules import FOR_LOADING
 from ckptfix.smoke.forward import Pass, Subject, forward, load_strictly
 from ckptfix.smoke.outcome import NotLoadedError, Outcome, dtype_name, values_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 
 Outputs = Sequence[tuple[str, "torch.Tensor"]]
 
@@ -43,8 +38,6 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
     computed.
 
     A value that is finite in one alone is infinitely far from the other."""
-    import torch
-
     if [(name, tensor.shape) for name, tensor in ours] != [(name, tensor.shape) for name, tensor in theirs]:
         return Comparison(against, unlike="the outputs are not of the same names and shapes")
     difference = scale = 0.0
@@ -70,8 +63,6 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
 
 def compare_with_cpu(subject: Subject, run: Pass, base: Outcome) -> Comparison:
     """Compare the outputs of this device with those of the CPU, on which the model is afterwards."""
-    import torch
-
     dtype = dtype_name(subject.dtype)
     if sum(parameter.numel() for parameter in subject.model.parameters()) > LARGEST_FOR_CPU:
         return Comparison("cpu", unlike="the model is too large to run there in good time")

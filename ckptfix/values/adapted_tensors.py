@@ -16,13 +16,12 @@ from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import PAD_TARGET, Adapt
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
 
 if TYPE_CHECKING:
-    import torch
-
     Tensor = torch.Tensor
 
 
@@ -86,8 +85,6 @@ def _result(computed: _Computed) -> memoryview:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
     from ckptfix.reading.live import bytes_of
 
     # A copy: one row that was expanded to one row counts as contiguous with a stride of 0.
@@ -95,8 +92,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _tensor(spec: TensorSpec, path: str) -> Tensor:
-    import torch
-
     from ckptfix.reading.tensors import row_major_bytes, torch_dtype
 
     return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
@@ -147,8 +142,6 @@ class _NewRows(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _bytes(self) -> memoryview:
-        import torch
-
         from ckptfix.reading.tensors import torch_dtype
 
         place, count = self.box.offsets[0], self.box.shape[0]
@@ -163,8 +156,6 @@ class _NewRows(Struct, frozen=True, eq=False, dict=True):
 
     def _mean(self) -> Tensor:
         """Return the mean of all rows of the file, in float64."""
-        import torch
-
         from ckptfix.reading.live import one_thread
 
         total = torch.zeros(self.spec.shape[1:], dtype=torch.float64)
@@ -209,8 +200,6 @@ def _geometric(grid: Tensor, size: tuple[int, ...]) -> Tensor:
 
     The points of the file's grid are further and further apart away from the centre, and the values between them are
     linear. BEiT's own code has cubic ones, by a function that SciPy removed in 1.14."""
-    import torch
-
     places, weights = [], []
     for old, new in zip(grid.shape[2:], size, strict=True):
         points = torch.tensor(_progression(old // 2, new // 2))
@@ -253,8 +242,6 @@ def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_firs
     the new sizes."""
 
     def formula(table: Tensor, edit: Adapt) -> Tensor:
-        import torch
-
         axes = len(edit.grids) // 2
         old, new = edit.grids[:axes], edit.grids[axes:]
         if is_of_blocks(edit.before, edit.shape):
@@ -305,8 +292,6 @@ def _patch_embed(weight: Tensor, edit: Adapt) -> Tensor:
     """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/patch_embed.py
 
     The new kernel answers to a resized patch as the old one does to the patch (FlexiViT, arXiv 2212.08013)."""
-    import torch
-
     old, new = patch(tuple(weight.shape)), patch(edit.shape)
     basis = torch.eye(math.prod(old)).reshape(-1, 1, *old)
     resize = _antialiased(basis, new).reshape(math.prod(old), -1).T

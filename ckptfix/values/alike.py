@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, full, used_in_full
 from ckptfix.maps.inference import Inference, Match
 from ckptfix.maps.trees import Label
 
 if TYPE_CHECKING:
-    import torch
-
     Values = Mapping[str, torch.Tensor]
 
 SAMPLES, FEWEST = 1024, 64
@@ -136,15 +135,11 @@ def _agree(parts: tuple[Part, ...], wanted: torch.Tensor, ours: Values) -> bool:
 
 
 def _sampled(values: Values, keys: list[str]) -> torch.Tensor:
-    import torch
-
     return torch.cat([_row(values[key]) for key in keys])
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
     """Return some elements of a tensor, with mean 0 and length 1; zeros if all are equal."""
-    import torch
-
     at = torch.arange(tensor.numel())
     if tensor.numel() > SAMPLES:  # in 16 places, as each costs a page of the file
         at = (torch.arange(16)[:, None] * (tensor.numel() // 16) + torch.arange(SAMPLES // 16)).flatten()
@@ -153,7 +148,5 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _normal(rows: torch.Tensor) -> torch.Tensor:
-    import torch
-
     centred = rows.double() - rows.double().mean(1, keepdim=True)
     return torch.nan_to_num(centred / centred.norm(dim=1, keepdim=True), 0.0, 0.0, 0.0)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise
+from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import WriteError
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.tally import magnitudes
-
-if TYPE_CHECKING:
-    import torch
-
 
 _BLOCK = 1 << 20  # numbers that are compared at a time
 
@@ -31,8 +27,6 @@ class CastBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the converted tensor."""
-        import torch
-
         from ckptfix.reading.live import bytes_of
         from ckptfix.reading.tensors import row_major_bytes, torch_dtype
 
@@ -62,8 +56,6 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
     likes.
 
     Always true for a dtype of floats or complex numbers."""
-    import torch
-
     if dtype.is_floating_point or dtype.is_complex:
         return True
     if dtype == torch.bool:
@@ -89,8 +81,6 @@ def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
     """Return whether a copy in float16 or bfloat16 is its fp32 master rounded to it, bit for bit; in fp32, the same.
 
     True for pairs of other dtypes, of which nothing is known. All NaN are one."""
-    import numpy as np
-
     from ckptfix.reading.folders.chunks import RowMajorBytes
 
     if (master.dtype, copy.dtype) not in (("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32")):
@@ -150,8 +140,6 @@ class ScaledBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the product, worked out in float32 as the formats' own readers do."""
-        import torch
-
         from ckptfix.reading.live import bytes_of
         from ckptfix.reading.tensors import row_major_bytes, torch_dtype
 
@@ -204,8 +192,6 @@ class ZeroedBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the changed tensor."""
-        import numpy as np
-
         size = self._encoding.itemsize
         first, last = start // size * size, -(-stop // size) * size
         units = np.frombuffer(self._bytes(first, last), dtype=self._encoding.unit).copy()
@@ -214,8 +200,6 @@ class ZeroedBytes:
         return memoryview(units.view(np.uint8))[start - first : stop - first]
 
     def _chosen(self, values: Array) -> Array:
-        import numpy as np
-
         magnitude = magnitudes(values)
         infinity, normal = (
             magnitudes(np.asarray(bound, values.dtype)) for bound in (math.inf, self._encoding.smallest_normal)

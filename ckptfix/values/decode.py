@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
@@ -48,15 +48,11 @@ class Encoding(Struct, frozen=True, dict=True):
     @cached_property
     def unit(self) -> np.dtype[Any]:
         """numpy's type of one stored number."""
-        import numpy as np
-
         return np.dtype(self.code)
 
     @cached_property
     def decode(self) -> Callable[[Array], Array]:
         """What makes an array of float32 or float64 of a 1-d array of units, without a copy if it can."""
-        import numpy as np
-
         if self.part in ("float64", "float32"):
             return _as_is
         if self.part == "bfloat16":
@@ -83,15 +79,11 @@ class Encoding(Struct, frozen=True, dict=True):
     @cached_property
     def code_values(self) -> Array:
         """What each code of a unit of 8 bits stands for, as float64."""
-        import numpy as np
-
         return self.decode(np.arange(256, dtype=np.uint8).view(self.unit)).astype(np.float64)
 
     @cached_property
     def finite_codes(self) -> Array:
         """Which of these codes stand for finite numbers."""
-        import numpy as np
-
         return np.isfinite(self.code_values)
 
     @cached_property
@@ -102,8 +94,6 @@ class Encoding(Struct, frozen=True, dict=True):
     @cached_property
     def code_kinds(self) -> Array:
         """Which codes are NaN, infinite, negative infinite, zero, subnormal: a row of 0 and 1 for each."""
-        import numpy as np
-
         values = self.code_values
         is_small = (np.abs(values) < self.smallest_normal) & (values != 0)
         kinds = (np.isnan(values), values == np.inf, values == -np.inf, values == 0, is_small)
@@ -183,22 +173,16 @@ def _as_is(units: Array) -> Array:
 
 
 def _upper_half(units: Array) -> Array:
-    import numpy as np
-
     shifted: Array = np.left_shift(units, 16, dtype=np.uint32)
     return shifted.view(np.float32)
 
 
 def _truth(units: Array) -> Array:
-    import numpy as np
-
     truth: Array = units != 0
     return truth.astype(np.float64)
 
 
 def _widened(units: Array) -> Array:
-    import numpy as np
-
     return units.astype(np.float64)
 
 
@@ -232,8 +216,6 @@ def narrowing_to(dtype: str) -> Narrowing:
     """Return what a cast to a float of 8, 16 or 32 bits loses.
 
     ``largest`` is a float32, or of a cast to float32 a float64, so that it can be compared with what is cast."""
-    import numpy as np
-
     if dtype == "float32":
         finite = np.finfo(np.float32)
         halfway = float(finite.max) + 2.0 ** (127 - 24)

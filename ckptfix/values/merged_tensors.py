@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -18,14 +17,12 @@ from ckptfix.bytes.sources import located
 from ckptfix.bytes.threads import side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, MergeAdapter
+from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.reading.folders.chunks import RowMajorBytes
 from ckptfix.reading.lazy_tensors import is_range
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
-
-if TYPE_CHECKING:
-    import torch
 
 # Bytes of a block in float32: so few that they stay in the processor's cache, and that no fresh memory is asked for,
 # which took five times as long for blocks of 4 MB.
@@ -58,8 +55,6 @@ def is_merged(checkpoint: Checkpoint) -> bool:
 
 def sampled_change(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> tuple[float, float]:
     """Return the sums of squares of a change and of what it changes, in the first rows and some of the middle."""
-    import numpy as np
-
     source, stored = MergedBytes(spec, edit, factors, path), encoding(spec.dtype)
     assert stored is not None, "the weights of a merge are floats"
     change, whole = 0.0, 0.0
@@ -112,8 +107,6 @@ class MergedBytes:
                 yield from side_by_side(piece, range(next(ends), next(ends) + 1))
 
     def _by_torch(self, first: int, last: int) -> memoryview:
-        import torch
-
         from ckptfix.reading.live import bytes_of
 
         return bytes_of(self.merged(first, last).contiguous().flatten().view(torch.uint8))
@@ -173,8 +166,6 @@ def _one_thread() -> AbstractContextManager[None]:
 @lru_cache(maxsize=2)
 def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
     """Return the two matrices of each delta as the kernel takes them; None if it cannot add all of them."""
-    import numpy as np
-
     library, dtype = kernel(), source.spec.dtype
     height, width = source.shape[0], source.row // source.spec.itemsize
     if library is None or dtype not in KINDS or source.stored.dtype != dtype or min(height, width) < FEWEST:
@@ -196,8 +187,6 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
 
 
 def _matrix(spec: TensorSpec, path: str) -> Array:
-    import numpy as np
-
     stored = encoding(spec.dtype)
     assert stored is not None, "the dtypes were compared"
     numbers = stored.decode(np.frombuffer(RowMajorBytes(spec, path).read(0, spec.nbytes), stored.unit))
@@ -215,8 +204,6 @@ def _layers(source: MergedBytes) -> list[_Layer]:
 @lru_cache(maxsize=4)  # the matrices of stacked experts are those of many tensors, one after another
 def _factor(spec: TensorSpec, path: str, base: str, is_narrow: bool) -> torch.Tensor:
     """Return a factor in the precision in which peft computes: that of an adapter that it has loaded."""
-    import torch
-
     from ckptfix.reading.tensors import torch_dtype
 
     values, dtype = _numbers(spec, path, 0, spec.nbytes).view(spec.shape), torch_dtype(base)
@@ -226,8 +213,6 @@ def _factor(spec: TensorSpec, path: str, base: str, is_narrow: bool) -> torch.Te
 
 
 def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor:
-    import torch
-
     from ckptfix.reading.tensors import torch_dtype
 
     return torch.frombuffer(_stored(spec, path, start, stop), dtype=torch_dtype(spec.dtype))
@@ -287,8 +272,6 @@ class _Layer:
         return change.to(dtype) if self.delta.rounds else change
 
     def _product(self, first: int, last: int) -> torch.Tensor:
-        import torch
-
         form, one = self.delta.form, self.factors[0]
         if form == "bias":
             return one[first:last].reshape(last - first, *self.source.shape[1:]).clone()
@@ -327,8 +310,6 @@ class _Layer:
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
         """DoRA's magnitude by the norm that each output has in the tensor of the file with this layer alone."""
-        import torch
-
         from ckptfix.reading.tensors import torch_dtype
 
         magnitude, source = self.factors[2], self.source
@@ -347,8 +328,6 @@ class _Layer:
     def _norms_of_columns(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the norms over all rows. Those of a tensor that is too large to be in memory at once are summed in
         float64: closer to the truth than peft's, and so perhaps not the same in the last bit."""
-        import torch
-
         source = self.source
         if source.spec.numel * 4 <= MOST:
             norms: torch.Tensor = torch.linalg.vector_norm(self._whole(0, source.shape[0], dtype).T, dim=1)

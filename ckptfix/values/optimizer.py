@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.maps.positions import Layout, named_by_itself, namings, optimizers_in
@@ -92,8 +93,6 @@ def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Tra
 
 def alignment(weight: TensorSpec, other: TensorSpec) -> float | None:
     """Return the cosine between a tensor and its momentum, in blocks; None if they are not stored alike."""
-    import numpy as np
-
     if not all(spec.storage is not None and encoding(spec.dtype) and spec.is_contiguous for spec in (weight, other)):
         return None
     if weight.dtype != other.dtype or weight.shape != other.shape or not weight.numel:
@@ -107,8 +106,6 @@ def alignment(weight: TensorSpec, other: TensorSpec) -> float | None:
 
 
 def _numbers_of(spec: TensorSpec) -> Iterator[Array]:
-    import numpy as np
-
     stored = encoding(spec.dtype)
     assert stored is not None, f"{spec.dtype} holds no numbers"
     for block in Walk(spec).blocks():

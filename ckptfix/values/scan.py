@@ -18,6 +18,7 @@ from ckptfix.bytes.checksums import crc32, is_open, note_checksum
 from ckptfix.bytes.sources import located
 from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, FAINT, Storage, TensorSpec, TensorStatistics
 from ckptfix.values.decode import Array, Encoding, Narrowing, encoding
 from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_codes, tally_integers, tally_units
@@ -72,8 +73,6 @@ class Scanner:
 
     def _least_index(self, block: memoryview) -> int:
         """Return the row-major index of the first number that is not finite, of a block that has some."""
-        import numpy as np
-
         assert self._order is not None
         units = np.frombuffer(block, self._encoding.unit)
         found = self._position + nonfinite_units(units, self._encoding) // self._encoding.units
@@ -87,8 +86,6 @@ def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = 
         return compiled.tally(block, encoding, narrowing)
     if not encoding.smallest_normal and block.nbytes <= FEW and (numbers := encoding.few(block.tobytes())):
         return tally_integers(numbers)
-    import numpy as np
-
     units = np.frombuffer(block, dtype=encoding.unit)
     if compiled is not None and encoding.itemsize == 1:
         return tally_codes(units, compiled.count(block), encoding, narrowing)
@@ -177,8 +174,6 @@ def _decoded(units: bytes, stored: Encoding) -> bytes:
         return units
     if (numbers := stored.few(units)) is not None:
         return array("f", numbers).tobytes()  # what a float32 cannot hold becomes infinite, NaN stays NaN
-    import numpy as np
-
     return stored.decode(np.frombuffer(units, stored.unit)).astype(np.float32).tobytes()
 
 
@@ -238,8 +233,6 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
 
     ``chosen`` makes a mask of an array of float32 or float64. Empty for what has no channels: a 0-d or sparse tensor,
     and one that repeats a single channel. Raises ``UnreadableError`` if the bytes are not in the file."""
-    import numpy as np
-
     stored = encoding(spec.dtype)
     if stored is None or stored.units != 1 or spec.storage is None or spec.parts or not spec.numel:
         return ()
@@ -264,8 +257,6 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
 
 def first_units(spec: TensorSpec, count: int) -> Array:
     """Return the first numbers of a floating tensor as they are stored, ``count`` of them at most."""
-    import numpy as np
-
     stored = encoding(spec.dtype)
     assert stored is not None, f"{spec.dtype} holds no numbers"
     for block in Walk(spec).blocks():
@@ -276,8 +267,6 @@ def first_units(spec: TensorSpec, count: int) -> Array:
 
 def first_numbers(spec: TensorSpec, count: int) -> Array:
     """Return the same, decoded."""
-    import numpy as np
-
     stored = encoding(spec.dtype)
     assert stored is not None, f"{spec.dtype} holds no numbers"
     numbers: Array = stored.decode(first_units(spec, count)).astype(np.float64)
@@ -361,8 +350,6 @@ class Kernel:
 
     def count(self, block: memoryview) -> Array:
         """Return how often each of the 256 bytes is there."""
-        import numpy as np
-
         counts = np.zeros(256, np.uint64)
         self._count(_aligned(block, 1), block.nbytes, counts.ctypes.data)
         return counts
@@ -379,8 +366,6 @@ def _aligned(block: memoryview, size: int) -> object:
 
 def strips(matrix: Array) -> Array:
     """Return a float32 matrix cut into strips of columns, [strips, rows, ``STRIP``], with zeros after the last one."""
-    import numpy as np
-
     rows, width = matrix.shape
     padded = np.zeros((rows, -(-width // STRIP) * STRIP), np.float32)
     padded[:, :width] = matrix

@@ -8,6 +8,7 @@ from itertools import chain
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.lazy import np
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
@@ -102,8 +103,6 @@ def histogram(figures: TensorStatistics) -> str:
     Empty for a tensor without a sample, and for one of a single value."""
     if not figures.sample or figures.minimum >= figures.maximum:
         return ""
-    import numpy as np
-
     low, high = figures.minimum / 2, figures.maximum / 2  # halves: the whole range may be no float64
     numbers = np.frombuffer(figures.sample, np.float32).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from ckptfix.core.lazy import np
 from ckptfix.values.decode import Array, Encoding, Narrowing
 
 # Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache.
@@ -93,8 +94,6 @@ def tally_integers(numbers: Sequence[float]) -> Tally:
 
 def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
     """Return the figures of a 1-d array of the encoding's unit, by numpy; ``first`` counts units."""
-    import numpy as np
-
     if units.dtype.itemsize == 1:
         return tally_codes(units, np.bincount(units.view(np.uint8), minlength=256), encoding, narrowing)
     whole = Tally()
@@ -107,8 +106,6 @@ def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -
 
 def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
     """Return the figures of numbers of 8 bits, of which it is known how often each code is there."""
-    import numpy as np
-
     times = counts.astype(np.float64)  # exact up to 2^53
     values, codes = encoding.code_values, encoding.finite_codes
     nan, pos_inf, neg_inf, zeros, subnormals = map(int, encoding.code_kinds @ times)
@@ -130,8 +127,6 @@ def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narr
 
 def nonfinite_units(units: Array, encoding: Encoding) -> Array:
     """Return the places of the numbers that are NaN or infinite."""
-    import numpy as np
-
     places = [
         start + np.flatnonzero(~np.isfinite(encoding.decode(units[start : start + BLOCK])))
         for start in range(0, len(units), BLOCK)
@@ -143,16 +138,12 @@ def magnitudes(values: Array) -> Array:
     """Return the bits of float32 or float64 without the sign, doubled: integers ordered as the magnitudes are.
 
     No mode of the processor that flushes subnormals touches them."""
-    import numpy as np
-
     bits = np.uint32 if values.dtype.itemsize == 4 else np.uint64
     doubled: Array = values.view(bits) << bits(1)
     return doubled
 
 
 def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-    import numpy as np
-
     found = Tally(len(values))
     magnitude = magnitudes(values)
     smallest, largest = magnitude.min(), magnitude.max()
@@ -180,8 +171,6 @@ def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None
 
 
 def _moments(finite: Array, absmax: float) -> tuple[float, float]:
-    import numpy as np
-
     wide, scale = finite.astype(np.float64), 1.0
     if absmax and not SAFE_TO_SQUARE[0] < absmax < SAFE_TO_SQUARE[1]:
         scale = absmax

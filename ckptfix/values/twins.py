@@ -11,6 +11,7 @@ from itertools import islice
 from msgspec import Struct
 
 from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.reading.weights.containers import is_averaged
@@ -112,8 +113,6 @@ def _is_comparable(spec: TensorSpec) -> bool:
 
 def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
     """Return how far the first numbers of two matrices correlate; None if one is broken there, or constant."""
-    import numpy as np
-
     first, second = (first_numbers(spec, SAMPLE) for spec in (one, other))
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         return None

@@ -13,6 +13,7 @@ from functools import cached_property
 from msgspec import Struct
 
 from ckptfix.bytes.sources import stream
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Array
 
@@ -85,8 +86,6 @@ class Walk(Struct, frozen=True, dict=True):
 
     def _scattered_blocks(self, source: ByteSource) -> Iterator[memoryview]:
         """Yield the blocks of a walk that leaves out elements on its way, or meets one twice."""
-        import numpy as np
-
         itemsize, dims_in_memory = self.spec.itemsize, self._merged
         overlap = -(-self.distinct // _span(dims_in_memory))  # an overlapping view is larger than what is read for it
         for offset, dims in _pieces(self.spec.offset, dims_in_memory, max(CHUNK // itemsize // overlap, 1)):
@@ -105,8 +104,6 @@ class Walk(Struct, frozen=True, dict=True):
 
     def logical_order(self, positions: Array) -> Array:
         """Return positions in the walk as row-major indices among the distinct elements."""
-        import numpy as np
-
         shape = self.spec.shape
         found = np.unravel_index(positions, [shape[axis] for axis in self.memory_axes])
         places = dict(zip(self.memory_axes, found, strict=True))

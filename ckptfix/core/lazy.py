@@ -1,0 +1,27 @@
+"""torch and numpy, imported when something of theirs is first used.
+
+A look at names needs neither, and each takes longer to import than a small file to read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = ["nn", "np", "torch"]
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import nn
+else:
+
+    class _Lazy:
+        def __init__(self, name):
+            self._name, self._module = name, None
+
+        def __getattr__(self, attribute):
+            if self._module is None:
+                self._module = import_module(self._name)  # waits for a thread that is at it
+            return getattr(self._module, attribute)
+
+    np, torch, nn = map(_Lazy, ("numpy", "torch", "torch.nn"))
