@@ -26,7 +26,7 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
-from ckptfix.reading.pickles.payload import is_graph_code, is_known, is_union
+from ckptfix.reading.pickles.payload import is_graph_code, is_known, is_union, spelled
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 NAME_LIMIT = 1000  # characters of a dotted name that getattr builds
@@ -39,6 +39,12 @@ MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg
 _CONSUMERS = frozenset(
     "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.dict builtins.bytes builtins.bytearray "
     "builtins.enumerate builtins.zip collections.deque collections.Counter collections.OrderedDict".split()
+)
+
+# Calls that come here only if they are handed something else than a name, or by no pickler of torch.
+_CALLERS = frozenset(
+    "torch._tensor._rebuild_from_type torch._tensor._rebuild_from_type_v2 copyreg._reconstructor copyreg.__newobj__ "
+    "torch.fx.graph_module.reduce_package_graph_module torch.fx.graph_module.reduce_deploy_graph_module".split()
 )
 
 # Classes of tensors that `weights_only` knows.
@@ -62,9 +68,15 @@ def _modern_name(function: Global) -> str:
 
 def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function
-    over and over once ``list`` goes through it, and so does ``list`` of other objects than plain containers."""
-    if name == "builtins.iter":
+    over and over once ``list`` goes through it, and so does ``list`` of other objects than plain containers. ``type``
+    of three arguments makes a class, whose methods may be anything, ``getitem`` of an object asks a ``defaultdict`` for
+    its factory, and a function that rebuilds a tensor or an object calls what it is handed."""
+    if name in _CALLERS:
+        return not args or not isinstance(args[0], Global)
+    if name in ("builtins.iter", "builtins.type"):
         return len(args) > 1
+    if name in ("_operator.getitem", "operator.getitem"):
+        return not args or not isinstance(args[0], Global)
     if name not in _CONSUMERS or not args or not isinstance(args[0], Opaque):
         return False
     root = args[0].cls.module.partition(".")[0].lstrip("_")
@@ -84,8 +96,8 @@ class InertTable(Struct):
     (``_load_from_bytes``).
 
     ``foreign`` gathers the tensor subclasses that are named, objects in the place of hooks, and gradients that no fp8
-    tensor can be loaded with, ``derived`` the names
-    that the pickle builds by ``getattr``, ``called`` the globals that it calls and for which nothing stands in."""
+    tensor can be loaded with, ``derived`` the names that the pickle builds by ``getattr`` and the like, ``called`` the
+    globals that it calls and for which nothing stands in."""
 
     path: str
     nested: Callable[[bytes], Any]
@@ -274,7 +286,9 @@ class InertTable(Struct):
 
     def package_graph_module(self, body: Any, *_: Any) -> Any:
         """``torch.fx.graph_module.reduce_package_graph_module(instance dict, name)``, as torch.package calls it: the
-        code lies in a file of the package."""
+        code lies in a file of the package. An ordinary pickle would hand over an importer of its own."""
+        if not isinstance(body, dict):
+            return NotImplemented
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), state=body)
 
     def persistent(self, meta: Any, *_: Any) -> Any:
@@ -372,6 +386,8 @@ def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
     if not isinstance(cls, Global):
         return NotImplemented
     made = table.call(cls, ())
+    if isinstance(base, Global):
+        table.called.add(str(base))
     if isinstance(made, Opaque):
         if isinstance(state, dict):
             made.own_pairs().update(state)
@@ -387,13 +403,22 @@ def new_object(table: InertTable, cls: Any, *args: Any) -> Any:
 
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
     """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide a function's name."""
-    if not isinstance(owner, Global) or not isinstance(name, str):
+    cls = owner.cls if isinstance(owner, Opaque) else owner
+    if not isinstance(cls, Global) or not isinstance(name, str):
         return NotImplemented
-    if len(owner.name) + len(name) > NAME_LIMIT:
+    if len(cls.name) + len(name) > NAME_LIMIT:
         raise HostileError(f"{table.path}: getattr is called on its own result over and over; do not use this file")
-    member = Global(owner.module, f"{owner.name}.{name}")
-    table.derived.add(str(member))
-    return member
+    member = Global(cls.module, f"{cls.name}.{name}")
+    table.derived.add(spelled(member))
+    return member if cls is owner else NotImplemented
+
+
+def ufunc(table: InertTable, module: Any, name: Any) -> Any:
+    """``numpy.core._ufunc_reconstruct(module, name)``, which imports any module and takes any name from it."""
+    if not isinstance(module, str) or not isinstance(name, str):
+        return NotImplemented
+    table.derived.add(spelled(found := Global(module, name)))
+    return found
 
 
 _TABLE: Mapping[str, Callable[..., Any]] = {
@@ -423,6 +448,7 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch_utils.persistence._reconstruct_persistent_obj": InertTable.persistent,
     "numpy.core.multiarray._reconstruct": InertTable.array,
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
+    "numpy.core._ufunc_reconstruct": ufunc,
     "collections.OrderedDict": ordered_dict,
     "builtins.dict": new_dict,
     "builtins.list": new_list,

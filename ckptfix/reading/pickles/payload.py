@@ -48,6 +48,12 @@ _NUMBER = (
 _REBUILDER = r"(?i)_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_index)"
 _SPECIAL = r"__\w+__"
 
+# What reads and writes files or builds code, wherever it is in torch and numpy.
+_LOADERS = frozenset(
+    "load save from_file fromfile tofile dump memmap load_library import_ir_module hub package compile FileStore "
+    "TCPStore DataSource PyTorchFileReader PyTorchFileWriter".split()
+)
+
 
 @cache
 def _lists(file: str) -> dict[str, frozenset[str]]:
@@ -78,6 +84,15 @@ def is_trusted(name: str) -> bool:
     return re.fullmatch(_NUMBER, name) is not None or re.fullmatch(_TORCH_CLASS, name) is not None
 
 
+def spelled(function: Global) -> str:
+    """Return the name of a global as it is judged: ``module:alias.name`` if its name begins not with a class but with
+    what the module imported (``torch.nn.parallel.distributed:logging.FileHandler``), which no pickler writes."""
+    module, (first, dot, _) = function.module, function.name.partition(".")
+    is_class = len(first) > 2 and first.lstrip("_")[:1].isupper()  # `F` and `_C` are modules
+    is_alias = dot and not is_class and is_known(module.partition(".")[0]) and not is_trusted(f"{module}.{first}")
+    return f"{module}:{function.name}" if is_alias else str(function)
+
+
 def is_known(root: str) -> bool:
     """Return whether a package is one of which it is known what checkpoints need of it."""
     return root.lstrip("_") in _listed("stdlib") or root in ("torch", "numpy") or root in _listed("harmful")
@@ -89,13 +104,20 @@ def is_payload(name: str) -> bool:
     root, inner = parts[0], parts[1:-1]
     if is_trusted(name):
         return False
-    if any(re.fullmatch(_SPECIAL, part) for part in parts[1:]) or any(part in _listed("anywhere") for part in inner):
+    if any(re.fullmatch(_SPECIAL, part) for part in parts[1:]):
+        return True
+    if any(part.lstrip("_") in _listed("anywhere") for part in inner) or (
+        ":" in name and is_known(root.partition(":")[0])
+    ):
         return True
     if any(".".join(parts[:depth]) in _listed("callers") for depth in range(2, len(parts) + 1)):
         return True
     if root in ("torch", "numpy"):
+        if parts[-1] in _LOADERS:
+            return True
         return inner[:1] != ["ops"] and any(
-            part.lstrip("_") in _listed("stdlib") and part not in _listed("torch_modules") for part in inner
+            part.lstrip("_") in _listed("stdlib") | {"testing", "tests"} and part not in _listed("torch_modules")
+            for part in inner
         )
     if not is_known(root) or not parts[-1] or len(parts) < 2:
         return False
@@ -141,9 +163,10 @@ def is_union(function: Global, args: tuple[object, ...]) -> bool:
     )
 
 
-def name_calls(called: Iterable[str]) -> set[str]:
-    """Return those of the globals that a pickle calls which do more than to construct a value, with ``()`` appended."""
-    return {f"{name.removesuffix('()')}()" for name in called if runs_code(name)}
+def names_of(named: Iterable[Global], called: Iterable[str]) -> set[str]:
+    """Return the globals that a pickle names, and those of the ``called`` ones which do more than to construct a value
+    with ``()`` appended."""
+    return {*map(spelled, named), *(f"{name.removesuffix('()')}()" for name in called if runs_code(name))}
 
 
 def payload_remarks(names: Iterable[str]) -> list[Fact]:
@@ -189,7 +212,6 @@ _HARMLESS_MODULES = frozenset("math operator _operator typing collections inspec
 _SYNTAX = frozenset("import from lambda class global nonlocal yield while try except raise async await exec".split())
 _VALUES = frozenset("strided sparse_coo contiguous_format channels_last channels_last_3d preserve_format".split())
 _SPACES = ("nn", "_C", "fft", "linalg", "special", "sparse", "amp", "ao", "fx", "utils", "functional", "_nn")
-_LOADERS = frozenset("load save from_file load_library import_ir_module hub package compile".split())
 
 
 def is_graph_code(body: Any, imports: Any) -> bool:

@@ -17,7 +17,7 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.pickles.claims import TypedStorage, storage_dtype
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import PickleMachine
-from ckptfix.reading.pickles.payload import name_calls
+from ckptfix.reading.pickles.payload import names_of
 from ckptfix.reading.pickles.stream import Bytes, MalformedError
 
 # Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's `str`.
@@ -98,9 +98,7 @@ class StoragePickle:
         try:
             value = machine.load()
         finally:
-            self.names.update(str(name) for name in machine.globals.values())
-            self.names.update(self.table.derived)
-            self.names.update(name_calls(machine.called | self.table.called))
+            self.names |= self.table.derived | names_of(machine.globals.values(), machine.called | self.table.called)
             self._bounds.names |= self.names
             self.protocol = max(self.protocol, machine.protocol)
             has_gaps = machine.protocol < 4 and bool(machine.memo.far)

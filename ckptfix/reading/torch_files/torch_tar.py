@@ -25,7 +25,7 @@ from ckptfix.reading.archives import tar_members
 from ckptfix.reading.pickles.claims import TypedStorage, checked, storage_dtype
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import PickleMachine
-from ckptfix.reading.pickles.payload import name_calls, payload_remarks
+from ckptfix.reading.pickles.payload import names_of, payload_remarks
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-tar"
@@ -87,9 +87,7 @@ class _Reader(Struct):
         try:
             value = machine.load()
         finally:
-            self.names.update(str(name) for name in machine.globals.values())
-            self.names.update(table.derived)
-            self.names.update(name_calls(machine.called | table.called))
+            self.names |= table.derived | names_of(machine.globals.values(), machine.called | table.called)
             content.bounds.names |= self.names
         return value, machine.position
 

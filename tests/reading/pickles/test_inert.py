@@ -137,4 +137,4 @@ def test_a_name_that_getattr_builds_is_judged_as_a_name():
     inert = table()
     made = inert.call(Global("builtins", "getattr"), (Global("torch", "hub"), "load"))
     assert str(made) == "torch.hub.load"
-    assert inert.derived == {"torch.hub.load"}
+    assert inert.derived == {"torch:hub.load"}

@@ -117,7 +117,7 @@ def test_functions_of_packages_that_nobody_else_has_are_not_judged(name):
     ("value", "names"),
     [
         (Calls(pathlib.Path.write_text, "x"), ["pathlib.Path.write_text"]),
-        (Calls(map, pathlib.Path.unlink, ["x"]), ["builtins.map"]),
+        (Calls(map, pathlib.Path.unlink, ["x"]), ["builtins.map", "pathlib.Path.unlink"]),
         (Calls(Calls(functools.partial, torch.nn.init.zeros_, 1)), ["functools.partial"]),
     ],
     ids=["a method", "a function that calls", "the result of a call"],
@@ -252,6 +252,20 @@ TRICKS = {
     "list of what runs": b"cbuiltins\nlist\n(ctorch.utils.data.dataloader\nDataLoader\n)RtR.",
     "a member of a function": b"cbuiltins\ngetattr\n(cmymodel\nNet\nX\x0b\0\0\0__globals__tR.",
     "an extension": b"\x80\x02\x82\x01.",
+    "the factory of a defaultdict": b"coperator\ngetitem\n(ccollections\ndefaultdict\n(" + GETS + b"tRX\1\0\0\0ktR.",
+    "a class with methods of its own": b"cbuiltins\ntype\n(X\1\0\0\0X)}tR.",
+    "a class made by NEWOBJ": b"cbuiltins\ntype\n(X\1\0\0\0X)}t\x81.",
+    "a tensor's rebuilder that is made": b"ctorch._tensor\n_rebuild_from_type_v2\n(cfunctools\npartial\n"
+    + GETS
+    + b"\x85R"
+    b"ctorch\nTensor\n)}tR.",
+    "a ufunc of another module": b"cnumpy.core\n_ufunc_reconstruct\n(X\2\0\0\0osX\6\0\0\0systemtR.",
+    "the importer of a graph": b"ctorch.fx.graph_module\nreduce_deploy_graph_module\n(N}X\0\0\0\0tR.",
+    "a method of a path, named": b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\n)RX\6\0\0\0unlinktR.",
+    "what evaluates text, named": b"cfunctools\npartial\nctyping\nget_type_hints\n\x85R.",
+    "a module of torch's own": b"ctorch.nn.parallel.distributed\nlogging.FileHandler\n.",
+    "a module of torch by its alias": b"ctorch.nn.modules.linear\nF.importlib.import_module\n.",
+    "the same by getattr": b"cbuiltins\ngetattr\n(ctorch.nn.parallel.distributed\nlogging\nX\x0b\0\0\0FileHandlertR.",
 }
 
 
