@@ -60,8 +60,11 @@ def fold(inference: Inference) -> RenameMap:
     found = {tuple(keys): _instance(keys, moved, source, target) for keys in components}
     rules = list(_rules(instance for instance in found.values() if instance is not None))
     exact: dict[int, list[tuple[MapRule, list[_Instance]]]] = {}
+    taken: dict[int, set[str]] = defaultdict(set)  # what the rules with so many variables name
     for at in sorted(range(len(rules)), key=lambda at: Line.parse(rules[at][0]).width):
-        exact[at] = list(_exact(*rules[at], inference, [rule for found in exact.values() for rule, _ in found]))
+        exact[at] = list(_exact(*rules[at], inference, taken))
+        for line in (Line.parse(rule) for rule, _ in exact[at]):
+            taken[line.width].update(filter(line.source.matches, source))
     unsaid = [key for keys, instance in found.items() if instance is None for key in keys]
     labelled = tuple(_labelled(*each, moved) for at in sorted(exact) for each in exact[at])
     return RenameMap(labelled, missing=(*inference.missing, *unsaid), unused=tuple(inference.unused))
@@ -404,16 +407,12 @@ def _with_endings(rules: Iterable[tuple[MapRule, list[_Instance]]]) -> Iterator[
 
 
 def _exact(
-    rule: MapRule, instances: list[_Instance], inference: Inference, others: Sequence[MapRule]
+    rule: MapRule, instances: list[_Instance], inference: Inference, taken: Mapping[int, set[str]]
 ) -> Iterator[tuple[MapRule, list[_Instance]]]:
     """Yield the rule, or several that are narrower if it would move more than was inferred."""
     line = Line.parse(rule)
-    narrower = [other for other in map(Line.parse, others) if other.width < line.width]
-    left = {
-        key: shape
-        for key, shape in inference.source.items()
-        if line.source.matches(key) and not any(other.source.matches(key) for other in narrower)
-    }
+    narrower = set[str]().union(*(keys for width, keys in taken.items() if width < line.width))
+    left = {key: shape for key, shape in inference.source.items() if key not in narrower and line.source.matches(key)}
     parts = {key: inference.matches[key].parts for each in instances for key in each.keys}
     try:
         is_exact = _gives(line, parts, left, inference.target)
@@ -428,7 +427,7 @@ def _exact(
         return
     for some in _divided(instances, ours, theirs):
         for narrow, each in _rules(some):
-            yield from _exact(narrow, each, inference, others)
+            yield from _exact(narrow, each, inference, taken)
 
 
 def _gives(line: Line, parts: Mapping[str, tuple[Part, ...]], source: Shapes, target: Shapes) -> bool:

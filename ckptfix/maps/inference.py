@@ -121,7 +121,7 @@ def converted(source: Specs, target: Specs, converters: Converters) -> Inference
             whole = used_in_full(parts, sources)
             if len(whole) > len(kept) and len(whole) >= CONVERTED * len(targets):
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}
-                return Inference(matches, sources, targets, origin="transformers")
+                return Inference(matches, sources, targets, origin="loader")
     return None
 
 

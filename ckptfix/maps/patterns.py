@@ -79,6 +79,8 @@ class Pattern(Struct, frozen=True, dict=True):
 
     def match(self, key: str) -> dict[str, int | str] | None:
         """Return the values of the variables in a key, None if it does not match."""
+        if not self.variables:
+            return {} if (key,) == self.pieces else None
         found = self.regex.fullmatch(key)
         if found is None:
             return None

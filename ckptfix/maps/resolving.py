@@ -91,18 +91,23 @@ class Line(Struct, frozen=True):
                     raise ValueError(f"{cells[cell]} and {key} have the same place in the target")
                 cells[cell] = key
         if not self.rule.optional:
-            self._refuse_unmatched([dict(group) for group in groups], source)
+            self._refuse_unmatched([dict(group) for group in groups], source, target)
         for group, cells in groups.items():
             yield from self._assembled(dict(group), self._grid(cells, source), target)
 
-    def _refuse_unmatched(self, found: list[dict[str, int | str]], file: Collection[str]) -> None:
+    def _refuse_unmatched(
+        self, found: list[dict[str, int | str]], file: Collection[str], target: Collection[str] | None
+    ) -> None:
         if not found:
             there = self.rule.target != "*" and any(map(self.target.matches, file))
             has = f"; it has {self.rule.target} already" if there else ""
             raise ValueError(f"no key of the file matches {self.rule.source}{has}")
+        wanted = [values for key in target or () if (values := self.target.match(key))]
         for variable in _distinct(self.source):
             for at, option in enumerate(variable.options if variable != self.joined else ()):
-                if not any(group.get(variable.name) == at for group in found):
+                # Layers without a bias: the target has none either.
+                lacks = target is not None and not any(group.get(variable.name) == at for group in wanted)
+                if not lacks and not any(group.get(variable.name) == at for group in found):
                     raise ValueError(f"no key of the file matches with {option}")
 
     def _grid(self, cells: Mapping[Cell, str], source: Shapes) -> Grid:

@@ -1,15 +1,19 @@
 """What a library itself makes of the names and layouts of older files: its loader, run on tensors without values.
 
-``Traced`` tensors have a shape and say which elements of which key of the file they are made of. transformers loads
-them into a model on the meta device as it would load the file: names, stacks of experts, fused layers and permutations
-for rotary embeddings are moved by its own code, whatever its release, and no weight is read."""
+``Traced`` tensors have a shape and say which elements of which key of the file they are made of. The library loads or
+converts them as it would the file: names, stacks of experts, fused layers and permutations for rotary embeddings are
+moved by its own code, whatever its release, and no weight is read."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from copy import deepcopy
 from functools import lru_cache
+from inspect import signature
+from io import StringIO
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -305,7 +309,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def converter_of(module: nn.Module) -> Converter | None:
     """Return what gives the map that the loader of a model's own library applies to a file; None for other models."""
-    found = {path: child for path, child in module.named_modules() if _is_of_transformers(child)}
+    found = {path: child for path, child in module.named_modules() if _library(child)}
     outer = {path: child for path, child in found.items() if not any(_is_below(path, other) for other in found)}
 
     @lru_cache(maxsize=4)
@@ -323,26 +327,62 @@ def converter_of(module: nn.Module) -> Converter | None:
     return (lambda shapes: parts_of(tuple(shapes.items()))) if outer else None
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
-    return any(
-        f"{base.__module__}.{base.__name__}" == "transformers.modeling_utils.PreTrainedModel"
-        for base in type(module).__mro__
-    )
-
-
 def _is_below(path: str, other: str) -> bool:
     return path != other and (not other or path.startswith(f"{other}."))
 
 
-_OPTIONS = {"device_map": "meta", "ignore_mismatched_sizes": True}
+State = dict[str, Any]
+
+
+def _by_transformers(model: Any, given: State) -> State:
+    options = {"config": deepcopy(model.config), "device_map": "meta", "ignore_mismatched_sizes": True}
+    made = type(model).from_pretrained(None, state_dict=given, **options)
+    return {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}
+
+
+def _by_diffusers(model: Any, given: State) -> State:
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES as CLASSES
+
+    known = next(CLASSES[base.__name__] for base in type(model).__mro__ if base.__name__ in CLASSES)
+    converted: State = known["checkpoint_mapping_fn"](checkpoint=given, config=dict(model.config))
+    return converted
+
+
+def _by_timm(model: Any, given: State) -> State:
+    modules = [vars(sys.modules[base.__module__]) for base in type(model).__mro__]
+    convert = next(each[name] for each in modules for name in ("checkpoint_filter_fn", "_filter_fn") if name in each)
+    converted: State = convert(given, model) if len(signature(convert).parameters) > 1 else convert(given)
+    return converted
+
+
+def _by_open_clip(model: Any, given: State) -> State:
+    from open_clip.convert import convert_state_dict
+    from open_clip.model import convert_to_custom_text_state_dict
+
+    converted: State = convert_state_dict(model, given)
+    return converted if hasattr(model, "positional_embedding") else convert_to_custom_text_state_dict(converted)
+
+
+_LIBRARIES: dict[str, tuple[str, Callable[[Any, State], State]]] = {
+    "transformers": ("from_pretrained", _by_transformers),
+    "diffusers": ("from_single_file", _by_diffusers),
+    "timm": ("reset_classifier", _by_timm),
+    "open_clip": ("encode_text", _by_open_clip),
+}
+"""What the classes of whole models have in each library, and what it makes of a file for such a model."""
+
+
+def _library(model: nn.Module) -> str:
+    """Return the library that loads files into a whole model; empty if there is none."""
+    bases = (base.__module__.partition(".")[0] for base in type(model).__mro__)
+    return next((name for name in bases if name in _LIBRARIES and hasattr(type(model), _LIBRARIES[name][0])), "")
 
 
 def _loaded(model: Any, shapes: Mapping[str, Shape]) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of the tensors that transformers gives a model of this class for a file of these shapes."""
+    """Return the parts of the tensors that its library gives a model of this class for a file of these shapes."""
     given = {key: Traced.of(key, shape) for key, shape in shapes.items()}
     with _silent(), suppress(Exception):  # the library's code may raise anything for a file that is not its own
-        made = type(model).from_pretrained(None, config=deepcopy(model.config), state_dict=given, **_OPTIONS)
-        found = {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}
+        found = _LIBRARIES[_library(model)][1](model, given)
         traced = {key: value for key, value in found.items() if isinstance(value, Traced)}
         parts = {}
         for key, value in traced.items():
@@ -355,14 +395,10 @@ def _loaded(model: Any, shapes: Mapping[str, Shape]) -> dict[str, tuple[Part, ..
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keep the library from reporting on a load that is none."""
-    from transformers.utils import logging
-
-    level, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        yield
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
     finally:
-        logging.set_verbosity(level)
-        if shows:
-            logging.enable_progress_bar()
+        logging.disable(before)

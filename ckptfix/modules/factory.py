@@ -79,12 +79,9 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
 
 
 def _target(model: nn.Module, label: str | None = None) -> Target:
-    target = target_from_module(model, label)
-    if "transformers" not in sys.modules:
-        return target
     from ckptfix.modules.converting import converter_of
 
-    return replace(target, converts=converter_of(model))
+    return replace(target_from_module(model, label), converts=converter_of(model))
 
 
 def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:

@@ -12,12 +12,13 @@ names, it has to leave nothing over on either side.
 Maps that ship with ckptfix outrank what is inferred, if one explains each key of both sides: they know the permutation
 for rotary embeddings and how rows are interleaved.
 
-If the target is a model of transformers, its own loader is asked first: it is run on tensors without values that keep
-track of their elements, so that a file of an older release goes where `from_pretrained` would put it (stacked experts,
-fused layers, permutations for rotary embeddings). These keys are `certain`. `ckptfix map MODEL FILE` gives the way
-back. If the target is a file (`--like`) with the values of the same training, as of the original that was renamed and
-perhaps fine-tuned, tensors that correlate with one tensor of the file only are `certain`, whatever their names and
-order; those whose values contradict the map are `ambiguous`. `--no-values` leaves that out.
+If the target is a model of transformers, diffusers, timm or open_clip, the library's own loader is asked first: it is
+run on tensors without values that keep track of their elements, so that a file of an older release, or of the model's
+authors, goes where the library would put it (stacked experts, fused layers, permutations for rotary embeddings). These
+keys are `certain`. `ckptfix map MODEL FILE` gives the way back. If the target is a file (`--like`) with the values of
+the same training, as of the original that was renamed and perhaps fine-tuned, tensors that correlate with one tensor of
+the file only are `certain`, whatever their names and order; those whose values contradict the map are `ambiguous`.
+`--no-values` leaves that out.
 
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.

@@ -46,6 +46,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import leading_modules, shared_modules, without_first
 from ckptfix.errors import UsageError
+from ckptfix.maps.library import fitting
 from ckptfix.maps.resolving import resolve
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -75,7 +76,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
         wanted = {key: slot.shape or () for key, slot in target.slots.items()} | dict.fromkeys(target.entries, ())
     edits: list[Edit] = []
     try:
-        moves = resolve(given, shapes, wanted)
+        moves = resolve(fitting(given, shapes, wanted) if wanted else given, shapes, wanted)
     except UsageError as error:  # a pattern by hand, which may fit another file
         raise UsageError(f"{checkpoint.path}: ", *error.args) from error
     for key, move in moves.items():

@@ -158,6 +158,26 @@ def test_models_of_images(name: str, ours: Callable[[], nn.Module], theirs: Call
 
 
 @pytest.mark.slow
+def test_a_shipped_map_fits_a_model_without_a_head_and_layers_without_a_bias():
+    from timm.models.vision_transformer import VisionTransformer
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, qkv_bias=False)
+    source = randomised(VisionTransformer(32, 8, embed_dim=48, depth=2, num_heads=4, num_classes=0, qkv_bias=False))
+    target = ViTModel(config, add_pooling_layer=False).double().eval()
+    options: Any
+    for options in ({}, {"rename_map": "timm-vit_transformers"}):
+        done, report = repair_state_dict(source.state_dict(), target, values=False, **options)
+        assert report.exit_code == 0
+        target.load_state_dict(done)
+        with torch.no_grad():
+            wanted = source.forward_features(IMAGES)
+            assert (target(IMAGES).last_hidden_state - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        assert_equal(repair_state_dict(done, source, values=False, **options)[0], source.state_dict())
+
+
+@pytest.mark.slow
 @proves("timm-vit_transformers-4")
 def test_what_transformers_saves_has_the_names_of_its_version_4(tmp_path: Path):
     from safetensors.torch import load_file
@@ -247,7 +267,7 @@ def test_an_encoder_of_torch_and_bert():
 @pytest.mark.slow
 @proves("ldm-vae_diffusers", "ldm-unet_diffusers", "sgm-unet_diffusers")
 @pytest.mark.parametrize("name", ["ldm-vae_diffusers", "ldm-unet_diffusers", "sgm-unet_diffusers"])
-def test_stable_diffusion(name: str):
+def test_stable_diffusion(name: str, tmp_path: Path):
     """Backwards from diffusers' names; diffusers' own function has to bring them back."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from diffusers.loaders import single_file_utils as theirs
@@ -277,14 +297,20 @@ def test_stable_diffusion(name: str):
     original = moved(state, name)
     assert_equal(convert({prefix + key: value for key, value in original.items()}, dict(model.config)), state)
     assert_equal(moved(original, name), state)
-    # A whole file has more than the model: nothing is applied unasked.
-    whole = {WITHIN[name][0] + key: value for key, value in original.items()} | {"cond_stage_model.w": torch.ones(3, 3)}
-    done, report = repair_state_dict(whole, model, values=False)
+    # A whole file has more than the model: nothing is applied unasked, unless diffusers itself says how.
+    (front,) = WITHIN[name]
+    whole = {front + key: value for key, value in original.items()} | {"cond_stage_model.w": torch.ones(3, 3)}
+    torch.save(state, like := tmp_path / "like.pth")
+    done, report = repair_state_dict(whole, like=like, values=False)
     assert report.exit_code == 1
-    done, report = repair_state_dict(whole, model, values=False, rename_layers=True)
-    assert [finding.evidence["shipped"] for finding in report.fixed if "shipped" in finding.evidence] == [[name]]
-    del done["cond_stage_model.w"]
-    assert_equal(done, state)
+    wanted: Any
+    for wanted in ({"like": like, "rename_layers": True}, {"model": model}, {"like": like, "rename_map": name}):
+        done, report = repair_state_dict(whole, values=False, **wanted)
+        if "rename_layers" in wanted:
+            found = [finding.evidence["shipped"] for finding in report.fixed if "shipped" in finding.evidence]
+            assert found == [[name]]
+        del done["cond_stage_model.w"]
+        assert_equal(done, state)
 
 
 @pytest.mark.slow

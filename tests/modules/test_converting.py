@@ -1,7 +1,9 @@
-"""The converters of transformers itself, asked as data: files in the layout of release 4 for models of release 5."""
+"""The converters of the libraries themselves, asked as data: files in the layout of transformers 4 for models of
+release 5, and those of a model's authors for timm, diffusers and open_clip."""
 
 import importlib
 import os
+import re
 from functools import reduce
 from math import prod
 
@@ -203,6 +205,70 @@ def test_the_files_of_another_library_are_none_of_its_business():
     assert convert is not None
     assert not convert({"blocks.0.attn.qkv.weight": (96, 32), "blocks.0.norm.weight": (32,)})
     assert converter_of(torch.nn.Linear(2, 2)) is None
+
+
+def sd3():
+    """Stable Diffusion 3 with the names of its authors, of which one block is the last of the text."""
+    from diffusers import SD3Transformer2DModel
+    from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert
+
+    linear = {"t_embedder.mlp.0": (16, 256), "t_embedder.mlp.2": (16, 16), "y_embedder.mlp.0": (16, 24),
+              "y_embedder.mlp.2": (16, 16), "context_embedder": (16, 20), "final_layer.linear": (16, 16),
+              "final_layer.adaLN_modulation.1": (32, 16)}  # fmt: skip
+    for block, rows in (("0.x", 6), ("0.context", 6), ("1.x", 6), ("1.context", 2)):
+        front = f"joint_blocks.{block}_block"
+        linear |= {f"{front}.attn.qkv": (48, 16), f"{front}.adaLN_modulation.1": (rows * 16, 16)}
+        rest = {"attn.proj": (16, 16), "mlp.fc1": (64, 16), "mlp.fc2": (16, 64)} if rows == 6 else {}
+        linear |= {f"{front}.{name}": shape for name, shape in rest.items()}
+    state = {f"{name}.weight": torch.randn(shape) for name, shape in linear.items()}
+    state |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in linear.items()}
+    state |= {"pos_embed": torch.randn(1, 16, 16), "x_embedder.proj.weight": torch.randn(16, 4, 2, 2)}
+    state["x_embedder.proj.bias"] = torch.randn(16)
+    sizes = {"attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 20, "pos_embed_max_size": 4,
+             "caption_projection_dim": 16, "pooled_projection_dim": 24, "out_channels": 4}  # fmt: skip
+    model = SD3Transformer2DModel(8, 2, 4, num_layers=2, **sizes)
+    return model, {f"model.diffusion_model.{key}": value for key, value in state.items()}, convert(dict(state))
+
+
+def convnext_v2():
+    """ConvNeXt V2 with the names of its authors, and the normalisation of responses with four axes."""
+    from timm.models.convnext import ConvNeXt, checkpoint_filter_fn
+
+    model = ConvNeXt(depths=(1, 2, 1, 1), dims=(8, 16, 8, 8), num_classes=5, use_grn=True, ls_init_value=None)
+    state = {}
+    for key, value in model.state_dict().items():
+        old = re.sub(r"stages\.(\d+)\.downsample\.", r"downsample_layers.\1.", key).replace(".blocks.", ".")
+        for ours, theirs in (("stem.", "downsample_layers.0."), ("mlp.grn.bias", "grn.beta"), ("conv_dw", "dwconv"),
+                             ("mlp.grn.weight", "grn.gamma"), ("mlp.fc", "pwconv"), ("head.norm", "norm"),
+                             ("head.fc", "head")):  # fmt: skip
+            old = old.replace(ours, theirs)
+        state[old] = torch.randn_like(value).reshape((1, 1, 1, -1) if "grn" in old else value.shape)
+    return model, state, checkpoint_filter_fn(dict(state), model)
+
+
+def clip():
+    """CLIP as OpenAI has it, for the class of open_clip with a tower of its own for the text."""
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg, CustomTextCLIP, convert_to_custom_text_state_dict
+
+    vision = CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=8, image_size=16)
+    text = CLIPTextCfg(context_length=8, vocab_size=20, width=16, heads=2, layers=2)
+    state = valued(CLIP(12, vision, text))
+    return CustomTextCLIP(12, vision, text), state, convert_to_custom_text_state_dict(dict(state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [sd3, convnext_v2, clip], ids=["diffusers", "timm", "open_clip"])
+def test_files_of_the_authors_load_as_their_library_converts_them(files):
+    model, state, theirs = files()
+    ours, report = ckptfix.repair_state_dict(state, model, values=False)
+    assert report.exit_code == 0
+    assert not differing(ours, theirs)
+    assert set(ours) == set(model.state_dict())
+    convert = converter_of(model)
+    assert convert is not None
+    found = convert({key: tuple(value.shape) for key, value in state.items()})
+    assert {key for key in found if found[key][0].source == key} != set(ours)
+    assert not convert({"backbone.weight": (3, 3)}).keys() - {"backbone.weight"}
 
 
 TRACED = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,6 +70,28 @@ def _directions(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
     return tuple((each, tuple(parsed(each))) for each in (forth, inverse(forth), *within))
 
 
+@lru_cache
+def _forms(name: str) -> tuple[tuple[RenameMap, tuple[Line, ...]], ...]:
+    """Return the directions of a map, and those for a model without a head, whose names lack their first segment."""
+    forth = shipped(name)
+    body = {rule.target.partition(".")[0] for rule in forth.rules if not rule.optional}
+    front = f"{body.pop()}." if len(body) == 1 and len(forth.rules) > 1 else " "
+    own = [rule for rule in forth.rules if rule.target.startswith(front)]
+    bare = replace(forth, rules=tuple(replace(rule, target=rule.target.removeprefix(front)) for rule in own))
+    return *_directions(name), *((each, tuple(parsed(each))) for each in (bare, inverse(bare)) if own)
+
+
+def fitting(rename_map: RenameMap, source: Shapes, target: Shapes) -> RenameMap:
+    """Return a shipped map in the form that fits a file and a target, any other map as it is."""
+    is_shipped = rename_map.name in names() and rename_map == shipped(rename_map.name)
+    for each, lines in _forms(rename_map.name) if is_shipped else ():
+        if _is_for(each, lines, source):
+            with suppress(PlanError):
+                resolve(each, source, target)
+                return each
+    return rename_map
+
+
 def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
     """Return what the shipped maps say that explain both sides, None if none does. Where two differ, it is ambiguous.
 
@@ -88,10 +111,8 @@ def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
     for name in names():
         for rename_map, lines in _directions(name):
             if _is_for(rename_map, lines, source):
-                try:
+                with suppress(PlanError):  # it needs a target
                     yield from resolve(rename_map, source).items()
-                except PlanError:
-                    continue  # it needs a target
 
 
 def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> bool:
@@ -126,7 +147,7 @@ def _fitting(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Iter
     """Yield the maps that explain both sides: every key of the target is moved there, or has its place already."""
     kept = {key for key, shape in target.items() if source.get(key) == shape}
     for name in names():
-        for rename_map, lines in _directions(name):
+        for rename_map, lines in _forms(name):
             if _is_for(rename_map, lines, source):
                 try:
                     moves = resolve(rename_map, source, target)
