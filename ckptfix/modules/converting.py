@@ -335,6 +335,8 @@ State = dict[str, Any]
 
 
 def _by_transformers(model: Any, given: State) -> State:
+    with torch.device("meta"):
+        torch.empty(0)  # or torch remembers the functions that transformers replaces for a while
     options = {"config": deepcopy(model.config), "device_map": "meta", "ignore_mismatched_sizes": True}
     made = type(model).from_pretrained(None, state_dict=given, **options)
     return {key: getattr(value, "data", value) for key, value in made.state_dict(keep_vars=True).items()}
