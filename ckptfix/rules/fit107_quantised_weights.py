@@ -4,9 +4,9 @@
 
 Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
-compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), torchao in safetensors (`_weight_qdata`), and 8-bit
-weights with `weight_scale` or `weight_scale_inv`. An error if the model wants plain floats there; without a model, a
-note.
+compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), torchao in safetensors (`_weight_qdata`), MXFP4 of
+gpt-oss (`…_blocks`, `…_scales`), and 8-bit weights with `weight_scale` or `weight_scale_inv`. An error if the model
+wants plain floats there; without a model, a note.
 
 ## Why it matters
 
@@ -67,6 +67,11 @@ _NAMES = (
     ("weight_scale", BLOCKS),
 )
 
+
+# Codes of four bits, 16 bytes to a scale, in the place of a parameter without a suffix.
+MXFP4 = "MXFP4"
+_PACKED = re.compile(r"(.+)_blocks")
+_PACK = 16
 
 DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
 
@@ -135,6 +140,11 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
             layer.parts["weight"] = f"{path}weight"
         elif layer.scheme in (INT8, BLOCKS, "bitsandbytes 4-bit"):
             layer.scheme = ""  # their codes are the weight itself
+    for key, codes in specs.items():
+        found = _PACKED.fullmatch(key)
+        scales = specs.get(f"{found[1]}_scales") if found else None
+        if found and scales and (codes.dtype, codes.shape) == ("uint8", (*scales.shape, _PACK)):
+            layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
     return {path: layer for path, layer in layers.items() if layer.scheme}
 
 
@@ -142,7 +152,7 @@ def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
     """Return whether the model wants the plain weight, and has no place for what is beside the codes."""
     if target is None:
         return True
-    slot = target.slots.get(f"{path}weight")
+    slot = target.slots.get(path if layer.scheme == MXFP4 else f"{path}weight")
     beside = [key for part, key in layer.parts.items() if part != "weight"]
     return (
         slot is not None

@@ -170,3 +170,22 @@ def test_nothing_is_multiplied_unasked():
     assert report.exit_code == 1
     with pytest.raises(TargetError):
         ckptfix.load(net(), bitsandbytes(net()))
+
+
+class Experts(nn.Module):
+    """Experts as gpt-oss has them, in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.ones(2, 64, 3))
+
+
+@pytest.mark.parametrize("width", [16, 8])
+def test_codes_of_four_bits_in_place_of_a_parameter(width):
+    packed = {
+        "down_proj_blocks": torch.ones(2, 3, 2, width, dtype=torch.uint8),
+        "down_proj_scales": torch.ones(2, 3, 2, dtype=torch.uint8),
+    }
+    findings = ckptfix.repair_state_dict(packed, Experts(), select=("FIT107",))[1].findings
+    assert [finding.evidence.get("formats", finding.keys) for finding in findings] == [tuple(packed)] * (width == 16)
+    assert all("quantised (MXFP4)" in finding.message for finding in findings)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
@@ -161,11 +162,18 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
         return document
     damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
     root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
+    copies: dict[str, TensorSpec] = {}
+    remarks = [*document.remarks, *common.remarks]
+    if file.name == TORCH_DIST:
+        root, copies = of_torch_dist(root, common.root)
+        halves = sorted({copy.dtype for copy in copies.values()} - {"float32"})
+        remarks += [Fact.of(Kind.MASTERS, dtype=half) for half in halves]
     return replace(
         document,
-        root=of_torch_dist(root, common.root) if file.name == TORCH_DIST else root,
+        root=root,
         names=document.names | common.names,
-        remarks=list(dict.fromkeys((*document.remarks, *common.remarks))),
+        remarks=list(dict.fromkeys(remarks)),
+        copies=copies,
         damage=[*document.damage, *damage],
     )
 

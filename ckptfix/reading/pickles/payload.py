@@ -81,7 +81,8 @@ def is_trusted(name: str) -> bool:
     places = range(len(parts) - 1, 0, -1)  # zoneinfo: ZoneInfo._unpickle
     if any(".".join(parts[place:]) in trusted.get(".".join(parts[:place]), ()) for place in places):
         return True
-    return re.fullmatch(_NUMBER, name) is not None or re.fullmatch(_TORCH_CLASS, name) is not None
+    is_number = re.fullmatch(_NUMBER, name) is not None or name.removeprefix("torch.") in DTYPES
+    return is_number or re.fullmatch(_TORCH_CLASS, name) is not None
 
 
 def spelled(function: Global) -> str:

@@ -24,7 +24,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
-from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, merge_parts
@@ -61,6 +61,9 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
+# Moments and masters by name, and what a layer without a state of its own leaves in a folder of torch_dist.
+_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_NOTHING = re.compile(r"_extra_state/shard_\d+_\d+$")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 _TEXT_LIMIT = 64
 _LEFT_OUT = frozenset(
@@ -383,17 +386,67 @@ def whole_arguments(args: Any) -> Any:
     return {key: known.get(key, value) for key, value in args.items()} if isinstance(args, dict) else args
 
 
-def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the container of ``torch_dist`` as that of ``torch``: the weights as ``model``, with one tensor for each
-    layer, in front of the rest of the chunks and of what ``common.pt`` has."""
+def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, TensorSpec]]:
+    """Return the container of ``torch_dist`` as that of ``torch``, and the copies of the masters in it.
+
+    The weights are ``model``, with one tensor for each layer, in front of the rest of the chunks and of what
+    ``common.pt`` has. If the masters and moments are there by name, these are the weights and ``optimizer``."""
     held = {key: value for key, value in root.items() if key not in common and isinstance(value, TensorSpec)}
     weights = {key: value for key, value in held.items() if not str(key).startswith(_BESIDE)}
     if "model" in root or not weights:
-        return dict(root)
+        return dict(root), {}
     rest = {
-        key: whole_arguments(value) if key == "args" else value for key, value in root.items() if key not in weights
+        key: whole_arguments(value) if key == "args" else value
+        for key, value in root.items()
+        if key not in weights and not (_NOTHING.search(str(key)) and value in ([], [None]))
     }
-    return {"model": OrderedDict(unstacked(weights, _arguments(common).get("num_layers"))), **rest}
+    layers = _arguments(common).get("num_layers")
+    model, fields = OrderedDict(unstacked(weights, layers)), dict[str, dict[str, TensorSpec]]()
+    for key in held:
+        if match := _MOMENT.fullmatch(str(key)):
+            fields.setdefault(match[1], {})[match[2]] = rest.pop(key)
+    fields = {field: unstacked(found, layers) for field, found in fields.items()}
+    named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
+    if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
+        return {
+            "model": model,
+            **{key: value for key, value in root.items() if key in held and key not in weights},
+            **rest,
+        }, {}
+    masters = fields.pop("fp32_param", None) or fields.pop("param", {})
+    copies = {name: model[name] for name in masters}
+    state: dict[str, dict[str, Any]] = {}
+    for field, found in fields.items():
+        for name, spec in found.items():
+            state.setdefault(name, {})[field] = spec
+    model.update(masters)
+    return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies
+
+
+def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
+    """Return the optimizer's state with its groups, if what Megatron decays says which parameters are in each."""
+    while isinstance(saved, dict) and "param_groups" not in saved and isinstance(saved.get("optimizer"), dict):
+        saved = saved["optimizer"]
+    saved = saved if isinstance(saved, dict) else {}
+    groups, step = saved.get("param_groups") or [], (saved.get("state") or {}).get("common_step")
+    plain = [name for name, moments in state.items() if name.endswith(".bias") or _is_vector(moments)]
+    for moments in state.values() if isinstance(step, TensorSpec) else ():
+        moments["step"] = with_own_storage(step)
+    decays = [bool(group.get("wd_mult", group.get("weight_decay"))) for group in groups]
+    if len(groups) == 1:
+        names = [list(state)]
+    elif sorted(decays) == [False, True]:
+        names = [[name for name in state if (name in plain) is not decay] for decay in decays]
+    else:
+        return {"state": state}
+    return {
+        "state": state,
+        "param_groups": [{**group, "params": part} for group, part in zip(groups, names, strict=True)],
+    }
+
+
+def _is_vector(moments: Mapping[str, Any]) -> bool:
+    return all(len(spec.shape) == 1 for spec in moments.values() if isinstance(spec, TensorSpec))
 
 
 def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:

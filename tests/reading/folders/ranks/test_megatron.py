@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckptfix
 from ckptfix.core.facts import Kind
@@ -332,3 +333,65 @@ def test_a_rank_of_another_run_is_named(tmp_path: Path, args: dict[str, Any], le
     found = [finding for finding in ckptfix.check(tmp_path).findings if finding.level and finding.code == "FIL105"]
     assert len(found) == level
     assert all("another run" in finding.message for finding in found)
+
+
+def write_torch_dist(folder: Path, groups: list[dict[str, Any]], **changed: Any) -> dict[str, torch.Tensor]:
+    """Write what megatron-core does of a mixed-precision optimizer; return the masters."""
+    masters = {
+        "decoder.layers.mlp.linear_fc1.weight": torch.randn(LAYERS, FFN, HIDDEN),
+        "decoder.layers.mlp.linear_fc1.bias": torch.randn(LAYERS, FFN),
+        "decoder.final_layernorm.weight": torch.randn(HIDDEN),
+        "output_layer.weight": torch.randn(VOCABULARY, HIDDEN),
+    }
+    saved: dict[str, Any] = {key: value.bfloat16() for key, value in masters.items()}
+    for number, field in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
+        saved |= {f"optimizer.state.{field}.{key}": value + 1000 * number for key, value in masters.items()}
+    dcp.save({**saved, **changed}, checkpoint_id=folder)
+    optimizer = {"optimizer": {"param_groups": groups, "state": {"common_step": torch.tensor(3.0)}}}
+    torch.save({"args": Namespace(num_layers=LAYERS), "iteration": 3, "optimizer": optimizer}, folder / "common.pt")
+    return masters
+
+
+GROUPS = [{"lr": 0.1, "wd_mult": 1.0, "params": [0]}, {"lr": 0.1, "wd_mult": 0.0, "params": [1]}]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_optimizer_of_torch_dist_is_there_by_name(tmp_path: Path, count: int) -> None:
+    masters = write_torch_dist(tmp_path / "saved", [*GROUPS, GROUPS[0]][:count])
+    report = ckptfix.repair(tmp_path / "saved", output=tmp_path / "whole.pth").report
+    assert [finding.evidence for finding in report.findings if finding.code == "FIL105"] == [{"trained in": "bfloat16"}]
+    whole = torch.load(tmp_path / "whole.pth")
+    state, groups = whole["optimizer"]["state"], whole["optimizer"].get("param_groups")
+    bias = [f"decoder.layers.{number}.mlp.linear_fc1.bias" for number in range(LAYERS)]
+    for number in range(LAYERS):
+        master = masters["decoder.layers.mlp.linear_fc1.weight"][number]
+        name = f"decoder.layers.{number}.mlp.linear_fc1.weight"
+        assert torch.equal(whole["model"][name], master)
+        assert torch.equal(state[name]["exp_avg"], master + 1000)
+        assert torch.equal(state[name]["exp_avg_sq"], master + 2000)
+        assert state[name]["step"] == 3
+    assert state.keys() == whole["model"].keys()
+    if count == 3:
+        assert groups is None
+    else:
+        assert sorted(key for group in groups for key in group["params"]) == sorted(state)
+        assert count == 1 or groups[1]["params"] == [*bias, "decoder.final_layernorm.weight"]
+
+
+def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Path) -> None:
+    flat = {"optimizer.state.exp_avg.output_layer.weight": torch.ones(VOCABULARY * HIDDEN)}
+    write_torch_dist(tmp_path, GROUPS, **flat)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    root: Any = checkpoint.root
+    assert checkpoint.specs["output_layer.weight"].dtype == "bfloat16"
+    assert root.keys() >= flat.keys()
+
+
+def test_masters_of_torch_dist_that_are_not_the_weights_are_named(tmp_path: Path) -> None:
+    write_torch_dist(tmp_path, GROUPS, **{"output_layer.weight": torch.ones(VOCABULARY, HIDDEN).bfloat16()})
+    found = [
+        (finding.code, finding.keys)
+        for finding in ckptfix.check(tmp_path, select=("FIL105",)).findings
+        if finding.level
+    ]
+    assert found == [("FIL105", ("output_layer.weight",))]
