@@ -187,5 +187,5 @@ def test_codes_of_four_bits_in_place_of_a_parameter(width):
         "down_proj_scales": torch.ones(2, 3, 2, dtype=torch.uint8),
     }
     findings = ckptfix.repair_state_dict(packed, Experts(), select=("FIT107",))[1].findings
-    assert [finding.evidence.get("formats", finding.keys) for finding in findings] == [tuple(packed)] * (width == 16)
+    assert [finding.keys for finding in findings] == [tuple(packed)] * (width == 16)
     assert all("quantised (MXFP4)" in finding.message for finding in findings)
