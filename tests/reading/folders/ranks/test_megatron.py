@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckptfix
 from ckptfix.core.facts import Kind
@@ -346,7 +346,7 @@ def write_torch_dist(folder: Path, groups: list[dict[str, Any]], **changed: Any)
     saved: dict[str, Any] = {key: value.bfloat16() for key, value in masters.items()}
     for number, field in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
         saved |= {f"optimizer.state.{field}.{key}": value + 1000 * number for key, value in masters.items()}
-    dcp.save({**saved, **changed}, checkpoint_id=folder)
+    save_dcp({**saved, **changed}, checkpoint_id=folder)
     optimizer = {"optimizer": {"param_groups": groups, "state": {"common_step": torch.tensor(3.0)}}}
     torch.save({"args": Namespace(num_layers=LAYERS), "iteration": 3, "optimizer": optimizer}, folder / "common.pt")
     return masters
