@@ -76,8 +76,10 @@ class Record(Struct, frozen=True, dict=True):
 
     def match_frames(self, text: str) -> Mapping[str, str] | None:
         """Return what a whole traceback in one line says, for a message that is recognised by where it was raised."""
-        found = any(re.search(pattern, text, re.IGNORECASE) for pattern in self.frames)
-        return dict(self.unknown) if found else None
+        for pattern in self.frames:
+            if found := re.search(pattern, text, re.IGNORECASE):
+                return {**self.unknown, **found.groupdict()}
+        return None
 
 
 def _load() -> tuple[Record, ...]:

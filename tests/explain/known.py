@@ -24,6 +24,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " saved before 0.4.0, this may be expected because InstanceNorm does not track running stats by default"
         " since 0.4.0.",
         "_IncompatibleKeys(missing_keys=['fc.weight'], unexpected_keys=['module.fc.weight'])",
+        "IncompatibleKeys(missing_keys=['fc.weight'], unexpected_keys=[])",
+        "Exception: Cannot load model parameters from checkpoint checkpoint_best.pt; please ensure that the"
+        " architectures match.",
         "The model and loaded state dict do not match exactly\n\nunexpected key in source state_dict: module.fc.weig"
         "ht\n\nmissing keys in source state_dict: fc.weight",
         "RuntimeError: Error(s) in loading state_dict for BertForSequenceClassification:\n\tsize mismatch for"
@@ -60,7 +63,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
     "key-by-hand": ("KeyError: 'backbone.layer1.0.bn1.running_mean'",),
-    "not-a-tar": ("tarfile.ReadError: not a gzip file", "ValueError: model.pth.tar is not a tar archive"),
+    "not-a-tar": (
+        "gzip.BadGzipFile: Not a gzipped file (b'PK')",
+        "tarfile.ReadError: not a gzip file",
+        "ValueError: model.pth.tar is not a tar archive",
+    ),
     "hub-wants-one-file": ("RuntimeError: Only one file(not dir) is allowed in the zipfile",),
     "empty-shard": (
         "Adapter default: 14 LoRA tensor(s) have invalid shape: base_model.model.q_proj.lora_A.weight (0,"
@@ -190,6 +197,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "model-not-state-dict": (
         "TypeError: Expected state_dict to be dict-like, got <class '__main__.Net'>.",
         "AttributeError: 'ResNet' object has no attribute 'copy'",
+        "AttributeError: 'function' object has no attribute 'copy'",
         "AttributeError: 'YOLOModel' object has no attribute 'keys'",
         "TypeError: 'VisionTransformer' object is not subscriptable",
         "TypeError: argument of type 'ResNet' is not iterable",
@@ -314,6 +322,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "disk-full": (
         "OSError: [Errno 122] Disk quota exceeded",
+        "RuntimeError: basic_ios::clear: iostream error",
         "RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0",
         "RuntimeError: [enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/12:"
         " file write failed",

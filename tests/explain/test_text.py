@@ -148,6 +148,23 @@ def test_a_message_that_is_told_by_its_frames():
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "self.generator.load_state_dict(checkpoint['gen'])",
+        "net.load_state_dict(torch.load(path, map_location='cpu')['gen'])",
+        "weights = ckpt['gen']",
+    ],
+)
+def test_the_entry_of_a_file_is_told_by_the_line_that_asks_for_it(line):
+    message = trace("KeyError: 'gen'")
+    assert explain(message) is None
+    explanation = explain(message.replace("f()", line))
+    assert explanation is not None
+    assert "the file has no entry 'gen'" in explanation.causes[0][0]
+    assert explain(message.replace("f()", line.replace("'gen'", "'other'"))) is None
+
+
+@pytest.mark.parametrize(
     ("message", "frame", "name"),
     [
         ("struct.error: unpack requires a buffer of 4 bytes", "torch/_weights_only_unpickler.py", "truncated-file"),

@@ -402,7 +402,11 @@ def new_object(table: InertTable, cls: Any, *args: Any) -> Any:
 
 
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
-    """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide a function's name."""
+    """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide a function's name.
+
+    Of a module, its method ``state_dict``, which somebody saved and did not call, stands for the module."""
+    if name == "state_dict" and isinstance(owner, Opaque) and "_parameters" in owner.attributes:
+        return owner
     cls = owner.cls if isinstance(owner, Opaque) else owner
     if not isinstance(cls, Global) or not isinstance(name, str):
         return NotImplemented

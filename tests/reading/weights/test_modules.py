@@ -46,6 +46,25 @@ def test_a_pickled_module_gives_its_state_dict_without_its_class(new, tmp_path):
     }
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_method_that_was_saved_and_not_called_stands_for_its_module(protocol, tmp_path):
+    net = Net()
+    built: Any = opened(saved(net.state_dict, tmp_path, pickle_protocol=protocol)).state_dict()
+    assert set(built) == set(net.state_dict())
+
+
+class OtherMethod:
+    """Pickles as ``getattr(module, "load_state_dict")``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Net(), "load_state_dict")
+
+
+def test_another_method_of_a_module_stands_for_nothing(tmp_path):
+    with pytest.raises(ckptfix.UnreadableError, match="no weights"):
+        opened(saved(OtherMethod(), tmp_path))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_hook_of_spectral_norm_has_its_row(tmp_path):
     net = torch.nn.Sequential(torch.nn.utils.spectral_norm(torch.nn.Linear(3, 4)))
