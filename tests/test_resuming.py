@@ -193,8 +193,24 @@ def is_matrix(model: nn.Module, name: str, one: torch.Tensor) -> bool:
     return one.ndim > 1 and not name.endswith(".bias")
 
 
+def part_and_kind(model: nn.Module) -> Any:
+    """The head and the rest, each with what decays and what does not."""
+    parts: dict[tuple[bool, bool], list[Any]] = {}
+    for name, one in model.named_parameters():
+        parts.setdefault((name.startswith("head"), one.ndim < 2), []).append(one)
+    return [{"params": parts[each], "weight_decay": 0.1 * (not each[1])} for each in sorted(parts)]
+
+
+def biases_last(model: nn.Module) -> Any:
+    """What Caffe's users did."""
+    by_kind = by_decay(lambda model, name, one: not name.endswith("bias"))(model)
+    return [{**group, "weight_decay": 0.0} for group in by_kind]
+
+
 SAVED: dict[str, Saved] = {
     "plain": Saved(all_in_one),
+    "head-and-rest": Saved(part_and_kind, refused=frozenset(("reorder",))),  # beside another of the same shape
+    "biases": Saved(biases_last),
     "trainer-5": Saved(by_decay(decays), as_trainer, of_trainer),
     "trainer-4": Saved(by_decay(decayed_before), as_trainer, of_trainer),
     "trainer-safetensors": Saved(
@@ -357,7 +373,7 @@ def resume(folder: Path, saved: Saved, make: Callable[[Any], torch.optim.Optimiz
     if kind in saved.refused:
         assert [finding.code for finding in report.findings if finding.fix is None] == ["OPT101"]
         # In another order alone it may be in groups of the user's own, which is a note: the run is copied.
-        assert (folder / "out" / "optimizer.pt").exists() == (kind == "reorder")
+        assert (folder / "out" / "optimizer.pt").exists() == (saved.load is of_trainer_sorted and kind == "reorder")
         return report
     assert not report.is_open, report
     weights, state = saved.load(output)

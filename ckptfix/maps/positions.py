@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, product
+from math import nan
 from typing import Any
 
 from msgspec import Struct
@@ -195,6 +197,11 @@ class Layout(Struct, frozen=True):
             return any(kind in self.modules[module] for kind in kinds or ("Norm",))
         return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
 
+    def is_table(self, key: str) -> bool:
+        """Return whether a parameter is the table of an embedding: by the class of its module, else by its name."""
+        known = (self.modules or {}).get(key.rpartition(".")[0])
+        return "Embedding" in known if known is not None else re.search("emb|wte|wpe", bare(key)) is not None
+
 
 _HF_PATTERNS = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 _UNDECAYED = r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
@@ -263,18 +270,35 @@ class Recipe(Struct, frozen=True):
     is_reversed: bool = False
     is_mixed: bool = False
     """Whether the groups are of two methods, which keep different state."""
+    is_sorted: bool = False
+    """Whether each group lists its parameters by name."""
+    sorting: tuple[int, int, int] | None = None
+    """How groups whose labels are pairs are sorted: by the first item upwards (1) or downwards (-1), likewise by the
+    second, and which of the two counts more. Numbers count as they are, all else from its first appearance."""
+    is_own: bool = False
+    """Whether it is that of no trainer: its labels are a part of the model and a kind of parameter."""
     rises: Callable[[Any], tuple[float, float]] | None = None
     """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
 
     def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
         """Return each group's label and parameters."""
-        groups: dict[Hashable, list[str]] = {label: [] for label in self.order}
-        for key in layout.shapes:
+        groups: dict[Any, list[str]] = {label: [] for label in self.order}
+        for key in sorted(layout.shapes) if self.is_sorted else layout.shapes:
             groups.setdefault(self.label(layout, key), []).append(key)
-        return list(groups.items())[:: -1 if self.is_reversed else 1]
+        found = list(groups.items())
+        if self.sorting is not None:
+            up, down, is_swapped = self.sorting
+            places: dict[Any, int] = {}
+            for place, (part, _) in enumerate(groups):
+                places.setdefault(part, part if isinstance(part, int) else place)
+            ranks = {label: (up * places[label[0]], down * label[1]) for label in groups}
+            found.sort(key=lambda group: ranks[group[0]][:: -1 if is_swapped else 1])
+        return found[:: -1 if self.is_reversed else 1]
 
     def agrees(self, labels: Sequence[Hashable], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the hyperparameters of groups do not contradict these labels."""
+        if self.rises is _decaying and len({str(_without_decay(group)) for group in groups}) > 1:
+            return False
         ranks = list(map(self.rises, labels)) if self.rises is not None else []
         for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
             numbers = (next((group[name] for name in names if name in group), None) for group in groups)
@@ -289,11 +313,20 @@ class Recipe(Struct, frozen=True):
         return replace(self, name=f"{self.name}, its groups in reverse", is_reversed=True)
 
 
+def _without_decay(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "initial_lr", "betas", "momentum", "eps") if name in group}
+
+
 def _decaying(label: Any) -> tuple[float, float]:
     return 0, label
 
 
 PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
+
+
+def _is_decayed_in_mingpt(layout: Layout, key: str) -> bool:
+    return bare(key).endswith("weight") and not _is_flat(layout, key) and not layout.is_table(key)
+
 
 RECIPES = (
     PLAIN,
@@ -310,6 +343,7 @@ RECIPES = (
     Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0]),
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
     Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
+    Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), is_sorted=True, rises=_decaying),
     Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm"), rises=lambda label: (0, label == "weight")),
     Recipe("detectron2", lambda layout, key: key),
     Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
@@ -334,6 +368,78 @@ RECIPES = (
 Sources: ``transformers/trainer.py`` and ``trainer_pt_utils.py``; ``timm/optim/_param_groups.py``; ``optim_factory.py``
 of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``solver/build.py`` of detectron2;
 ``main.py`` of DETR."""
+
+Part = Callable[[str], Hashable]
+_NUMBERED = re.compile(r"(.*?\.\d+)\.")
+_LISTED = re.compile("bias|norm|bn|embed|token")
+_PARTS: Mapping[str, Part] = {
+    "": lambda key: 0,
+    "part": lambda key: bare(key).partition(".")[0],
+    "inner part": lambda key: ".".join(bare(key).split(".")[:-1][:2]),
+    "numbered layer": lambda key: found[1] if (found := _NUMBERED.match(bare(key))) else bare(key).partition(".")[0],
+    "layer": _layer,
+    "module": lambda key: key.rpartition(".")[0],
+}
+_KINDS: Mapping[str, Callable[[Layout, str], int]] = {
+    "": lambda layout, key: 0,
+    "biases": lambda layout, key: bare(key).endswith("bias"),
+    "names with bias": lambda layout, key: "bias" in key,
+    "vectors": _is_flat,
+    "norms": lambda layout, key: layout.is_norm(key),
+    "norms and biases": lambda layout, key: layout.is_norm(key) or "bias" in key,
+    "norms, biases and tables": lambda layout, key: _LISTED.search(bare(key)) is not None,
+    "tables": lambda layout, key: layout.is_table(key),
+    "norms and biases each": lambda layout, key: 2 if "bias" in key else layout.is_norm(key),
+    "biases and norms each": lambda layout, key: 1 if "bias" in key else 2 * layout.is_norm(key),
+    "norms before and biases after": lambda layout, key: 1 if "bias" in key else -layout.is_norm(key),
+}
+"""What scripts of their own put into groups: parts of a model, and kinds of parameters in them, 0 what decays."""
+
+
+def own_groups(layout: Layout, sizes: Sequence[int]) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both."""
+    parts = dict(_PARTS)
+    words = Counter(chain.from_iterable({*bare(key).split(".")[:-1]} for key in layout.shapes))
+    for word, count in words.items():
+        if count < len(layout.shapes) and not word.isdecimal():
+            parts[f"{word} or not"] = partial(_is_in, word)
+    places = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
+    kinds = {kind: [int(of(layout, key)) for key in layout.shapes] for kind, of in _KINDS.items()}
+    seen: set[Hashable] = set()
+    for part, kind in sorted(product(parts, kinds), key=lambda pair: all(pair)):  # the simpler one of two that agree
+        labels = list(zip(places[part], kinds[kind], strict=True))
+        if sorted(Counter(labels).values()) != sorted(sizes):
+            continue
+        firsts = {label: place for place, label in reversed(list(enumerate(labels)))}
+        if part and kind and tuple(map(firsts.__getitem__, labels)) in seen:
+            continue
+        seen.add(tuple(map(firsts.__getitem__, labels)))
+        what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
+        label = partial(_label, parts[part], _KINDS[kind])
+        recipe = Recipe(f"groups of one's own, {what}", label, rises=_rising, is_own=True)
+        signs = ((1, -1) if name else (1,) for name in (part, kind))
+        sortings = [*product(*signs, (0, 1) if part and kind else (0,)), None]
+        made: dict[Hashable, Recipe] = {}
+        for each in (
+            replace(recipe, sorting=sorting, is_reversed=flip) for sorting in sortings for flip in (False, True)
+        ):
+            made.setdefault(tuple(label for label, _ in each.groups(layout)), each)
+        yield from made.values()
+
+
+def _is_in(word: str, key: str) -> bool:
+    return word in bare(key).split(".")[:-1]
+
+
+def _label(part: Part, kind: Callable[[Layout, str], int], layout: Layout, key: str) -> tuple[Hashable, int]:
+    return part(key), int(kind(layout, key))
+
+
+def _rising(label: Any) -> tuple[float, float]:
+    part, kind = label
+    numbered = re.search(r"\.(\d+)$", part) if isinstance(part, str) else None
+    return part if type(part) is int else int(numbered[1]) if numbered else nan, not kind
+
 
 # Naming
 # ----------------------------------------------------------------------------------------------------------------------
@@ -400,20 +506,27 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
     rows = [optimizer.row(number) for number in optimizer.ids]
     moments = sum(map(bool, map(_moments, rows)))
     counts = Counter(layout.shapes.values())
-    own = sum(counts[shape] == 1 for shape in layout.shapes.values())
+    unique = sum(counts[shape] == 1 for shape in layout.shapes.values())
     is_mixed = len({frozenset(row) for row in rows if row}) > 1
-    for recipe in RECIPES:
+    known: list[list[str]] = []
+    # A script may have made the groups from the top down, or others, which only moments show.
+    is_shown = moments and len(sizes) > 1
+    own = own_groups(layout, sizes) if is_shown and max(sizes) > 1 else ()
+    for recipe in chain(RECIPES, own):
         if recipe.is_mixed and not is_mixed:
             continue
-        # A script may have made the same groups from the top down, which only moments show.
-        for each in (recipe, recipe.upside_down) if moments and len(sizes) > 1 else (recipe,):
+        for each in (recipe, recipe.upside_down) if is_shown and not recipe.is_own else (recipe,):
             made = each.groups(layout)
             groups = [keys for _, keys in made]
             if tuple(map(len, groups)) != sizes or not each.agrees([label for label, _ in made], optimizer.groups):
                 continue
             order = list(chain.from_iterable(groups))
+            if recipe.is_own and order in known:
+                continue  # a trainer that is known does so
             if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
-                yield Naming(dict(zip(optimizer.ids, order, strict=True)), each.name, each, moments, own)
+                if not recipe.is_own:
+                    known.append(order)
+                yield Naming(dict(zip(optimizer.ids, order, strict=True)), each.name, each, moments, unique)
 
 
 def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

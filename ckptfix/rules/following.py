@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -213,10 +213,15 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 
 def is_named(optimizer: Optimizer, change: Change) -> bool:
     """Return whether the parameters have names, and one each, so that only the groups of the result are in doubt."""
-    found = named_by_itself(optimizer, change.before) or [
+    found = readings(optimizer, change)
+    return bool(found) and all(naming.names == found[0].names for naming in found)
+
+
+def readings(optimizer: Optimizer, change: Change) -> list[Naming]:
+    """Return the names that its positions may have had before the change."""
+    return named_by_itself(optimizer, change.before) or [
         naming for scope in scopes(change) for naming in namings(optimizer, scope.layout)
     ]
-    return bool(found) and all(naming.names == found[0].names for naming in found)
 
 
 def _inside(optimizer: Optimizer, naming: Naming) -> str:
@@ -433,7 +438,20 @@ def _by_recipe(
     """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
     old, after = _labels(recipe, optimizer, naming, layout), _layout_after(steps, change)
     of_key = {step.key: step for step in steps}
+    is_open = recipe.rises is None and not recipe.is_mixed and not all(optimizer.sizes)
+    if is_open and not all(change.origins[step.key].sources for step in steps):
+        return None  # the empty group may be for what is new
+    if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
+        sources = {step.key: source for step in steps for source in change.origins[step.key].sources if source in ids}
+        own: Callable[[Layout, str], Any] = recipe.label
+
+        def label_of(lay: Layout, key: str) -> Hashable:
+            return (own(layout, sources[key])[0], own(lay, key)[1]) if key in sources else own(lay, key)
+
+        recipe = replace(recipe, label=label_of)
     groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
+    if recipe.is_own and _has_emptied(old, dict(groups)):
+        return None
     like: list[int] = []
     for label, members in groups:
         if label in old and recipe.order:
@@ -445,6 +463,12 @@ def _by_recipe(
             return None
         like.append(found)
     return tuple(like), tuple(tuple(members) for _, members in groups)
+
+
+def _has_emptied(before: Collection[Any], after: Collection[Any]) -> bool:
+    """Return whether a group became empty that a script may keep, rather than one of a part that is gone."""
+    parts = {part for part, _ in after}
+    return any(isinstance(part, bool) or part in parts for part, _ in set(before) - set(after))
 
 
 def _labels(recipe: Recipe, optimizer: Optimizer, naming: Naming, layout: Layout) -> dict[Hashable, int]:
@@ -514,22 +538,23 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _in_own_order(
     optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
 ) -> Sequence[Step] | None:
-    """Return the parameters in the optimizer's own order if that was not the model's before; None if nothing tells the
-    place of a new one."""
-    if not naming.is_certain:
-        return steps
-    order = {key: at for at, key in enumerate(change.parameters())}
-    groups = ([order.get(naming.names[number], -1) for number in group["params"]] for group in optimizer.groups)
-    if naming.source == NAMED and all(group == sorted(group) for group in groups):
+    """Return the parameters in the order of the result if the optimizer had them in that of the model, else in its own;
+    None if nothing tells the place of a new one, or the model may have another order than it had."""
+    if naming.source != NAMED:
         return steps
     place = {number: at for at, number in enumerate(optimizer.ids)}
-    if naming.source == NAMED and not all(ids.keys() & change.origins[step.key].sources for step in steps):
+    own = {step.key: [place[ids[one]] for one in change.origins[step.key].sources if one in ids] for step in steps}
+    if change.is_ordered:
+        before = {key: at for at, key in enumerate(change.parameters())}
+        kept = [[before.get(naming.names[number], -1) for number in group["params"]] for group in optimizer.groups]
+    else:
+        starts = [0, *accumulate(optimizer.sizes)]
+        kept = [[at for found in own.values() for at in found[:1] if a <= at < b] for a, b in pairwise(starts)]
+    if all(group == sorted(group) for group in kept):
+        return steps
+    if not change.is_ordered or change.reorders or not all(own.values()):
         return None
-
-    def of(step: Step) -> int:
-        return min((place[ids[one]] for one in change.origins[step.key].sources if one in ids), default=len(place))
-
-    return sorted(steps, key=of)
+    return sorted(steps, key=lambda step: min(own[step.key]))
 
 
 def _in_own_groups(

@@ -19,9 +19,10 @@ training, start without a state, as torch starts new ones; so do those whose sta
 
 Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in
 the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
-trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR, Muon for
-the matrices and Adam for the rest, as two optimizers or two groups): the sizes of all groups and the shapes of all
-moments confirm it, and parameters of equal shape rely on the order between them. If two recipes fit and lead to
+trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT,
+Muon for the matrices and Adam for the rest, as two optimizers or two groups), or a script of your own that groups them
+by parts of the model, by kinds of parameters, or by both: the sizes of all groups and the shapes of all moments confirm
+it, and parameters of equal shape rely on the order between them. If two recipes fit and lead to
 different states, nothing is touched. The same holds if no shape says whether groups were listed from the first layer or
 from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
 and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
@@ -64,7 +65,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
 from ckptfix.reading.weights.containers import is_averaged
-from ckptfix.rules.following import Followed, is_named, ways
+from ckptfix.rules.following import Followed, is_named, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -176,7 +177,8 @@ def _out_of_step(
         return
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
     settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
-    if not found and plan.edits and settled and len(optimizer.ids) == len(after.result()):
+    is_odd = not found and bool(plan.edits) and not readings(optimizer, change)
+    if is_odd and settled and len(optimizer.ids) == len(after.result()):
         yield rule.finding(
             Level.NOTE,
             f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "
