@@ -179,13 +179,14 @@ def _done_text(report: Report) -> str:
     """Return what the edits did, counted: ``74 keys renamed, 3 keys filled``."""
     counts: Counter[str] = Counter()
     renamed: set[str] = set()
-    for edit in report.edits:
-        if isinstance(edit, Moments):  # one edit for each parameter of an optimizer that is brought in step
-            continue
-        if not (isinstance(edit, Rename) and edit.key in renamed):  # a key that was renamed twice counts once
-            counts[_DONE.get(type(edit), "")] += 1
-        if isinstance(edit, Rename):
-            renamed.add(edit.to)
+    # The edits of one fix are made at once, as in a swap; a saved plan has no fixes.
+    fixes = [finding.fix.edits for finding in report.fixed if finding.fix is not None]
+    for edits in fixes if sum(map(len, fixes)) == len(report.edits) else [report.edits]:
+        for edit in edits:
+            is_again = isinstance(edit, Rename) and edit.key in renamed  # renamed by two rules
+            if not (is_again or isinstance(edit, Moments)):  # one edit for each parameter of an optimizer
+                counts[_DONE.get(type(edit), "")] += 1
+        renamed |= {edit.to for edit in edits if isinstance(edit, Rename)}
     parts = [f"{counted(counts[verb], 'key')} {verb}" for verb in _DONE.values() if counts[verb]]
     others = counts[""]
     return ", ".join([*parts, *([f"{counted(others, 'other edit' if parts else 'edit')}"] if others else [])])

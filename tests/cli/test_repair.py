@@ -223,6 +223,15 @@ def test_what_a_saved_plan_does_stands_at_the_top(folder):
     assert done.stdout.startswith("wrapped.pth: repaired (2 keys renamed) → new.pth; ")
 
 
+@pytest.mark.parametrize("options", [[], ["--apply", "plan.json"]])
+def test_keys_that_change_places_count_each(tmp_path, options):
+    torch.save({"a.weight": torch.ones(2, 2), "b.weight": torch.randn(2, 2)}, tmp_path / "swap.pth")
+    renames = ["--rename", "a.weight=b.weight", "--rename", "b.weight=a.weight"]
+    run_here("repair", "swap.pth", *renames, "-n", "--plan", "plan.json", cwd=tmp_path)
+    done = run_here("repair", "swap.pth", *(options or renames), "-o", "new.pth", cwd=tmp_path)
+    assert "repaired (2 keys renamed)" in done.stdout
+
+
 def test_a_result_that_does_not_load_is_never_said_to_need_no_repair(folder):
     done = run_here("repair", "wrapped.pth", "--model", "zoo:tiny", "--select", "VAL", cwd=folder)
     assert done.returncode == 1
