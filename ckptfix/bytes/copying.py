@@ -114,7 +114,9 @@ class Copier:
                 crc = self._copy_range(each.file, each.offset, each.nbytes, is_summed, crc)
             return crc
         tell_slower(reason_of(source), stop - start)
-        for block in stream(source, start, stop):
+        # What is computed in pieces is put into the window as it comes.
+        made = source.pieces(start, stop) if hasattr(source, "pieces") else stream(source, start, stop)
+        for block in made:
             self.write_block(block)
             crc = crc32(block, crc) if is_summed else crc
         return crc

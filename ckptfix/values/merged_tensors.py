@@ -119,9 +119,9 @@ class MergedBytes:
             start, stop = delta.within or (0, self.shape[0])
             begin, end = max(first, start), min(last, stop)
             if begin < end:
-                changed, factor = memoryview(rows)[(begin - first) * self.row :], two[begin - start : end - start]
+                changed, factor = rows[(begin - first) * self.row :], two[begin - start : end - start]
                 library.merge(self.spec.dtype, changed, factor, one, width, delta.scaling, delta.rounds)
-        return memoryview(rows)
+        return rows
 
     @property
     def blocks(self) -> int:
@@ -218,13 +218,15 @@ def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor
     return torch.frombuffer(_stored(spec, path, start, stop), dtype=torch_dtype(spec.dtype))
 
 
-def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> bytearray:
+def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
     """Return bytes of a tensor in the file, to be changed."""
+    import numpy as np
+
     place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
     if place is None:
-        return bytearray(RowMajorBytes(spec, path).read(start, stop))
-    found = bytearray(stop - start)
-    place.file.fill(memoryview(found), place.offset + spec.extent[0] + start)
+        return memoryview(bytearray(RowMajorBytes(spec, path).read(start, stop)))
+    found = np.empty(stop - start, np.uint8).data  # a bytearray would be filled with zeros first
+    place.file.fill(found, place.offset + spec.extent[0] + start)
     return found
 
 

@@ -316,7 +316,7 @@ class Kernel:
             self._merge.restype = None
 
     def merge(
-        self, dtype: str, rows: bytearray | memoryview, two: Array, one: Array, width: int, scaling: float, rounds: bool
+        self, dtype: str, rows: memoryview, two: Array, one: Array, width: int, scaling: float, rounds: bool
     ) -> None:
         """Add a scaled product to rows of ``width`` numbers.
 
