@@ -168,6 +168,6 @@ def test_a_merge_has_the_bits_of_torch(dtype, rank):
         for rounds in (False, True):
             change = (two @ one).mul_(scaling)
             wanted = weight.clone().add_(change.to(weight.dtype) if rounds else change)
-            rows = bytearray(weight.view(torch.uint8).numpy().tobytes())
+            rows = memoryview(bytearray(weight.view(torch.uint8).numpy().tobytes()))
             compiled.merge(dtype, rows, two.numpy(), strips(one.numpy()), width, scaling, rounds)
             assert rows == wanted.view(torch.uint8).numpy().tobytes()
