@@ -18,7 +18,8 @@ Unsafe, and only on a flag, since the right values are not in these tensors. `--
 from another set of weights of the file (an EMA twin) that is finite there, `--fill FILE` from another checkpoint,
 `--fill target` from the model's initialisation. Of a norm, `--recalibrate data.npy` measures the statistics anew, and
 `--reset-running-stats` makes them fresh. `--zero-non-finite` sets the values to zero and leaves the others as they are:
-the last resort, which cuts connections. A cast back to float32 does not bring an overflowed value back.
+the last resort, which cuts connections, and which is not advised where a twentieth of a tensor or more is lost. A cast
+back to float32 does not bring an overflowed value back.
 
 ## Example
 `bn1.running_var` holds 1 NaN in 64 values: outputs are finite in training mode and NaN in eval mode.
@@ -188,5 +189,13 @@ def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements:
     return (
         *look,
         Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes these tensors from an earlier checkpoint"),
-        Remedy((("zero_non_finite", True),), "sets these values to zero: the last resort"),
+        *(_ZERO if all(_are_few(context.statistics[key]) for key in keys) else ()),
     )
+
+
+_ZERO = (Remedy((("zero_non_finite", True),), "sets these values to zero: the last resort"),)
+
+
+def _are_few(figures: TensorStatistics) -> bool:
+    """Return whether a tensor is still mostly itself with zeros in these places."""
+    return figures.nonfinite <= max(8, figures.numel // 20)

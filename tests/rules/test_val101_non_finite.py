@@ -144,6 +144,15 @@ def test_nothing_is_changed_unasked():
     assert "--zero-non-finite" in remedies_text(finding.remedies)
 
 
+@pytest.mark.parametrize(("lost", "is_advised"), [(3, True), (200, True), (2000, False), (4096, False)])
+def test_zeros_are_not_advised_where_they_would_be_the_layer(lost, is_advised):
+    weight = torch.randn(4096)
+    weight[:lost] = NAN
+    (finding,) = propose(non_finite, {"fc.weight": weight.reshape(64, 64), "fc.bias": torch.ones(64)})
+    assert ("--zero-non-finite" in remedies_text(finding.remedies)) == is_advised
+    assert "--replace VAL101 --fill FILE" in remedies_text(finding.remedies)
+
+
 def test_zeros_are_the_last_resort_and_leave_all_other_values():
     before = {"fc.weight": BROKEN["fc.weight"], "fc.bias": torch.ones(2)}
     after = {**before, "fc.weight": torch.tensor([[1.0, 1, 1], [1, 1, 0]])}
