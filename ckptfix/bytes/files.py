@@ -40,7 +40,7 @@ class OpenFile:
             self.descriptor = _descriptor(path) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
             kind = MissingFileError if isinstance(error, FileNotFoundError) else UnreadableError
-            raise kind(f"{path}: {_why_closed(path, error)}") from error
+            raise kind(f"{path}: {why_closed(path, error)}") from error
         weakref.finalize(self, os.close, self.descriptor)
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -119,7 +119,7 @@ def _stamp(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _why_closed(path: str, error: OSError | ValueError) -> str:
+def why_closed(path: str, error: OSError | ValueError) -> str:
     """Return why a file does not open, and what to do, as a clause behind its path."""
     if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
         return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"

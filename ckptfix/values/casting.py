@@ -14,7 +14,7 @@ from ckptfix.errors import WriteError
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.tally import magnitudes
 
-_BLOCK = 1 << 20  # numbers that are compared at a time
+_BLOCK = 1 << 18  # numbers that are compared at a time
 
 
 class CastBytes:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.bytes.files import why_closed
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
@@ -117,9 +118,7 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
             return document
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
-        raise UnreadableError(
-            f"{path}: the folder cannot be listed: {error.strerror or error}; ask its owner for the right"
-        ) from error
+        raise UnreadableError(f"{path}: {why_closed(path, error)}") from error
 
 
 def _read_items(folder: Path, salvage: bool) -> Document | None:

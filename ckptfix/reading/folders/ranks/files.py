@@ -185,14 +185,17 @@ class RankFiles:
             if any(len(set(start)) > _FEW for start in starts):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
 
-    def note_foreign(self, told: Mapping[str, Any]) -> None:
+    def note_foreign(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         """Note files that were saved with other settings than most: they are of another run at the same step."""
-        said: dict[str, dict[str, object]] = {}
-        for name, tree in told.items():
-            for path, value in _settings(tree).items():
-                said.setdefault(path, {})[name] = value
+        said = {
+            name: _settings({key: value for key, value in parts.items() if value is not None})
+            for name, parts in told.items()
+        }
+        tops = {name: {path.partition(".")[0] for path in settings} for name, settings in said.items()}
         odd: dict[str, list[str]] = {}
-        for path, values in said.items():
+        for path in dict.fromkeys(path for settings in said.values() for path in settings):
+            top = path.partition(".")[0]
+            values = {name: settings.get(path, ...) for name, settings in said.items() if top in tops[name]}
             for name in unlike_most(values):
                 odd.setdefault(name, []).append(path)
         self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(paths)): None for name, paths in odd.items()})

@@ -165,9 +165,8 @@ class _Merge:
             if first is None and fairscale.has_metadata(root):
                 return self._of_fairscale(rank, root)
             parts = root.values() if isinstance(root, dict) else ()
-            self.told[file.name] = [
-                part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part
-            ]
+            groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
+            self.told[file.name] = {"param_groups": groups}
             known = len(self.found) if first is not None else None
             self._collect(rank, file, root)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))

@@ -282,6 +282,12 @@ class _Reading:
                     experts = experts or _experts(states[0])
                 for prefix, count in layers.items():
                     begin[prefix] = begin.get(prefix, 0) + count
+        wanted = _arguments(first).get("num_layers")
+        if begin and type(wanted) is int and max(begin.values()) < wanted:
+            raise UnreadableError(
+                f"{self.path}: has {max(begin.values())} of {wanted} layers; its ranks are of another division of the"
+                " model, or of different saves"
+            )
         return weights
 
     def _joined(self, states: Sequence[Mapping[tuple[str, ...], Any]]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -428,7 +434,9 @@ def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
     while isinstance(saved, dict) and "param_groups" not in saved and isinstance(saved.get("optimizer"), dict):
         saved = saved["optimizer"]
     saved = saved if isinstance(saved, dict) else {}
-    groups, step = saved.get("param_groups") or [], (saved.get("state") or {}).get("common_step")
+    groups, held = saved.get("param_groups"), saved.get("state")
+    groups = groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else []
+    step = held.get("common_step") if isinstance(held, dict) else None
     plain = [name for name, moments in state.items() if name.endswith(".bias") or _is_vector(moments)]
     for moments in state.values() if isinstance(step, TensorSpec) else ():
         moments["step"] = with_own_storage(step)

@@ -137,7 +137,7 @@ def _document(files: RankFiles) -> Document:
         merged["args"] = megatron.whole_arguments(merged["args"])
     if masters is not None and masters.optimizer is not None:
         merged["optimizer"] = masters.optimizer
-    elif root.get("optimizer"):
+    elif masters is not None or root.get("optimizer"):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})
@@ -433,7 +433,9 @@ class Merging:
     ) -> dict[str, Any] | None:
         """Return the optimizer's state by name; None if it is not there, or lies in another way than the masters."""
         numbers, states = first.numbers, first.optimizer.get("state")
-        if not isinstance(states, dict) or len(numbers) != len(first.masters) or set(numbers) - states.keys():
+        if not isinstance(states, dict) or set(numbers) - states.keys():
+            return None
+        if not len(set(numbers)) == len(numbers) == len(first.masters):
             return None
         made: dict[str, dict[str, Any]] = {name: {} for group in groups for name in group}
         for field, value in states[numbers[0]].items():
@@ -562,6 +564,9 @@ def _states(root: Any) -> _States:
     counts = counts if isinstance(counts, list) else [counts] * len(masters)
     if any(type(count) is not int for count in counts) or (spread and len(set(counts)) > 1):
         raise ValueError(f"groups on {first_names(counts)} ranks: experts in stage 3 are not merged")
+    paddings = held.get("param_alignment_paddings") or []
+    if any(type(count) is not int or count < 0 for group in paddings for count in group):
+        raise ValueError(f"{shown(paddings)} in the place of paddings")
     stage = held.get("zero_stage")  # bf16_optimizer does not say it
     stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
     version = root.get("ds_version") or held.get("ds_version")
@@ -569,7 +574,7 @@ def _states(root: Any) -> _States:
         masters,
         3 if spread else stage if type(stage) is int else 0,
         counts,
-        held.get("param_alignment_paddings"),
+        paddings,
         inner if isinstance(inner, dict) else {},
         version if isinstance(version, str) else "",
         {

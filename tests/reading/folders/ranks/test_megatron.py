@@ -395,3 +395,23 @@ def test_masters_of_torch_dist_that_are_not_the_weights_are_named(tmp_path: Path
         if finding.level
     ]
     assert found == [("FIL105", ("output_layer.weight",))]
+
+
+def test_fewer_layers_than_the_arguments_say_are_refused(tmp_path: Path) -> None:
+    write_megatron(tmp_path, tensor=2, pipeline=2)
+    for number in (LAYERS, LAYERS + 1):
+        for file in tmp_path.glob("**/model_optim_rng.pt"):
+            root = torch.load(file, weights_only=False)
+            root["args"].num_layers = number
+            torch.save(root, file)
+        if number == LAYERS:
+            assert len(ckptfix.open_checkpoint(tmp_path).specs) > LAYERS
+    with pytest.raises(UnreadableError, match="has 4 of 5 layers"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("groups", [[5, None], {"a": 1}, None])
+def test_groups_that_are_none_are_not_taken(tmp_path: Path, groups: Any) -> None:
+    write_torch_dist(tmp_path, groups)
+    root: Any = ckptfix.open_checkpoint(tmp_path).root
+    assert root["optimizer"].keys() == {"state"}

@@ -537,3 +537,27 @@ def test_a_rank_of_another_run_is_named(tmp_path: Path, stage: int, setting: str
     marks = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_FOREIGN]
     assert [mark.place for mark in marks] == ([] if setting == "rank" else [_optim(1)])
     assert [finding.level.name for finding in ckptfix.check(tmp_path).findings] == ["WARNING"] * len(marks)
+
+
+def test_moments_of_other_groups_than_the_masters_are_left_out(tmp_path: Path) -> None:
+    write_zero3(tmp_path, TENSORS, 2)
+
+    def repeat(states: Any) -> None:
+        states["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0]["params"] = [0, 0]
+
+    for rank in range(2):
+        _change(tmp_path / _optim(rank), repeat)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    root: Any = checkpoint.root
+    assert "optimizer" not in root
+    assert [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_LEFT_OUT] == ["optimizer"]
+
+
+def test_paddings_below_zero_are_refused(tmp_path: Path) -> None:
+    """They would make tensors overlap."""
+    write_zero(tmp_path, TENSORS, 2)
+    paddings = {"param_alignment_paddings": [[-10, 0, 10]]}
+    for rank in range(2):
+        _change(tmp_path / _optim(rank), lambda states: states["optimizer_state_dict"].update(paddings))
+    with pytest.raises(UnreadableError, match="in the place of paddings"):
+        ckptfix.open_checkpoint(tmp_path)
