@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from ckptfix.core.progress import SMALL, Task, watched_by
 from ckptfix.errors import CkptfixError, HostileError, TargetError, UsageError, WriteError
-from ckptfix.report.style import Line, Paper, Span
+from ckptfix.report.style import Line, Paper, Span, size
 
 QUIET = 2.0  # seconds of work before anything is shown: most of it is done by then
 
@@ -52,10 +52,10 @@ class Meter(Struct):
         self._shown = now
         done = min(task.done, task.total)  # a tensor may be read twice, so more than the total can pass
         share = 100 * done // max(task.total, 1)
-        text = f"{task.name}: {share} %, {bytes_text(done)} of {bytes_text(task.total)}"
+        text = f"{task.name}: {share} %, {size(done)} of {size(task.total)}"
         if now - began >= _SETTLED and task.done > before:
             rate = (task.done - before) / (now - began)
-            text += f", {bytes_text(rate)}/s, {time_text((task.total - done) / rate)} left"
+            text += f", {size(round(rate))}/s, {time_text((task.total - done) / rate)} left"
         self.show(text)
 
     def slowed(self, reason: str, nbytes: int) -> None:
@@ -69,17 +69,7 @@ class Meter(Struct):
 
     def lines(self) -> list[str]:
         """Return what took a slower way, the most bytes first."""
-        return [
-            f"slower than a plain copy: {bytes_text(nbytes)} {reason}" for reason, nbytes in self.slower.most_common()
-        ]
-
-
-def bytes_text(nbytes: float) -> str:
-    """``812 bytes``, ``4.2 GB``."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}" if round(nbytes / size, 1) < 100 else f"{nbytes / size:.0f} {unit}"
-    return f"{nbytes:.0f} bytes"
+        return [f"slower than a plain copy: {size(nbytes)} {reason}" for reason, nbytes in self.slower.most_common()]
 
 
 def time_text(seconds: float) -> str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from ckptfix.cli.console import Console, bytes_text, time_text, write_output
+from ckptfix.cli.console import Console, time_text, write_output
 from ckptfix.core.finding import counted
 from ckptfix.core.options import option_words
 from ckptfix.core.wording import no_option, typed
-from ckptfix.report.style import Line, Span
+from ckptfix.report.style import Line, Span, size
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Summary
 
@@ -70,10 +70,10 @@ def progress_text(summary: Summary) -> str:
     """``134 of 273 files, 2.1 GB of 3.1 GB, 120 MB/s, 12 s left: 100 repaired, 34 fine``."""
     parts = [
         f"{summary.done_files} of {summary.files} files",
-        f"{bytes_text(summary.done_bytes)} of {bytes_text(summary.bytes)}",
+        f"{size(summary.done_bytes)} of {size(summary.bytes)}",
     ]
     if (pace := summary.pace()) is not None:
-        parts += [f"{bytes_text(pace.rate)}/s", f"{time_text(pace.seconds_left)} left"]
+        parts += [f"{size(round(pace.rate))}/s", f"{time_text(pace.seconds_left)} left"]
     counts = [f"{summary.outcomes[outcome]} {_SHOWN[outcome][0]}" for outcome in Outcome if summary.outcomes[outcome]]
     return ", ".join(parts) + (f": {', '.join(counts)}" if counts else "")
 
@@ -84,21 +84,21 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     yield (Span(f"{'outcome':<18}{'files':>9}{'size':>11}", "faint"),)
     for outcome in Outcome:
         if count := summary.outcomes[outcome]:
-            text = f"{count:>9}{bytes_text(summary.sizes[outcome]):>11}"
+            text = f"{count:>9}{size(summary.sizes[outcome]):>11}"
             name = "to be repaired" if dry_run and outcome is Outcome.REPAIRED else outcome.value
             yield (Span(f"{name:<18}", _SHOWN[outcome][1]), text)
-    yield (Span(f"{'all':<18}", "strong"), f"{summary.done_files:>9}{bytes_text(summary.done_bytes):>11}")
+    yield (Span(f"{'all':<18}", "strong"), f"{summary.done_files:>9}{size(summary.done_bytes):>11}")
     yield ""
     new = summary.done_files - summary.earlier_files
     earlier = f", {summary.earlier_files} by an earlier run" if summary.earlier_files else ""
     rate = (summary.done_bytes - summary.earlier_bytes) / max(summary.seconds, 1e-9)
-    speed = f" ({bytes_text(rate)}/s)" if rate >= 1 else ""
+    speed = f" ({size(round(rate))}/s)" if rate >= 1 else ""
     verb = "looked at" if dry_run else "done"
     yield f"{verb}: {counted(new, 'file')} in {time_text(summary.seconds)}{speed}{earlier}"
     if dry_run:
         yield "written: nothing; the same command without --dry-run writes it"
     else:
-        yield f"written: {bytes_text(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
+        yield f"written: {size(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
     yield from _attention(migration, limit)
 
 

@@ -23,8 +23,8 @@ from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import open_file
-from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
-from ckptfix.report.inspection import describe
+from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.report.inspection import children, describe
 from ckptfix.report.style import size
 from ckptfix.values.walk import OVERLAP
 
@@ -247,7 +247,7 @@ def _differences(
     if a is _ABSENT or b is _ABSENT:
         yield place, (_text(a), _text(b))
         return
-    left, right = _children(a), _children(b)
+    left, right = children(a), children(b)
     if left is None or right is None or len(place) >= _DEPTH:
         if not _same(a, b, read_values, tolerance):
             texts = (_text(a), _text(b))
@@ -273,7 +273,7 @@ def _same(a: object, b: object, read_values: bool, tolerance: Tolerance) -> bool
         return str(a) == str(b)
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
         return True
-    if _children(a) is not None and _children(b) is not None:
+    if children(a) is not None and children(b) is not None:
         return True  # too deep to look at: what is the same so far counts as the same
     return type(a) is type(b) and a == b
 
@@ -289,27 +289,10 @@ def _kind_name(value: object) -> str:
     return "list" if isinstance(value, list | tuple) else "array" if isinstance(value, NumpyArray) else "dict"
 
 
-def _children(value: object) -> dict[PathPart, object] | None:
-    """Return what a value holds, by name; None for one that holds nothing."""
-    if isinstance(value, Opaque):
-        named = (*value.attributes.items(), *value.pairs.items(), *value.kwargs.items())
-        held: dict[PathPart, object] = {str(name): child for name, child in named}
-        held.update(enumerate((*value.args, *value.items)))
-        return held
-    if isinstance(value, NumpyArray):
-        dtype, order = numpy_type(value.dtype)
-        return {"dtype": order + dtype, "shape": value.shape, "fortran": value.fortran, "data": value.data}
-    if isinstance(value, Mapping):
-        return {name if isinstance(name, str | int) else str(name): child for name, child in value.items()}
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    return None
-
-
 def _without(root: object, container: Place) -> object:
     """Return a container without the state_dict that lies in it, as a dict of what is beside the way to it."""
     if not container:
         return {}
-    beside = _children(root) or {}
+    beside = children(root) or {}
     inside = _without(beside.pop(container[0], None), container[1:])
     return {**beside, container[0]: inside} if inside else beside

@@ -10,47 +10,56 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.finding import counted
+from ckptfix.core.parts import Shape
 from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:
     from ckptfix.core.smoke_result import Equivalence
 
+_NAMES = {"source": "from", "target": "to"}  # in JSON
+
 MAP_VERSION = 1  # the version of a map's JSON form
 LABELS = ("ambiguous", "likely", "certain", "verified")  # how far a rule can be trusted, in order
 AMBIGUOUS, CERTAIN = LABELS[0], LABELS[2]
 
+Pattern = Annotated[str, Meta(min_length=1)]
 
-class MapRule(Struct, frozen=True):
+
+class MapRule(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename=_NAMES):
     """One line of a map: the keys of the source, the keys of the target, and what is done on the way.
 
     ``label`` says how far an inferred rule can be trusted, empty for one written by hand; one that is ``ambiguous`` is
     not applied. ``alternatives`` are other patterns of the source that fit as well. An ``optional`` rule may match no
     key. One ``by_hand`` is a pattern of ``--rename``: it is always applied, and never backwards."""
 
-    source: str
-    target: str
+    source: Pattern
+    target: Pattern
     steps: tuple[str, ...] = ()
     label: str = ""
     alternatives: tuple[str, ...] = ()
     optional: bool = False
     by_hand: bool = False
 
+    def __post_init__(self) -> None:
+        if self.label not in ("", *LABELS):
+            raise ValueError(f"the label is {self.label!r:.40}, and not one of {', '.join(LABELS)}")
+
     def __str__(self) -> str:
         return ", ".join((f"{self.source} → {self.target}", *self.steps))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the rule as a JSON object; what is empty is left out."""
-        values = (self.source, self.target, [*self.steps], self.label, [*self.alternatives], self.optional)
-        return {name: value for name, value in zip(_FIELDS, values, strict=True) if value}
 
-
-_FIELDS = ("from", "to", "steps", "label", "alternatives", "optional")
+class _MapFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename={"version": "ckptfix-map"}):
+    version: int
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    rules: tuple[MapRule, ...] = ()
 
 
 class RenameMap(Displayed, Struct, frozen=True):
@@ -72,14 +81,9 @@ class RenameMap(Displayed, Struct, frozen=True):
 
     def json_text(self) -> str:
         """Return the map as JSON, a rule per line."""
-        rows = ",\n".join(f"    {json.dumps(rule.to_json(), ensure_ascii=False)}" for rule in self.rules)
-        fields = {
-            "ckptfix-map": MAP_VERSION,
-            "shapes": dict(self.shapes),
-            "missing": [*self.missing],
-            "unused": [*self.unused],
-        }
-        head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items() if value)
+        fields = to_builtins(_MapFile(MAP_VERSION, dict(self.shapes), self.missing, self.unused))
+        head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
+        rows = ",\n".join(f"    {json.dumps(to_builtins(rule), ensure_ascii=False)}" for rule in self.rules)
         return f'{{\n{head},\n  "rules": [\n{rows}\n  ]\n}}\n'
 
     @classmethod
@@ -89,17 +93,11 @@ class RenameMap(Displayed, Struct, frozen=True):
             raise UsageError(f"{name}: not a map of ckptfix; infer one and save it as JSON")
         if data.get("ckptfix-map") != MAP_VERSION:
             raise UsageError(f"{name}: the map has version {data.get('ckptfix-map')!r:.40}, not {MAP_VERSION}")
-        if unknown := data.keys() - {"ckptfix-map", "shapes", "missing", "unused", "rules"}:
-            raise UsageError(f"{name}: {min(unknown)!r:.40} is not a field of a map; remove or correct it")
-        shapes = data.get("shapes", {})
-        if not isinstance(shapes, Mapping) or not all(_is_shape(shape) for shape in shapes.values()):
-            raise UsageError(f"{name}: 'shapes' has to be an object with a list of sizes for each key")
-        rules = tuple(_rule(f"{name}: rule {at}", rule) for at, rule in enumerate(data["rules"], 1))
-        return cls(rules, name, shapes=tuple((key, tuple(shape)) for key, shape in shapes.items()))
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+        try:
+            file = convert(data, _MapFile)
+        except ValidationError as error:
+            raise UsageError(f"{name}: not a map that this ckptfix takes: {error}") from error
+        return cls(file.rules, name, shapes=tuple(file.shapes.items()))
 
 
 def read_map(path: str | os.PathLike[str]) -> RenameMap:
@@ -112,25 +110,3 @@ def read_map(path: str | os.PathLike[str]) -> RenameMap:
     except (ValueError, RecursionError) as error:
         raise UsageError(Opt("rename_map", name), f": invalid JSON ({error})") from error
     return RenameMap.from_json(data, name)
-
-
-def _rule(where: str, data: Any) -> MapRule:
-    if not isinstance(data, Mapping) or not data.keys() <= set(_FIELDS):
-        raise UsageError(f"{where} is {data!r:.80}; a rule is an object with {', '.join(_FIELDS)}")
-    given = {"steps": [], "label": "", "alternatives": [], "optional": False, **data}
-    for name in ("from", "to"):
-        if not isinstance(given.get(name), str) or not given[name]:
-            raise UsageError(f"{where} has no {name!r}: name the keys, such as blocks.{{n}}.weight")
-    for name in ("steps", "alternatives"):
-        if not isinstance(given[name], list) or not all(isinstance(text, str) for text in given[name]):
-            raise UsageError(f"{where}: {name!r} has to be a list of strings")
-    if given["label"] not in ("", *LABELS) or not isinstance(given["optional"], bool):
-        raise UsageError(f"{where}: 'label' is one of {', '.join(LABELS)}, 'optional' is true or false")
-    return MapRule(
-        given["from"],
-        given["to"],
-        tuple(given["steps"]),
-        given["label"],
-        tuple(given["alternatives"]),
-        given["optional"],
-    )

@@ -16,7 +16,7 @@ from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import Storage, TensorSpec, ties
 from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
-from ckptfix.reading.pickles.arrays import NumpyArray
+from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
 from ckptfix.reading.weights.modules import is_module
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
@@ -180,13 +180,13 @@ def extras(checkpoint: Checkpoint) -> dict[str, str]:
     place: tuple[PathPart, ...] = ()
     here = checkpoint.root
     for step in checkpoint.container:
-        children = _children(here)
-        for name, value in children.items():
+        members = children(here) or {}
+        for name, value in members.items():
             if name != step:
                 found[path_name((*place, name))] = describe(value)
-        if step not in children:
+        if step not in members:
             break
-        place, here = (*place, step), children[step]
+        place, here = (*place, step), members[step]
     return found
 
 
@@ -204,7 +204,7 @@ def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
             if not (unknown_only and _is_known(value)):
                 found[str(value.cls)] += 1
             pending += [*value.args, *value.kwargs.values(), value.state]
-        pending += _children(value).values()
+        pending += (children(value) or {}).values()
     return dict(found.most_common())
 
 
@@ -249,14 +249,17 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def _children(value: object) -> dict[PathPart, object]:
+def children(value: object) -> dict[PathPart, object] | None:
+    """Return what a value holds, by name; None for one that holds nothing."""
     if isinstance(value, Opaque):
-        return _children(value.attributes) | _children(value.pairs) | _children(value.items)
+        named = (*value.attributes.items(), *value.pairs.items(), *value.kwargs.items())
+        return {str(name): child for name, child in named} | dict(enumerate((*value.args, *value.items)))
+    if isinstance(value, NumpyArray):
+        dtype, order = numpy_type(value.dtype)
+        return {"dtype": order + dtype, "shape": value.shape, "fortran": value.fortran, "data": value.data}
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str | int) else str(key): item for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    return {}
+        return {name if isinstance(name, str | int) else str(name): child for name, child in value.items()}
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
 def _storages(specs: Iterable[TensorSpec]) -> list[Storage]:

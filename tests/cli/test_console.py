@@ -5,7 +5,7 @@ import sys
 import click
 import pytest
 
-from ckptfix.cli.console import LIVE, SELDOM, Console, Meter, Stopped, bytes_text, time_text
+from ckptfix.cli.console import LIVE, SELDOM, Console, Meter, Stopped, time_text
 from ckptfix.core.progress import Task, tell_slower, watched_by
 from ckptfix.errors import HostileError, TargetError, UnreadableError, UsageError
 from ckptfix.writing.atomic import deliver_file, temporary_beside
@@ -160,7 +160,7 @@ def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
     ("settings", "line"),
     [
         pytest.param({}, "", id="not unless asked"),
-        pytest.param({"verbose": True}, "ckptfix: slower than a plain copy: 2.5 GB cast to another dtype\n", id="-v"),
+        pytest.param({"verbose": True}, "ckptfix: slower than a plain copy: 2.50 GB cast to another dtype\n", id="-v"),
     ],
 )
 def test_what_took_a_slower_way(settings, line, capsys):
@@ -193,7 +193,7 @@ def test_progress_is_one_row(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "60")
-    Console().progress("scanning values of a-file-with-a-very-long-name.safetensors: 62 %, 1.2 GB of 2.0 GB")
+    Console().progress("scanning values of a-file-with-a-very-long-name.safetensors: 62 %, 1.20 GB of 2.00 GB")
     assert len(screen.getvalue()) == 59
     assert screen.getvalue().endswith(" …")
 
@@ -226,7 +226,7 @@ def test_work_below_two_seconds_shows_nothing(seconds):
 
 def test_longer_work_shows_bytes_rate_and_time_left():
     shown = watch(10.0)
-    assert shown[0] == "writing a.pth: 20 %, 200 MB of 1.0 GB, 100 MB/s, 8 s left"
+    assert shown[0] == "writing a.pth: 20 %, 200 MB of 1.00 GB, 100 MB/s, 8 s left"
     assert shown[-1].endswith("0 s left")
     assert 20 < len(shown) <= 41
 
@@ -247,9 +247,9 @@ def test_the_first_bytes_of_a_task_foretell_nothing():
         for now in (10.5, 11.0):  # noqa: B007 - the clock reads it
             task.advance(5 * 10**7)
     assert shown == [
-        "writing a.pth: 0 %, 1.0 MB of 1.0 GB",
-        "writing a.pth: 5 %, 51.0 MB of 1.0 GB",
-        "writing a.pth: 10 %, 101 MB of 1.0 GB, 100 MB/s, 9 s left",
+        "writing a.pth: 0 %, 1.00 MB of 1.00 GB",
+        "writing a.pth: 5 %, 51.0 MB of 1.00 GB",
+        "writing a.pth: 10 %, 101 MB of 1.00 GB, 100 MB/s, 9 s left",
     ]
 
 
@@ -259,7 +259,7 @@ def test_a_second_pass_over_the_bytes_is_not_more_than_all():
     with watched_by(Meter(shown.append, clock=lambda: now)):
         for now in (0.0, 10.0, 20.0):  # noqa: B007 - the clock reads it
             task.advance(9 * 10**8)
-    assert shown[-1] == "scanning values: 100 %, 1.0 GB of 1.0 GB, 90.0 MB/s, 0 s left"
+    assert shown[-1] == "scanning values: 100 %, 1.00 GB of 1.00 GB, 90.0 MB/s, 0 s left"
 
 
 def test_a_small_task_shows_nothing():
@@ -284,17 +284,9 @@ def test_reasons_are_added_up_the_largest_first():
             tell_slower(reason, nbytes)
     tell_slower("cast", 5)
     assert meter.lines() == [
-        "slower than a plain copy: 3.0 kB compressed",
-        "slower than a plain copy: 30 bytes cast",
+        "slower than a plain copy: 3.00 kB compressed",
+        "slower than a plain copy: 30 B cast",
     ]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (99_900_000, "99.9 MB"), (4_240_000_000, "4.2 GB")],
-)
-def test_bytes(nbytes, text):
-    assert bytes_text(nbytes) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (600, "10 min"), (7200 * 12, "24 h")])

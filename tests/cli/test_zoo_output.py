@@ -19,12 +19,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_line_tells_files_bytes_rate_time_and_outcomes(clock):
     summary = Summary(files=4, bytes=4_000_000, began=0.0)
-    assert progress_text(summary) == "0 of 4 files, 0 bytes of 4.0 MB"
+    assert progress_text(summary) == "0 of 4 files, 0 B of 4.00 MB"
     summary.count(Outcome.REPAIRED, 1_000_000, 1_000_000)
     clock[0] = 2.0
-    assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB: 1 repaired"
+    assert progress_text(summary) == "1 of 4 files, 1.00 MB of 4.00 MB: 1 repaired"
     clock[0] = 10.0
-    assert progress_text(summary) == "1 of 4 files, 1.0 MB of 4.0 MB, 100 kB/s, 30 s left: 1 repaired"
+    assert progress_text(summary) == "1 of 4 files, 1.00 MB of 4.00 MB, 100 kB/s, 30 s left: 1 repaired"
 
 
 def test_without_a_terminal_there_is_a_line_every_ten_seconds(clock, capsys):
@@ -34,7 +34,7 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds(clock, capsys):
         meter.show(summary)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines() == ["ckptfix: 0 of 1 files, 0 bytes of 0 bytes"] * 3
+    assert captured.err.splitlines() == ["ckptfix: 0 of 1 files, 0 B of 0 B"] * 3
 
 
 def test_quiet_shows_nothing(clock, capsys):
