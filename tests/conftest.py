@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import printed
+from tests import children, printed
 
 # Three workers of pytest on two cores: with more threads, torch waits for itself. Said before torch is imported, and to
 # the programs that are started.
@@ -63,6 +63,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
     torch.manual_seed(zlib.crc32(item.nodeid.encode("utf-8", "surrogatepass")))
+
+
+@pytest.fixture(autouse=True)
+def _copied_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward tests run in copies of a process that has imported torch, unless a test asks for a ``real_child``."""
+    if "real_child" not in request.fixturenames:
+        monkeypatch.setattr("ckptfix.smoke.launch.subprocess", children.SUBPROCESS)
+
+
+@pytest.fixture
+def real_child() -> None:
+    """Start the process of a forward test as users do."""
 
 
 @pytest.fixture(scope="session")

@@ -140,8 +140,7 @@ def test_a_zoo(folder):
     (folder / "zoo").mkdir()
     (folder / "old.pth").rename(folder / "zoo" / "old.pth")
     (folder / "zoo.toml").write_text(
-        '[[files]]\nmatch = "*.pth"\nmodel = "nets:Transformer"\ninput = ["1x3x48x48"]\n'
-        'adapt = { pos_embed = "timm" }\n'
+        '[[files]]\nmatch = "*.pth"\nmodel = "nets:Transformer"\nno-smoke = true\nadapt = { pos_embed = "timm" }\n'
     )
     done = run_here("migrate", "zoo", "new", "--jobs", "1", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

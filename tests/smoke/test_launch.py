@@ -1,4 +1,4 @@
-"""The few tests that start the child for real."""
+"""How the child is started, and how it may end."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def assert_ends(pid: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("real_child")
 def test_what_the_model_prints_is_no_answer(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_crash_leaves_its_stage_its_stack_and_its_last_words(save: Save) -> No
     assert ending.outcome.device == "cpu"
 
 
+@pytest.mark.usefixtures("real_child")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from /proc")
 def test_a_limit_of_memory_is_met_with_a_smaller_batch_and_half_precision(save: Save) -> None:
     job = Job(save(models.Net()), "tests.smoke.second_tries:Limited", inputs=("4x3x16x16",), device="cpu")
@@ -96,6 +98,7 @@ def test_what_the_model_leaves_running_is_not_waited_for(
     assert_ends(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.usefixtures("real_child")
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_a_time_out_ends_the_child_and_all_that_it_started(
