@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
-from ckptfix.maps.names import bag, module, roles, segments, similarity, told_apart, weights
+from ckptfix.maps.names import STATISTICS, bag, module, roles, segments, similarity, told_apart, weights
 from ckptfix.maps.trees import Choice, Label, Matcher, assign
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     ``without`` are choices of another map between them that were wrong."""
     sources = {key: tuple(shape) for key, shape in source.items()}
     targets = {key: tuple(shape) for key, shape in target.items()}
-    ours, weight = _leaves(sources, _is_in_order(sources, targets))
+    used = ([key for key in side if key.rpartition(".")[2] not in STATISTICS] for side in (sources, targets))
+    ours, weight = _leaves(sources, _is_in_order(*used))  # statistics come first in the order of execution
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
     matcher = Matcher(min(weight, other), without)

@@ -110,6 +110,7 @@ PHRASES = {
     "attn_ln": ("norm", "attention"),
     "norm_attn": ("norm", "attention"),
     "self_attn_layer_norm": ("norm", "attention"),
+    "sa_norm": ("norm", "attention"),
     "ln_1": ("norm", "attention"),
     "ln1": ("norm", "attention"),
     "norm1": ("norm", "attention"),
@@ -249,6 +250,8 @@ def told_apart(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":
             return (*front, "norm_mlp", path[-1])
+        if norm == "post_attention_layernorm" and (*front, "input_layernorm") in modules:
+            return path if (*front, "pre_feedforward_layernorm") in modules else (*front, "norm_mlp", path[-1])
         return path
 
     return list(map(named, paths))

@@ -71,6 +71,9 @@ class Node(Struct, eq=False):
     inner: Counter[str] = field(default_factory=Counter)
 
 
+Groups = Mapping[tuple[object, ...], tuple[list[Node], list[Node]]]  # the subtrees of each signature on both sides
+
+
 class Label(IntEnum):
     """How far a match can be trusted."""
 
@@ -158,7 +161,8 @@ class Matcher(Struct):
         taken: tuple[set[int], set[int]] = (set(), set())
         places = _places(pool.source), _places(pool.target)
         complete = _signature(pool.source) == _signature(pool.target)
-        for signature in sorted(groups, key=len, reverse=True):
+        crossed = _crossed(groups, places)
+        for signature in sorted(groups.keys() - crossed, key=len, reverse=True):
             here, there = (
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
@@ -456,16 +460,35 @@ def _places(leaves: list[Pooled]) -> Places:
     return places
 
 
-def _numbered(node: Node, places: Places) -> tuple[int, ...]:
+def _crossed(groups: Groups, places: Sequence[Places]) -> set[tuple[object, ...]]:
+    """Return the subtrees that are equal though others of their lists show another order: if a layer between the stages
+    belongs to the one before on one side and to the one after on the other, a stage may look like another one."""
+    lists: dict[tuple[Path, Path, int], list[tuple[tuple[object, ...], int, int]]] = defaultdict(list)
+    for signature, (source, target) in groups.items():
+        if len(source) == len(target) == 1:
+            one, other = source[0].path, target[0].path
+            at, to = places[0].get(one), places[1].get(other)
+            if at and to and at[1] == to[1]:
+                lists[one[:-1], other[:-1], at[1]].append((signature, at[0], to[0]))
+    return {
+        signature
+        for (*_, size), pairs in lists.items()
+        if any(at != to for _, at, to in pairs)
+        and any(at + to != size - 1 for _, at, to in pairs)  # a list may be counted from its other end
+        for signature, *_ in pairs
+    }
+
+
+def _numbered(node: Node, places: Places) -> list[tuple[int, int]]:
     fronts = (node.path[: depth + 1] for depth in range(len(node.path)))
-    return tuple(places[front][0] for front in fronts if places.get(front, (0, 1))[1] > 1)
+    return [places[front] for front in fronts if places.get(front, (0, 1))[1] > 1]
 
 
-def _same_numbers(one: tuple[int, ...], other: tuple[int, ...]) -> float:
-    if not one or not other:
-        return 0.0
-    size = max(len(one), len(other))
-    return sum(a == b for a, b in zip(reversed(one), reversed(other), strict=False)) / size
+def _same_numbers(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> float:
+    """Return the share of equal numbers; those of all blocks say nothing of those that begin anew in each stage."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    same = sum(at == to and size <= 2 * length <= 4 * size for (at, size), (to, length) in pairs)
+    return same / max(len(one), len(other), 1)
 
 
 def assign(scores: Sequence[Sequence[float]]) -> list[tuple[int, int]]:

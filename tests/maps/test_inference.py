@@ -464,3 +464,31 @@ def test_equal_layers_that_one_side_lists_from_the_other_end_follow_the_order():
     match = infer(source, target).matches["decoder.0.proj.weight"]
     assert match.parts[0].source == "up3.conv.weight"
     assert match.label is Label.LIKELY
+
+
+def test_a_layer_between_stages_that_moved_makes_no_stage_another_one():
+    """What one side has last in stage 1, the other one has first in stage 2: there stage 3 has the shapes of stage 1."""
+    source, target = {}, {}
+    for at, depth in enumerate((4, 3, 8, 3)):
+        width = 8 if at else 4
+        source |= stack(f"blocks.{at}", [linear("fc", width, width)] * depth)
+        source |= linear(f"blocks.{at}.{depth}.down", 8, width) if at < 3 else {}
+        target |= linear(f"stages.{at}.down", 8, 8 if at > 1 else 4) if at else {}
+        target |= {
+            f"stages.{at}.{key}": shape for key, shape in stack("blocks", [linear("fc", width, width)] * depth).items()
+        }
+    found = sources(source, target)
+    assert found["stages.1.blocks.0.fc.weight"] == ["blocks.1.0.fc.weight"]
+    assert found["stages.3.blocks.2.fc.bias"] == ["blocks.3.2.fc.bias"]
+    assert [found[f"stages.{at}.down.weight"] for at in (1, 2, 3)] == [
+        ["blocks.0.4.down.weight"],
+        ["blocks.1.3.down.weight"],
+        ["blocks.2.8.down.weight"],
+    ]
+
+
+def test_the_norm_after_attention_is_that_of_the_mlp_beside_one_before_attention():
+    """Also if the other side lists it first, as gpt-fast does."""
+    source = stack("layers", [{f"{name}.weight": (8,) for name in ("ffn_norm", "attention_norm")}] * 3)
+    target = stack("h", [{f"{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm")}] * 3)
+    assert sources(source, target)["h.1.input_layernorm.weight"] == ["layers.1.attention_norm.weight"]
