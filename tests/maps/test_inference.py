@@ -468,7 +468,8 @@ def test_equal_layers_that_one_side_lists_from_the_other_end_follow_the_order():
 
 def test_a_layer_between_stages_that_moved_makes_no_stage_another_one():
     """What ends stage 1 on one side begins stage 2 on the other: there stage 3 has the shapes of stage 1."""
-    source, target = {}, {}
+    source: Specs = {}
+    target: Specs = {}
     for at, depth in enumerate((4, 3, 8, 3)):
         width = 8 if at else 4
         source |= stack(f"blocks.{at}", [linear("fc", width, width)] * depth)
