@@ -194,7 +194,8 @@ def resolve(
         with _naming(rename_map, number):
             found = dict(line.expand(shares[number], target))
             if target is not None and line.steps != Steps():
-                _refuse_other_shapes({key: move.shape for key, move in found.items()}, target)
+                cut = line.steps.split or line.steps.concat
+                _refuse_other_shapes({key: move.shape for key, move in found.items()}, target, cut.axis if cut else -1)
             if target is not None and line.rule.optional:  # a tensor stays if the target has no place for all of it
                 lacking = {part.source for key, move in found.items() if key not in target for part in move.parts}
                 found = {key: move for key, move in found.items() if lacking.isdisjoint(p.source for p in move.parts)}
@@ -214,13 +215,15 @@ def resolve(
     return moves
 
 
-def _refuse_other_shapes(made: Shapes, target: Shapes) -> None:
-    """Refuse a wrong order of axes and wrong shares: tensors of as many elements as the target has, in other shapes."""
+def _refuse_other_shapes(made: Shapes, target: Shapes, cut: int) -> None:
+    """Refuse a wrong order of axes and wrong shares: tensors of as many elements as the target has, in other shapes, or
+    matrices in which only the axis that is cut has another size."""
     wanted = {key: target[key] for key in made if key in target}
-    if made.keys() == wanted.keys() and sum(map(prod, made.values())) == sum(map(prod, wanted.values())):
-        for key, shape in made.items():
-            if shape != wanted[key]:
-                raise ValueError(f"{key} would be {list(shape)}, the target wants {list(wanted[key])}")
+    is_same = made.keys() == wanted.keys() and sum(map(prod, made.values())) == sum(map(prod, wanted.values()))
+    for key, shape in wanted.items():
+        differ = [at for at, (one, other) in enumerate(zip(made[key], shape, strict=False)) if one != other]
+        if made[key] != shape and (is_same or (len(made[key]) == len(shape) > 1 and differ == [cut])):
+            raise ValueError(f"{key} would be {list(made[key])}, the target wants {list(shape)}")
 
 
 def _matches(lines: Sequence[Line], keys: Collection[str]) -> bool:

@@ -403,7 +403,8 @@ def _epsilons(*models: nn.Module) -> _Epsilons:
 
 def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:
     """Return which outputs are compared: those of equal shape, by name or else in order. If there are none, an output
-    with one that has an axis more: the first or the last along it, as the state of the class token is."""
+    with one that has rows and columns apart, or that has an axis more: the first or the last along it, as the state of
+    the class token is."""
     pairs = []
     for shape in dict.fromkeys(tensor.shape for _, tensor in ours):
         here, there = ([at for at, (_, t) in enumerate(side) if t.shape == shape] for side in (ours, theirs))
@@ -416,7 +417,14 @@ def _alignments(ours: Outputs, theirs: Outputs) -> list[Alignment]:
         pairs += [(at, to, -1, 0, 0) for at, to in [*same, *zip(*rest, strict=False)]]
     if pairs:
         return [tuple(pairs)]
-    return [
+    grids: list[Alignment] = [
+        ((at, to, -1, 0, 0),)
+        for at, (_, one) in enumerate(ours)
+        for to, (_, other) in enumerate(theirs)
+        if one.numel() == other.numel() and one.ndim != other.ndim and min(one.ndim, other.ndim) > 1
+        if one.shape[0] == other.shape[0] and one.shape[-1] == other.shape[-1]
+    ]
+    return grids + [
         ((at, to, side, axis, index),)
         for at, (_, one) in enumerate(ours)
         for to, (_, other) in enumerate(theirs)
@@ -435,7 +443,7 @@ def _picked(
     if side >= 0:
         pair[side] = pair[side].select(axis, index)
         pair[1 - side] = pair[1 - side].reshape(pair[side].shape)
-    return pair[0], pair[1]
+    return pair[0], pair[1].reshape(pair[0].shape)
 
 
 def _difference(ours: Outputs, theirs: Outputs, alignment: Alignment) -> float:

@@ -4,6 +4,7 @@ All weights are random, or an exchange of two layers would not be seen."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.maps.library import WITHIN, look_up, names, shipped
+from ckptfix.maps.library import WITHIN, fitting, look_up, names, shipped
 from ckptfix.repairing import repair_state_dict
 
 State = dict[str, torch.Tensor]
@@ -129,6 +130,7 @@ IMAGE_MODELS = [
     ("torchvision-convnext_timm", torchvision_convnext, timm_convnext),
     ("torchvision-convnext_transformers", torchvision_convnext, transformers_convnext),
     ("torchvision-swin_timm", torchvision_swin, timm_swin),
+    ("torchvision-swin_transformers", torchvision_swin, transformers_swin),
     ("timm-swin_transformers", timm_swin, transformers_swin),
     ("torchvision-resnet_transformers", torchvision_resnet, transformers_resnet),
 ]
@@ -175,6 +177,45 @@ def test_a_shipped_map_fits_a_model_without_a_head_and_layers_without_a_bias():
             wanted = source.forward_features(IMAGES)
             assert (target(IMAGES).last_hidden_state - wanted).abs().max() < 1e-5 * wanted.abs().max()
         assert_equal(repair_state_dict(done, source, values=False, **options)[0], source.state_dict())
+
+
+@pytest.mark.slow
+@proves("dinov2_transformers")
+@pytest.mark.parametrize("kind", ["", "swiglu", "registers"])
+def test_dinov2(kind: str):
+    """timm has its layers with the names of the authors, but for the packed ones and the registers."""
+    from timm.layers import SwiGLUPacked
+    from timm.models.vision_transformer import VisionTransformer
+    from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+    own: dict[str, Any] = {
+        "": {},
+        "swiglu": {"mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU, "mlp_ratio": 256 / 48},
+        "registers": {"reg_tokens": 4, "no_embed_class": True},
+    }[kind]
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    target: Any = Dinov2Model(Dinov2Config(**sizes, use_swiglu_ffn=kind == "swiglu"))
+    if kind == "registers":
+        target = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**sizes))
+    source = randomised(
+        VisionTransformer(32, 8, embed_dim=48, depth=2, num_heads=4, num_classes=0, init_values=1, **own)
+    )
+    state = {"mask_token": torch.zeros(1, 48).double(), **source.state_dict()}
+    if kind == "registers":  # where the authors add a position to the class token
+        state["register_tokens"] = state.pop("reg_token")
+        state["pos_embed"] = torch.cat([torch.zeros(1, 1, 48), state["pos_embed"]], 1)
+    elif kind:
+        names = {"mlp.fc1": "mlp.w12", "mlp.fc2": "mlp.w3"}
+        state = {re.sub(r"mlp\.fc\d", lambda found: names[found[0]], key): value for key, value in state.items()}
+    done, report = repair_state_dict(state, target, values=False)
+    assert report.exit_code == 0
+    target.double().eval().load_state_dict(done)
+    with torch.no_grad():
+        wanted = source.forward_features(IMAGES)
+        assert (target(IMAGES).last_hidden_state - wanted).abs().max() < 1e-9 * wanted.abs().max()
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    back = fitting(shipped("dinov2_transformers"), {key: tuple(value.shape) for key, value in done.items()}, shapes)
+    assert_equal(repair_state_dict(done, rename_map=back, values=False)[0], state)
 
 
 @pytest.mark.slow

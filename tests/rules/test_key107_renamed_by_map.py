@@ -120,9 +120,10 @@ def test_a_key_that_the_target_does_not_have_is_refused():
     ("source", "target", "step", "says"),
     [
         (QKV.source, QKV.target, "split 2:1:1", r"query.*would be \[12.*wants \[8"),
+        (QKV.source, "layer.{n}.attention.{query,key}.{weight,bias}", "split 2", r"query.*would be \[12.*wants \[8"),
         ("blocks.{n}.mlp.*.weight", "layer.{n}.mlp.*.weight", "transpose", r"weight would be"),
     ],
-    ids=["shares", "axes"],
+    ids=["shares", "number", "axes"],
 )
 def test_a_rule_that_gives_other_shapes_than_the_target_is_refused(source, target, step, says):
     with pytest.raises(ckptfix.PlanError, match=rf"rule 1 .*{says}"):

@@ -318,6 +318,14 @@ def test_other_epsilons_are_said_with_what_they_change():
     assert 1e-6 < proposed.evidence["own"] < 1e-2
 
 
+def test_rows_and_columns_may_be_one_axis():
+    """As in Swin, whose features timm has as an image, and transformers as a sequence."""
+    image = Body(OURS, lambda h, cls, box: box(cls(h)[..., None].expand(-1, -1, 16)).reshape(-1, 5, 1, 3))
+    sequence = Body(THEIRS, lambda h, cls, box: box(cls(h)[..., None].expand(-1, -1, 16)))
+    (proposed,) = findings(image, sequence)
+    assert proposed.evidence["labels"] == {"verified": 8}
+
+
 def test_what_no_output_sees_is_not_verified():
     """A layer for the training only, of which the file has two and the target has one."""
     source = Body(("stem", "body", "cls", "aux_early", "aux_late"), lambda h, cls, *others: cls(h))
