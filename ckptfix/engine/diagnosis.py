@@ -248,8 +248,9 @@ def is_enabled(fix: Fix, settings: Settings) -> bool:
 
 def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
     applied = {step.rule for step in plan.steps}
-    # Classes that were put into another order once are not put into it again: their shape does not show it.
-    once = tuple(text for text in settings.adapt if adaptation(text).name != HEAD)
+    # Classes in another order, and positions of a grid with other sides, are made once: their shape does not show it.
+    asked = {text: adaptation(text) for text in settings.adapt}
+    once = tuple(text for text, each in asked.items() if each.name != HEAD and each.old is None)
     context = replace(context, settings=replace(settings, adapt=once))
     for rule in RULES:
         # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of

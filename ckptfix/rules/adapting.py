@@ -40,18 +40,23 @@ Shapes = Mapping[str, tuple[Shape, Shape]]  # by key the shape in the file and t
 # Segments of keys that hold position embeddings; `pos_head` and `pos_tag` do not.
 POSITIONS = re.compile(
     r"(?:^|[._])(?:wpe(?=\.|$)|(?:abs(?:olute)?_|rel_)?pos(?:ition(?:al|s)?)?"
-    r"(?:_?emb(?:ed(?:ding)?s?)?(?=[._]|$)|(?:_(?:[dhtwxy]|ids|table|(?:bias|enc)\w*))?(?=\.|$)))",
+    r"(?:_?emb(?:ed(?:ding)?s?)?\d*(?=[._]|$)|(?:_(?:[dhtwxy]|ids|table|(?:bias|enc)\w*))?(?=\.|$)))",
     re.IGNORECASE,
 )
 
 _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
-_DISTANCES = re.compile(r"(?:^|[._])rel_pos_[hwt]$")  # in one direction, from one end to the other, as in SAM and MViT
+# In one direction, from one end to the other, as in SAM, MViT and BoTNet.
+_DISTANCES = re.compile(r"(?:^|[._])(?:rel_pos_[hwt]|(?:height|width)_rel)$")
 _HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
 _PATCHES = re.compile(
     r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|(?:visual\.conv1|embeds\.proj)\.weight$", re.IGNORECASE
 )
 _WORDS = re.compile(r"(?:^|[._])(?:\w*emb(?:ed(?:ding)?s?)?(?:_\w+)?|wte|shared)(?:[._]|$)", re.IGNORECASE)
-_NO_WORDS = re.compile(r"token_type|segment|patch|time|label|class|y_emb", re.IGNORECASE)
+_NO_WORDS = re.compile(
+    r"token_type|segment|patch|time|label|class|y_emb|relative|bucket|distance|quer|object|codebook|speaker|lang",
+    re.IGNORECASE,
+)
+_NO_HEADS = re.compile(r"token_type|segment|relative|bucket|distance|quer|codebook", re.IGNORECASE)
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
 # Parameters of tokens that come before the patches, and may have positions of their own, in that order.
@@ -61,8 +66,12 @@ _TOKENS = {
     "register": ("reg_token", "reg_tokens", "register_tokens"),
 }
 
+# Those of YOLOS come after the patches, and no recipe is for them.
+_LAST_TOKENS = ("detection_tokens", "det_token")
+
 _MOST_TOKENS = 16
 _MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
+_MOST_SIGNALS = 12  # the same over time only, where more are the bands of a spectrum and have an order
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
 # The recipe for position embeddings of each library, by its package, or by the keys that it writes.
 _BY_NAME = (
@@ -103,6 +112,8 @@ def cases(
         named = next((asked.name for asked in given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
         if name := _kind(key, old, new, target, named):
             found.setdefault(name, {})[key] = (old, new)
+    if turned := _of_other_sides(target, tensors, given):
+        found.setdefault(POS_EMBED, {}).update(turned)
     rest = {key: pair for key, pair in shapes.items() if not any(key in group for group in found.values())}
     if words := _vocabulary(rest, target, given):
         found[VOCAB] = words
@@ -133,6 +144,8 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
     if _HEADS_FIRST.search(key):
         return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
     if named == POS_EMBED or POSITIONS.search(key):
+        if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
+            return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
         return POS_EMBED if is_table or _is_map(old, new) or is_of_blocks(old, new) else ""
     if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or _PATCHES.search(key)):
@@ -141,10 +154,27 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         len(old) >= 3
         and differing == [1]
         and old[1] <= _MOST_CHANNELS
-        and (named == IN_CHANS or _is_input(new, target))
+        and (named == IN_CHANS or (_is_input(new, target) and (len(old) > 3 or max(old[1], new[1]) <= _MOST_SIGNALS)))
     ):
         return IN_CHANS
     return ""
+
+
+def _of_other_sides(
+    target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation]
+) -> dict[str, tuple[Shape, Shape]]:
+    """Return the tables of as many positions as the model's, of which the user says a grid with other sides: 10x6 and
+    6x10."""
+    found = {}
+    for key, shape in tensors.items() if any(asked.old for asked in given) else ():
+        asked = chosen(POS_EMBED, key, RECIPES[POS_EMBED], given)
+        if asked is None or asked.old is None or len(shape) not in (2, 3) or not target.accepts(key, shape):
+            continue
+        table = _Table(POS_EMBED, key, shape, shape, target, tensors, None)
+        new = table.grid_of_model or asked.new
+        if new and new != asked.old and math.prod(new) == math.prod(asked.old) and POSITIONS.search(key):
+            found[key] = (shape, shape)
+    return found
 
 
 def _is_map(old: Shape, new: Shape) -> bool:
@@ -182,7 +212,9 @@ def _heads(
     """Return the output layers whose classes are others, if nothing but the number of classes can be the reason.
 
     One of as many classes is among them if its keys were named."""
-    heads = {key: (old, new) for key, (old, new) in rest.items() if old and old[1:] == new[1:]}
+    heads = {
+        key: (old, new) for key, (old, new) in rest.items() if old and old[1:] == new[1:] and not _NO_HEADS.search(key)
+    }
     named = [each.keys for each in given if each.name == HEAD and each.keys != "*"]
     heads |= {
         key: (shape, shape)
@@ -262,6 +294,9 @@ def _tables(
             yield Case(name, group, recipes, first.words(*known), library, grids=known)
 
 
+_PADDING, _UNIT = 2, 8  # rows before the positions, and of what the number of positions is a multiple
+
+
 def window(table: Grid) -> Grid:
     """Return the window that a table of relative positions is for."""
     return tuple((side + 1) // 2 for side in table)
@@ -301,6 +336,8 @@ class _Table(Struct, frozen=True, dict=True):
     @cached_property
     def is_of_images(self) -> bool:
         """Whether the positions are those of patches of an image, and not of a text."""
+        if _DISTANCES.search(self.key):
+            return False
         if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
             return True
         is_named = bool(_IMAGES.search(self.key)) or len(self.old) == 3
@@ -365,7 +402,9 @@ class _Table(Struct, frozen=True, dict=True):
         rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in (self.old, self.new))
         hand, goal = (given.old, given.new) if given else (None, None)
         if not self.is_of_images:
-            old, new = hand or (rows,), goal or (wanted,)
+            # RoBERTa, BART and OPT have two rows before those of the positions: 514 of them are for 512.
+            first = _PADDING if rows % _UNIT == wanted % _UNIT == _PADDING and not is_last else 0
+            old, new = hand or (rows - first,), goal or (wanted - first,)
             if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
                 return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, are not as many"
             return old, new

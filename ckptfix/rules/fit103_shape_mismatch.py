@@ -25,7 +25,7 @@ that of the model's own library first.
   number of tokens beside it come from the model, or from the config.json beside `--like`, or else from the tokens that
   the file has. The file's grid is that of its own config.json, or a square, or given by hand: `pos_embed=timm:12x24`
   (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
-- `pos_embed=linear` or `cut` stretches or cuts the positions of texts. `linear:512:1024` leaves the first two of 514.
+- `pos_embed=linear` or `cut` stretches or cuts the positions of texts; of 514, as in RoBERTa, the first two rows stay.
 - `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's. For
   windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases` (TinyViT, LeViT).
 - `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers.

@@ -396,6 +396,19 @@ def test_what_means_nothing(text, said):
         pytest.param({"e.emb.weight": torch.zeros(9, 8)}, {"e.emb.weight": torch.zeros(8, 9)}, id="another width"),
         pytest.param({"c.weight": torch.zeros(8, 3, 3, 3)}, {"c.weight": torch.zeros(8, 3, 5, 5)}, id="a plain kernel"),
         pytest.param(
+            {"layer.relative_attention_bias.weight": torch.zeros(32, 2), "query_embed.weight": torch.zeros(9, 8)},
+            {"layer.relative_attention_bias.weight": torch.zeros(64, 2), "query_embed.weight": torch.zeros(5, 8)},
+            id="embeddings of other things than words",
+        ),
+        pytest.param(
+            {"conv1.weight": torch.zeros(8, 80, 3)}, {"conv1.weight": torch.zeros(8, 128, 3)}, id="bands of a spectrum"
+        ),
+        pytest.param(
+            {"pos_embed": torch.zeros(1, 30, 8), "det_token": torch.zeros(1, 5, 8)},
+            {"pos_embed": torch.zeros(1, 42, 8), "det_token": torch.zeros(1, 5, 8)},
+            id="tokens after the patches, as in YOLOS",
+        ),
+        pytest.param(
             {"wte.weight": torch.zeros(9, 8, dtype=torch.int8)},
             {"wte.weight": torch.zeros(8, 8, dtype=torch.int8)},
             id="whole numbers",
@@ -588,10 +601,43 @@ def test_load_takes_recipes(tmp_path):
     assert torch.equal(model.pos_embed, resample_abs_pos_embed(before, [24, 24]))
 
 
+def test_the_rows_before_the_positions_of_a_text_stay():
+    """RoBERTa, BART and OPT count their positions from the third row on."""
+    old = torch.randn(514, 8)
+    file, model = {"embed_positions.weight": old}, {"embed_positions.weight": torch.zeros(1026, 8)}
+    target = target_from_checkpoint(open_state_dict(model))
+    after = repaired(shape_mismatch, file, target, adapt=("pos_embed=linear",))["embed_positions.weight"]
+    assert torch.equal(after[:2], old[:2])
+    stretched = nn.functional.interpolate(old[2:].T[None], 1024, mode="linear", align_corners=False)
+    assert torch.equal(after[2:], stretched[0].T)
+
+
+def test_as_many_positions_of_a_grid_with_other_sides():
+    """Nothing but the user says so: both have the same shape."""
+    from timm.layers import resample_abs_pos_embed
+
+    file, model = vit((160, 96)), vit((96, 160))
+    old = file.state_dict()["pos_embed"]
+    for text in ("pos_embed=timm:10x6", "pos_embed=timm:10x6:6x10"):
+        repaired_state, report = ckptfix.repair_state_dict(file.state_dict(), model, adapt=text, values=False)
+        assert torch.equal(repaired_state["pos_embed"], resample_abs_pos_embed(old, [6, 10], [10, 6]))
+        assert report.exit_code == 0
+    for text in ("pos_embed=timm:6x10", "pos_embed=timm"):
+        repaired_state, _ = ckptfix.repair_state_dict(file.state_dict(), model, adapt=text, values=False)
+        assert torch.equal(repaired_state["pos_embed"], old)
+
+
 def test_tables_of_distances_are_never_cut():
-    """The middle of a table is the distance 0. MaxViT has those of both directions in one, as in timm."""
-    file = {"blocks.0.attn.rel_pos_h": torch.ones(27, 8), "rel_pos.relative_position_bias_table": torch.ones(2, 13, 13)}
-    model = {"blocks.0.attn.rel_pos_h": torch.ones(13, 8), "rel_pos.relative_position_bias_table": torch.ones(2, 7, 9)}
+    """The middle of a table is the distance 0. MaxViT has those of both directions in one, as in timm. A name of images
+    around them does not make them a grid."""
+    file = {
+        "vision_encoder.pos_embed.height_rel": torch.ones(27, 8),
+        "rel_pos.relative_position_bias_table": torch.ones(2, 13, 13),
+    }
+    model = {
+        "vision_encoder.pos_embed.height_rel": torch.ones(13, 8),
+        "rel_pos.relative_position_bias_table": torch.ones(2, 7, 9),
+    }
     found = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(model)))
     options = [[each.options for each in one.remedies if "adapt" in dict(each.options)] for one in found]
     assert options[0] == [(("adapt", ("pos_embed=linear",)),)]
