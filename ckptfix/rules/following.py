@@ -32,11 +32,12 @@ from ckptfix.maps.positions import (
     logical_shape,
     named_by_itself,
     namings,
+    own_groups,
     runs_of,
     stored_names,
     values_in,
 )
-from ckptfix.rules.origins import NEW, Change, Origin, Shape
+from ckptfix.rules.origins import Change, Origin, Shape
 
 STEP = "step"
 """The count of steps in a row, which is a tensor of one element since torch 1.12."""
@@ -134,8 +135,6 @@ class Scope(Struct, frozen=True):
 def scopes(change: Change) -> Iterator[Scope]:
     """Yield what optimizers are built of: all parameters, the trainable ones, or those of one part of a model."""
     parameters = change.parameters()
-    frozen = change.target.frozen if change.target is not None else frozenset()
-    cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}
     orders = [("the file's order", list(parameters))] if change.is_ordered else []
     orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
     known = change.modules
@@ -144,8 +143,9 @@ def scopes(change: Change) -> Iterator[Scope]:
         chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
         if change.kinds:  # what the model does not have may have been a buffer of another one
             chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True, "of what the model has"))
-        if cold:
-            chosen.append(([key for key in order if key not in cold], lambda key: key not in frozen, "of what learns"))
+        for cold in change.cold:
+            keys = [key for key in order if key not in cold]
+            chosen.append((keys, lambda key: key not in change.frozen, "of what learns"))
         for what, is_in in _MATRICES.items():
             for is_inside in (True, False):
                 takes = _by_form(is_in, is_inside, change)
@@ -183,13 +183,11 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     if optimizer.is_joint and change.touches:
         return []
     found: dict[Hashable, Followed] = {}
-    frozen = change.target.frozen if change.target is not None else frozenset()
-    cold = {source for key in frozen for source in change.origins.get(key, NEW).sources}
     certain = named_by_itself(optimizer, change.before)
     for naming in certain:
-        if len(certain) > 1 and cold.issuperset(naming.names.values()):
+        if len(certain) > 1 and any(cold.issuperset(naming.names.values()) for cold in change.cold):
             continue
-        made = _as_named(optimizer, naming, change, frozen, _inside(optimizer, naming) if len(certain) > 1 else "")
+        made = _as_named(optimizer, naming, change, _inside(optimizer, naming) if len(certain) > 1 else "")
         if made is None:
             return []
         found.setdefault(made.outcome, made)
@@ -231,13 +229,11 @@ def _inside(optimizer: Optimizer, naming: Naming) -> str:
     return f"of {prefix[:-1]}" if prefix else "of the whole model"
 
 
-def _as_named(
-    optimizer: Optimizer, naming: Naming, change: Change, frozen: Collection[str], which: str
-) -> Followed | None:
+def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
     """Follow names that are certain, by the recipe of their groups if there is one."""
     known = replace(change, is_wide=True).parameters()
     layout = Layout({key: spec.shape for key, spec in known.items()}, change.modules)
-    scope = Scope(layout, lambda key: key not in frozen, which)
+    scope = Scope(layout, lambda key: key not in change.frozen, which)
     recipes = _known_recipes(optimizer, naming, layout)
     made = [follow(optimizer, replace(naming, recipe=recipe), change, scope) for recipe in recipes]
     found = {way.outcome: way for way in made if way is not None}
@@ -245,7 +241,8 @@ def _as_named(
         return next(iter(found.values()))
     # Recipes that agree but for groups that became empty, which their own script may make or not.
     agree = len({tuple(filter(None, way.groups)) for way in found.values()}) == 1
-    return follow(optimizer, naming, change, scope) if agree or not recipes else None
+    is_free = not found and all(recipe.is_own for recipe in recipes)
+    return follow(optimizer, naming, change, scope) if agree or is_free else None
 
 
 def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
@@ -416,14 +413,18 @@ Grouped = tuple[tuple[int, ...], tuple[tuple[Step, ...], ...]]
 
 
 def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
-    """Return the recipes by which names that are certain are grouped, none for the user's own groups."""
+    """Return the recipes by which names that are certain are grouped: those of trainers, else of a script's own."""
     if len(optimizer.groups) == 1 or optimizer.is_flat:
         return []
     named = set(naming.names.values())
     layout = Layout({key: shape for key, shape in layout.shapes.items() if key in named}, layout.modules)
     want = [[naming.names[number] for number in group["params"]] for group in optimizer.groups]
-    recipes = chain.from_iterable((recipe, recipe.upside_down) for recipe in RECIPES)
-    return [recipe for recipe in recipes if [keys for _, keys in recipe.groups(layout)] == want]
+
+    def fitting(recipes: Iterable[Recipe]) -> list[Recipe]:
+        return [recipe for recipe in recipes if [keys for _, keys in recipe.groups(layout)] == want]
+
+    known = fitting(chain.from_iterable((recipe, recipe.upside_down) for recipe in RECIPES))
+    return known or fitting(own_groups(layout, optimizer.sizes))
 
 
 def _by_recipe(

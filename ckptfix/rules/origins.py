@@ -5,7 +5,7 @@ An optimizer knows parameters by their order, so the orders of the file and of t
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice, permutations, product
 from typing import NamedTuple
@@ -181,6 +181,30 @@ class Change(Struct, frozen=True, dict=True):
             return [order] if len(order) == len(parameters) else []
         order, gone = _with_blocks(order, [key for key in parameters if key not in places])
         return _with_modules(order, gone)
+
+    @property
+    def frozen(self) -> Collection[str]:
+        """The parameters of the result that ask for no gradient in the model."""
+        return self.target.frozen if self.target is not None else ()
+
+    @cached_property
+    def cold(self) -> list[set[str]]:
+        """The parameters of the file that are frozen in the model, if there are any; then also with those that the
+        model no longer has, if all that is left around them is frozen."""
+        kept = {source: key for key in self.result() for source in self.origins[key].sources}
+        cold = {source for source, key in kept.items() if key in self.frozen}
+        if not cold:
+            return []
+        around: dict[str, bool] = {}
+        for source in kept:
+            for parent in _parents(source):
+                around[parent] = around.get(parent, True) and source in cold
+        gone = {
+            key
+            for key in self.parameters().keys() - kept.keys()
+            if (parents := _parents(key) & around.keys()) and around[max(parents, key=len)]
+        }
+        return [cold, cold | gone] if gone else [cold]
 
     @property
     def touches(self) -> bool:
