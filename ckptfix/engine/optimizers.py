@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -31,9 +32,9 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
             )
         made = regrouped(checkpoint, optimizer, edits, rule)
         change = partial(_flattened if optimizer.is_flat else _updated, made)
-        like = (
-            regroup.like if len(found) == 1 and not optimizer.is_flat else ()
-        )  # of several, nothing tells whose the scheduler is
+        # Of several with as many groups, nothing tells whose the scheduler is.
+        is_alone = all(each is optimizer or len(each.groups) != len(optimizer.groups) for each in found.values())
+        like = regroup.like if is_alone and not optimizer.is_flat else ()
         if optimizer.path[:1] and optimizer.path[0] in beside:
             beside = _with(beside, optimizer.path, change)
         else:
@@ -52,6 +53,10 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
     return replace(checkpoint, root=root, beside=beside)
 
 
+# The lists of a scheduler with an item for each group, unlike milestones, phases, and the schedulers of a sequence.
+_OF_GROUPS = re.compile("lr|lambda|momentum|values")
+
+
 def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 4) -> Any:
     """Return a container whose learning-rate schedulers have their lists, an item for each group, as the new groups."""
     if isinstance(root, list) and len(root) <= MANY and depth:
@@ -61,7 +66,7 @@ def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 
     is_scheduler = "last_epoch" in root
     result = copy(root)
     for name, value in root.items():
-        if is_scheduler and isinstance(value, list) and len(value) == count:
+        if is_scheduler and isinstance(value, list) and len(value) == count and _OF_GROUPS.search(str(name)):
             result[name] = [value[place] for place in like]
         else:
             result[name] = _with_schedulers(value, like, count, depth - 1)
