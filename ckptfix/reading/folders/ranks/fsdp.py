@@ -24,7 +24,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.core.wording import first_names
+from ckptfix.core.wording import clause, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
@@ -286,8 +286,15 @@ class _Merge:
         if not all(agree(same, self.path, reads=False) for same in found.copies.values()):
             self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
-        if self.files.damage and sum(box.numel for box in found.copies) < spec.numel:
-            return gone(name, spec, self.path)
+        if (held := sum(box.numel for box in found.copies)) < spec.numel:
+            if self.files.damage:
+                return gone(name, spec, self.path)
+            self.files.note_renamed()
+            moved = [f"{fact.place} {clause(fact)}" for fact in self.files.remarks if fact.kind is Kind.RANK_RENAMED]
+            raise UnreadableError(
+                f"{self.path}: its ranks hold {held} of the {spec.numel} elements of {name}"
+                f" ({'; '.join(moved) or 'one was copied over another, or is of another save'}); fetch the files again"
+            )
         return merge_parts(name, spec, found.copies, self.path)
 
 

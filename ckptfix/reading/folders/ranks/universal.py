@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ class _Reading:
         states = zero.model_states(self.files, found)
         root = states[0]
         shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
-        trained, moments = {}, {}
+        trained, moments, degree = {}, {}, root.get("mp_world_size")
         for name, shape in shapes.items():
-            entries = dict(self._entries(name, shape))
+            entries = dict(self._entries(name, shape, degree if type(degree) is int else 1))
             if MASTER not in entries:
                 raise UnreadableError(
                     f"{self.path}: the master of {name} cannot be read"
@@ -97,8 +98,10 @@ class _Reading:
     def _folders(self) -> list[str]:
         return [child.name for child in (self.files.folder / PARAMETERS).iterdir() if child.is_dir()]
 
-    def _entries(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-        """Yield the master and the moments of a parameter, each in its whole shape; the step is a number."""
+    def _entries(self, name: str, shape: tuple[int, ...], degree: int) -> Iterator[tuple[str, Any]]:
+        """Yield the master and the moments of a parameter, each in its whole shape; the step is a number.
+
+        Of ``degree`` tensor-parallel ranks, the model states have a part, and this is the whole."""
         folder = self.files.folder / PARAMETERS / name
         if Path(name).name != name or not folder.is_dir():
             return
@@ -106,11 +109,10 @@ class _Reading:
             value = self.files.root(file)
             value = value.get("param") if isinstance(value, dict) else value
             if isinstance(value, TensorSpec) and value.shape != shape and file.stem != "step":
-                # Of several tensor-parallel ranks, the model states have a part, and this is the whole.
                 flat = len(value.shape) == 1 and value.is_contiguous
                 if flat and value.numel == math.prod(shape):
                     value = replace(value, shape=shape, strides=contiguous_strides(shape))
-                elif len(value.shape) != len(shape):
+                elif len(value.shape) != len(shape) or sum(map(ne, value.shape, shape)) > 1 or degree < 2:
                     raise UnreadableError(
                         f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files"
                         " are of different saves"

@@ -218,3 +218,10 @@ def test_renamed_ranks_are_named_if_they_do_not_say_themselves_what_they_hold(
     one, other, *_ = sorted(folder.iterdir())
     swap(one, other)
     assert (Kind.RANK_RENAMED in {mark.kind for mark in ckptfix.open_checkpoint(folder).remarks}) is is_named
+
+
+def test_a_rank_that_was_copied_over_another_is_named(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    rank_file(folder, 2).write_bytes(rank_file(folder, 1).read_bytes())
+    with pytest.raises(UnreadableError, match=r"elements of .* \(model_world_size_4_rank_2\.pt was saved as .*_rank_1"):
+        ckptfix.open_checkpoint(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,12 @@ def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
-def test_a_master_of_other_dimensions_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "shape"), [("fp32", (3, 4, 5)), ("fp32", (7, 11)), ("exp_avg", (22, 7)), ("exp_avg", (76,))]
+)
+def test_tensors_of_other_shapes_are_refused(tmp_path: Path, file: str, shape: tuple[int, ...]) -> None:
     folder, _ = unpacked(STAGES[0], tmp_path)
-    torch.save({"param": torch.ones(3, 4, 5), "cat_dim": 0}, folder / TAG / "zero" / "l1.weight" / "fp32.pt")
-    with pytest.raises(UnreadableError, match=r"has the shape \[3, 4, 5\], and the model states say \[11, 7\]"):
+    torch.save({"param": torch.ones(shape), "cat_dim": 0}, folder / TAG / "zero" / "l1.weight" / f"{file}.pt")
+    said = re.escape(f"has the shape {list(shape)}, and the model states say [11, 7]")
+    with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(folder)
