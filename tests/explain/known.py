@@ -403,6 +403,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ts=True)`.",
         "ValueError: Checkpoint found at out/checkpoint-5 is only supported when using PyTorch FSDP",
         "RuntimeError: layers.0._flat_param contains _flat_param. This can happen if the model is not the root module.",
+        "RuntimeError: Global world size at save time was 8, but at load time was 1",
+        "AssertionError: Loading a checkpoint for MP=2 but world size is 1",
+        "CheckpointingException: Global shape mismatch for loaded (torch.Size([8, 4]))"
+        " and expected ((4, 4)) tensor for key decoder.layers.mlp.linear_fc1.weight",
+        "tensor_model_parallel_size value from checkpoint (2) is not equal to the input argument value (1).",
+        "Unable to find latest file at out/latest, if trying to load latest checkpoint please ensure this file"
+        " exists or pass an explicit checkpoint tag when loading a checkpoint.",
     ),
     "lightning-version": (),
     "transformers-wrapper": (),
