@@ -198,4 +198,5 @@ _ZERO = (Remedy((("zero_non_finite", True),), "sets these values to zero: the la
 
 def _are_few(figures: TensorStatistics) -> bool:
     """Return whether a tensor is still mostly itself with zeros in these places."""
-    return figures.nonfinite <= max(8, figures.numel // 20)
+    is_noise = figures.absmax > 1e15  # the rest is no weights either
+    return figures.nonfinite <= max(8, figures.numel // 20) and not is_noise

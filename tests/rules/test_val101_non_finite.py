@@ -148,9 +148,12 @@ def test_nothing_is_changed_unasked():
 def test_zeros_are_not_advised_where_they_would_be_the_layer(lost, is_advised):
     weight = torch.randn(4096)
     weight[:lost] = NAN
-    (finding,) = propose(non_finite, {"fc.weight": weight.reshape(64, 64), "fc.bias": torch.ones(64)})
+    state = {"fc.weight": weight.reshape(64, 64), "fc.bias": torch.ones(64)}
+    (finding,) = propose(non_finite, state)
     assert ("--zero-non-finite" in remedies_text(finding.remedies)) == is_advised
     assert "--replace VAL101 --fill FILE" in remedies_text(finding.remedies)
+    state["fc.weight"][-1] = 1e30  # bytes of something else, read as numbers
+    assert not any("zero" in name for each in propose(non_finite, state)[0].remedies for name, _ in each.options)
 
 
 def test_zeros_are_the_last_resort_and_leave_all_other_values():
