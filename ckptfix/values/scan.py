@@ -250,9 +250,11 @@ def channels_with(spec: TensorSpec, chosen: Callable[[Array], Array], least: int
                 positions = seen + np.flatnonzero(chosen(stored.decode(part)))
             if len(positions):
                 places = positions if walk.is_row_major else walk.logical_order(positions)
-                counts += np.bincount(places // length, minlength=spec.shape[0])
+                channels = places // length
+                found = np.bincount(channels - (first := channels.min()))
+                counts[first : first + len(found)] += found
             seen += len(part)
-    return tuple(int(place) for place in np.flatnonzero(counts >= least))
+    return tuple(np.flatnonzero(counts >= least).tolist())
 
 
 def first_units(spec: TensorSpec, count: int) -> Array:

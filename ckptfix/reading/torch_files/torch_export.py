@@ -49,8 +49,7 @@ def read(content: Content) -> Document:
     configs = [name for name in reading.whole if name.startswith(_FOLDER) and name.endswith(_CONFIG)]
     models = {}
     for name in configs:
-        config = content.bounds.parse_json(reading.member(name))
-        models[name.removeprefix(_FOLDER).removesuffix(_CONFIG)] = _weights(content, reading, config)
+        models[name.removeprefix(_FOLDER).removesuffix(_CONFIG)] = _weights(content, reading, name)
     if not models:
         raise UnreadableError(
             f"{content.path}: an archive of torch.export without weights; torch.export.load reads it, and ckptfix has"
@@ -61,11 +60,11 @@ def read(content: Content) -> Document:
     return Document(content.path, NAME, root, remarks=remarks, damage=[*reading.damage, *archive.damage(root)])
 
 
-def _weights(content: Content, reading: Reading, config: Any) -> OrderedDict[str, Any]:
+def _weights(content: Content, reading: Reading, name: str) -> OrderedDict[str, Any]:
     weights: OrderedDict[str, Any] = OrderedDict()
     storages: dict[str, Storage] = {}
     try:
-        for key, entry in config["config"].items():
+        for key, entry in content.bounds.parse_json(reading.member(name))["config"].items():
             place = f"{_FOLDER}{entry['path_name']}"
             if entry["use_pickle"]:
                 raise UnreadableError(
@@ -78,7 +77,7 @@ def _weights(content: Content, reading: Reading, config: Any) -> OrderedDict[str
                 storages[place] = reading.storage(entry["path_name"], present, place, spec.extent[1], "cpu")
             spec = replace(spec, storage=storages[place], is_parameter=bool(entry["is_param"]))
             weights[key] = checked(spec, content.path)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UnreadableError(
             f"{content.path}: its list of weights is not as torch.export writes it ({type(error).__name__}: {error});"
             " it is damaged or of an unknown release"

@@ -101,6 +101,18 @@ def test_claims_that_do_not_hold_are_refused(
     assert not (tmp_path / "out.pth").exists()
 
 
+@pytest.mark.parametrize("listed", [b"\x00\x00\x00{\x00\xff\xff\xff", b"[" * 100_000], ids=["of no text", "nested"])
+def test_a_list_of_weights_that_is_no_json_is_refused(
+    exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, listed: bytes
+) -> None:
+    with zipfile.ZipFile(exported[0]) as old, zipfile.ZipFile(tmp_path / "a.pt2", "w") as new:
+        for info in old.infolist():
+            data = listed if info.filename.endswith("_weights_config.json") else old.read(info)
+            new.writestr(zipfile.ZipInfo(info.filename), data)
+    with pytest.raises(CkptfixError, match="list of weights"):
+        ckptfix.check(tmp_path / "a.pt2")
+
+
 def test_a_program_without_weights_is_named(tmp_path: Path) -> None:
     class Plain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
