@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from itertools import chain
+from itertools import chain, islice
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
@@ -15,6 +15,8 @@ from ckptfix.values.decode import Narrowing, encoding
 from ckptfix.values.scan import Part, looks, parts_of, statistics_of
 from ckptfix.values.tally import COUNTS, Tally
 from ckptfix.values.walk import Walk
+
+AT_ONCE = 1 << 12  # tensors that are looked at side by side: what is kept of each meanwhile takes more than its figures
 
 
 class Statistics(Mapping[str, TensorStatistics]):
@@ -33,6 +35,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
         self._task = Task("scanning values", sum(spec.nbytes for spec in self._specs.values()))
         self._asked: set[str] = set()
+        self._is_whole = False
 
     def of(self, checkpoint: Checkpoint) -> Statistics:
         """Return the statistics of an edited view of the checkpoint. What both share is not computed again."""
@@ -52,28 +55,32 @@ class Statistics(Mapping[str, TensorStatistics]):
     def items(self) -> ItemsView[str, TensorStatistics]:
         """Return all of them, computed side by side."""
         self.compute()
-        return super().items()
+        return self._of_key.items()
 
     def values(self) -> ValuesView[TensorStatistics]:
         """Return all of them, computed side by side."""
         self.compute()
-        return super().values()
+        return self._of_key.values()
 
     def compute(self) -> None:
         """Compute all of them, side by side."""
-        if len(self._of_key) < len(self._specs):
+        if not self._is_whole:
             self._compute(self._specs)
+            self._of_key = {key: self._of_key[key] for key in self._specs}
+            self._asked.update(self._specs)
+            self._is_whole = True
 
     def _compute(self, keys: Iterable[str]) -> None:
         """Compute those of some keys, as far as they are not known yet."""
         known = self._of_view
         views = {key: _view(self._specs[key]) for key in keys}
-        wanted = {view: self._specs[key] for key, view in views.items() if view not in known}
-        parts = [_parts(spec, self._narrowing) for spec in wanted.values()]
-        found = looks(list(chain.from_iterable(parts)))
-        for (view, spec), some in zip(wanted.items(), parts, strict=True):
-            known[view] = (spec, _assemble(spec, some, found))
-            self._task.advance(spec.nbytes)
+        wanted = iter({view: self._specs[key] for key, view in views.items() if view not in known}.items())
+        while some := list(islice(wanted, AT_ONCE)):
+            parts = [_parts(spec, self._narrowing) for _, spec in some]
+            found = looks(list(chain.from_iterable(parts)))
+            for (view, spec), of_spec in zip(some, parts, strict=True):
+                known[view] = (spec, _assemble(spec, of_spec, found))
+                self._task.advance(spec.nbytes)
         for key, view in views.items():
             self._of_key[key] = known[view][1]
 
