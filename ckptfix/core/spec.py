@@ -49,7 +49,7 @@ class Geometry:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after another in row-major order."""
-        return self.numel == 0 or _is_row_major(self.shape, self.strides)
+        return 0 in self.shape or _is_row_major(self.shape, self.strides)
 
     @property
     def extent(self) -> tuple[int, int]:
