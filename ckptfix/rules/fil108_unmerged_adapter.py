@@ -33,6 +33,7 @@ product is not in the file but in `adapter_config.json`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, sqrt
@@ -42,8 +43,8 @@ from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.wording import first_names
-from ckptfix.errors import AdapterError
-from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, open_adapter
+from ckptfix.errors import AdapterError, Opt
+from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, model_config, open_adapter
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merged_tensors import is_merged, sampled_change
@@ -120,8 +121,8 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterato
 
 
 def _zero_ranks(adapter: Adapter) -> dict[str, int]:
-    """Return how many ranks of a layer are zero, if not all are, by the key of its second matrix."""
-    found = {}
+    """Return how many ranks of a layer are zero, if not all of all layers are, by the key of its second matrix."""
+    found, is_idle = {}, True
     for layer in adapter.layers:
         if not {"A", "B"} <= layer.keys.keys():
             continue
@@ -129,14 +130,20 @@ def _zero_ranks(adapter: Adapter) -> dict[str, int]:
         if one.ndim < 2 or two.ndim < 2 or one.shape[0] != two.shape[1]:
             continue
         dead = ~(one.flatten(1).any(1) & two.transpose(0, 1).flatten(1).any(1))
-        if 0 < (number := int(dead.sum())) < len(dead):
+        if number := int(dead.sum()):
             found[layer.keys["B"]] = number
-    return found
+        is_idle = is_idle and bool(dead.all())
+    return {} if is_idle else found
 
 
 def _merge(rule: Rule, context: Context) -> Finding:
     checkpoint, settings = context.checkpoint, context.settings
     adapters = [open_adapter(text, checkpoint) for text in settings.adapter]
+    path, count = Counter(adapter.path for adapter in adapters).most_common(1)[0]
+    if count > 1:
+        total = sum(adapter.weight for adapter in adapters if adapter.path == path)
+        one = Opt("adapter", f"{path}={total:g}")
+        raise AdapterError(f"{path}: given {count} times; give it once, with the sum of its weights: ", one)
     if len(adapters) == 1 and not adapters[0].path:
         edits = tuple(edits_within(checkpoint, adapters[0], context.target))
         merge = Merge()
@@ -154,8 +161,10 @@ def _merge(rule: Rule, context: Context) -> Finding:
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
     one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
     verb = "would change nothing in" if is_idle else one if len(adapters) == 1 else many
+    if other := next(filter(None, (_other_base(adapter, checkpoint) for adapter in adapters)), ""):
+        elsewhere += f"; the base is {other}: make sure that it has the same weights"
     return rule.finding(
-        Level.WARNING if is_idle else Level.NOTE,
+        Level.WARNING if is_idle or other else Level.NOTE,
         f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
         keys=changed,
         evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
@@ -168,6 +177,23 @@ def _origin(adapter: Adapter, base: str) -> str:
     named = (adapter.config or {}).get("base_model_name_or_path")
     is_other = isinstance(named, str) and bool(named) and Path(named).name.lower() not in base.lower()
     return f" ({adapter.label}{f', trained on {named}' * is_other})" if adapter.path else ""
+
+
+def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> str:
+    """Return the name of the base on a hub, if the adapter was trained on one with another name."""
+    named = (adapter.config or {}).get("base_model_name_or_path")
+    stored, cached = model_config(checkpoint).get("_name_or_path"), _CACHED.search(checkpoint.path)
+    own = f"{cached[1]}/{cached[2]}" if cached else stored
+    if not all(isinstance(name, str) and _HUB.fullmatch(name) for name in (named, own)):
+        return ""
+    one, other = (_QUANTISED.sub("", str(name).rpartition("/")[2].lower()) for name in (named, own))
+    return "" if one == other else str(own)
+
+
+# A name on a hub, and where a hub's cache has it.
+_HUB = re.compile(r"[\w-]+/[\w.-]+")
+_QUANTISED = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$")  # what QLoRA was trained on
+_CACHED = re.compile(r"models--([\w-]+)--([\w.-]+)/snapshots/")
 
 
 def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAdapter]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from ckptfix.report.edits import edit_lines
 from ckptfix.rules.fil108_unmerged_adapter import unmerged_adapter
 from ckptfix.rules.merging import find_merge, merge_edits
 from tests.checks import assert_same, bytes_of
-from tests.rules.adapters import DTYPES, LINEAR, LORA, merged_by_peft, net, trained
+from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
 from tests.rules.healthy import HEALTHY
 from tests.rules.proposals import propose
 
@@ -506,6 +506,28 @@ def test_two_text_encoders_have_the_same_names(tmp_path):
     assert not change[16:].any()
     key = "lora_te2_text_model_encoder_layers_2_self_attn_q_proj"
     torch.testing.assert_close(change[:16], two[f"{key}.lora_up.weight"] @ two[f"{key}.lora_down.weight"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "level"),
+    [
+        pytest.param("meta-llama/Llama-3-8B", Level.WARNING, id="another model"),
+        pytest.param("unsloth/mistral-7b-bnb-4bit", Level.NOTE, id="the same, quantised for the training"),
+        pytest.param("../my_base", Level.NOTE, id="a folder"),
+    ],
+)
+def test_a_base_of_another_name_is_told(trained_on, level, tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    changed_config(adapter, base_model_name_or_path=trained_on)
+    save_file(net().state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": "mistralai/Mistral-7B"}))
+    report = ckptfix.check(tmp_path / "model.safetensors", adapter=adapter, values=False)
+    assert report.findings[0].level is level
+    assert ("the base is mistralai/Mistral-7B" in report.findings[0].message) == (level is Level.WARNING)
+    assert ckptfix.repair(tmp_path / "model.safetensors", adapter=adapter, values=False).report.exit_code == 0
+    with pytest.raises(AdapterError, match="given 2 times; give it once, with the sum of its weights") as caught:
+        ckptfix.check(tmp_path / "model.safetensors", adapter=[f"{adapter}=0.5", f"{adapter}=0.25"])
+    assert f"{adapter}=0.75" in str(caught.value)
 
 
 def test_an_adapter_without_one_of_its_matrices_is_an_error(tmp_path):
