@@ -142,8 +142,10 @@ def _merge(rule: Rule, context: Context) -> Finding:
     path, count = Counter(adapter.path for adapter in adapters).most_common(1)[0]
     if count > 1:
         total = sum(adapter.weight for adapter in adapters if adapter.path == path)
-        one = Opt("adapter", f"{path}={total:g}")
-        raise AdapterError(f"{path}: given {count} times; give it once, with the sum of its weights: ", one)
+        raise AdapterError(
+            f"{path}: given {count} times; give it once, with the sum of its weights: ",
+            Opt("adapter", f"{path}={total:g}"),
+        )
     if len(adapters) == 1 and not adapters[0].path:
         edits = tuple(edits_within(checkpoint, adapters[0], context.target))
         merge = Merge()

@@ -180,12 +180,16 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
 def _contents(folder: Path) -> str:
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
     likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
-    below = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES)
+    files = [path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES]
+    # Shards are opened together, by their folder, as those of a part of a pipeline of diffusers.
+    sharded = {path.parent for path in files if any(path.parent.glob("*.index.json"))}
+    below = sorted({str((path.parent if path.parent in sharded else path).relative_to(folder)) for path in files})
     every = [*names, *(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))]
     if not (likely or below) and (bundle := name_bundle(every, BUNDLES)) is not None:
         return f"a folder without a checkpoint of PyTorch in it: {bundle}"
     if not names:
         return "an empty folder; name a checkpoint file"
     if likely or below:
-        return f"a folder, and no sharded checkpoint; name one of the files in it: {_some(likely or below)}"
+        kind = "checkpoints" if sharded and not likely else "files"
+        return f"a folder, and no sharded checkpoint; name one of the {kind} in it: {_some(likely or below)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"

@@ -25,6 +25,11 @@ def test_formats_have_names_of_their_own() -> None:
         pytest.param(["README.md"], "without a checkpoint in it; it holds README.md", id="no-checkpoint"),
         pytest.param(["README.md", "b.pth", "a.safetensors"], "files in it: a.safetensors, b.pth$", id="two-files"),
         pytest.param(["config.json", "unet/w.bin", "vae/w.bin"], "files in it: unet/w.bin, vae/w.bin$", id="pipeline"),
+        pytest.param(
+            [*(f"unet/{n}.safetensors" for n in (1, 2)), "unet/w.safetensors.index.json", "vae/w.bin"],
+            "checkpoints in it: unet, vae/w.bin$",
+            id="pipeline-of-shards",
+        ),
         pytest.param([f"{n}.pt" for n in range(9)], "5.pt and 3 more$", id="many"),
     ],
 )
