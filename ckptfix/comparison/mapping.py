@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, converted, infer
-from ckptfix.maps.library import look_up
+from ckptfix.maps.library import look_up, of_rotary
+from ckptfix.maps.trees import Label
 from ckptfix.modules.factory import target_of
 from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.opening import Source, open_source
@@ -51,18 +52,19 @@ def infer_map(
     ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
     first. ``prove`` runs both models, as ``source_model`` of a repair does: with random weights and the ``input``, for
     at most ``timeout`` seconds. Raises ``UsageError`` if not even a name can be matched."""
-    (all_ours, given), (all_theirs, wanted) = _tensors(source, weights), _tensors(target, other_weights)
+    (all_ours, given, _), (all_theirs, wanted, rotary) = _tensors(source, weights), _tensors(target, other_weights)
     inference = converted(_shapes(all_ours, True), _shapes(all_theirs, True), (given, wanted))
     if inference is None:
         ours, theirs = _shapes(all_ours), _shapes(all_theirs)
         known = look_up(ours, theirs)
-        inference = known if known is not None and (prove or len(known.maps) == 1) else infer(ours, theirs)
+        known = known and of_rotary(known, rotary)
+        inference = known or infer(ours, theirs)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
     proof = None
     if prove:
         inference, proof = _proved(inference, source, target, parsed_settings({"input": input, "timeout": timeout}))
-    if len(inference.maps) == 1:
+    if len(inference.maps) == 1 and all(match.label > Label.AMBIGUOUS for match in inference.matches.values()):
         found = inference.maps[0]
         if proof is not None and proof.is_proved and not proof.open:
             found = replace(found, rules=tuple(replace(rule, label=LABELS[-1]) for rule in found.rules))
@@ -86,13 +88,13 @@ def _proved(inference: Inference, source: Any, target: Any, settings: Settings) 
 Specs = Mapping[str, Slot] | Mapping[str, TensorSpec]
 
 
-def _tensors(side: Any, weights: str | None) -> tuple[Specs, Converter | None]:
-    """Return the tensors of a side, and what its library makes of other files, if it is a model."""
+def _tensors(side: Any, weights: str | None) -> tuple[Specs, Converter | None, Collection[Shape]]:
+    """Return the tensors of a side; if it is a model, what its library makes of other files, and ``Target.rotary``."""
     if not _is_model(side):
         settings = Settings(select=FOR_NAMES, weights=weights, values=False)
-        return diagnose(open_source(side, settings), None, settings).result.specs, None
+        return diagnose(open_source(side, settings), None, settings).result.specs, None, ()
     target = target_of(side, None)
-    return target.slots, target.converts
+    return target.slots, target.converts, target.rotary
 
 
 def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:

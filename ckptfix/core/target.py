@@ -45,7 +45,8 @@ class Target(Struct, frozen=True, dict=True):
     one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
     initial values, made on first use, those of non-persistent buffers too; None if there are none, as for a file.
     ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
-    modules take an image for, by their paths, and ``windows`` those of windows of attention.
+    modules take an image for, by their paths, and ``windows`` those of windows of attention. ``rotary`` are the shapes
+    of the frequencies of rotary embeddings.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
@@ -63,6 +64,7 @@ class Target(Struct, frozen=True, dict=True):
     library: str = ""
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rotary: frozenset[tuple[int, ...]] = frozenset()
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
@@ -104,6 +106,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         library=type(module).__module__.partition(".")[0],
         grids=_sizes(module, lambda child: grid_of(vars(child))),
         windows=_sizes(module, lambda child: _window(getattr(child, "window_size", None))),
+        rotary=frozenset(tuple(value.shape) for key, value in transient.items() if key.endswith("inv_freq")),
         loads=_Trial(module) if _has_hooks(module) else None,
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
     )

@@ -70,7 +70,7 @@ from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, others
-from ckptfix.maps.library import each_of, look_up
+from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
 from ckptfix.rules.rule import Context, Rule, Twin, rule
@@ -134,6 +134,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 remedies=() if not fitting.is_refuted else OTHER_MAP if _has_map(context) else OTHER_MODELS,
             )
         return
+    inference = of_rotary(inference, target.rotary, target.tie_of)
     proof: Equivalence | None = None
     moves = _moves(inference, checkpoint)
     if twin is not None:

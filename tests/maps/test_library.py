@@ -452,6 +452,21 @@ def test_the_size_of_a_llamas_head_decides_or_is_left_to_the_user(tmp_path: Path
     assert_equal(done, target)
 
 
+@pytest.mark.slow
+def test_the_target_says_the_size_of_a_llamas_head(tmp_path: Path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for size in (64, 128):
+        config = MistralConfig(**sizes, head_dim=size, intermediate_size=96, vocab_size=99)
+        state, model = llama(size), MistralForCausalLM(config).double()
+        done, report = repair_state_dict(state, model, values=False)
+        assert report.exit_code == 0
+        assert_equal(done, moved(state, f"meta-llama-{size}_transformers"))
+        torch.save(state, tmp_path / "meta.pth")
+        assert ckptfix.infer_map(tmp_path / "meta.pth", model).name == f"meta-llama-{size}_transformers"
+
+
 class Dense(nn.Module):
     """A dense block of ESRGAN as in both of its releases; ``wrap`` is how a convolution is kept."""
 

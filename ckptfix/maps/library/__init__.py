@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, full
+from ckptfix.core.parts import Part, Shape, full
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
@@ -101,9 +101,7 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
     is_sure = [all(key in source for key, _ in rename_map.shapes) for rename_map, _ in found]
     if any(is_sure):
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
-    elif len(found) < 2:
-        return None
-    return _said(found, source, target)
+    return _said(found, source, target, any(is_sure)) if found else None
 
 
 def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
@@ -123,12 +121,21 @@ def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> boo
 
 
 def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
-    """Yield what each of several shipped maps says by itself."""
-    for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
+    """Yield what each of the shipped maps says by itself, if it was not clear which is for the file."""
+    is_clear = all(match.label > Label.AMBIGUOUS for match in inference.matches.values())
+    for found in _fitting(inference.source, inference.target, tied) if inference.maps and not is_clear else ():
         yield _said([found], inference.source, inference.target)
 
 
-def _said(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes) -> Inference:
+def of_rotary(inference: Inference, rotary: Collection[Shape], tied: Collection[str] = ()) -> Inference:
+    """Return what the one of the shipped maps says that is for rotary embeddings of these shapes."""
+    found = [each for each in each_of(inference, tied) if {shape for _, shape in each.maps[0].shapes} & {*rotary}]
+    return found[0] if len(found) == 1 else inference
+
+
+def _said(
+    found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes, is_sure: bool = True
+) -> Inference:
     matches = {}
     for key, shape in target.items():
         moves = [moves[key] for _, moves in found if key in moves]
@@ -137,7 +144,7 @@ def _said(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes,
         elif moves:
             parts = moves[0].parts
             label = Label.LIKELY if any(move.rule.label for move in moves) else Label.CERTAIN
-            if len(moves) < len(found) or any(move.parts != parts for move in moves):
+            if len(moves) < len(found) or any(move.parts != parts for move in moves) or (parts[0].axes and not is_sure):
                 label = Label.AMBIGUOUS
             matches[key] = Match(parts, label)
     return Inference(matches, dict(source), dict(target), tuple(rename_map for rename_map, _ in found))
