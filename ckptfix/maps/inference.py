@@ -288,7 +288,8 @@ def _is_torn(key: str, inference: Inference) -> bool:
         return False
     front, end = (name.rpartition(".")[0] for name in (parts[0].source, key))
     ours, theirs = f"{front}.weight", f"{end}.weight"
-    if theirs == key or ours not in inference.source or theirs not in inference.target:
+    is_own = theirs == key or (ours == parts[0].source and segments(key)[-1] != "bias")
+    if is_own or ours not in inference.source or theirs not in inference.target:
         return False
     return theirs not in inference.matches or all(part.source != ours for part in inference.matches[theirs].parts)
 

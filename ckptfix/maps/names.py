@@ -53,6 +53,7 @@ distill: dist distill distillation distilled
 stem: stem
 pool: pool pooler pooling pooled
 mask: mask
+passage: passage ctx document doc
 intermediate: intermediate
 temperature: temperature logit tau
 final: final last post
@@ -159,6 +160,9 @@ PHRASES = {
     "ff_context": ("text", "mlp"),
     "x_block": ("image", "layer"),
     "encoder_q": ("encoder", "trained"),
+    "query_encoder": ("question", "encoder"),
+    "query_tower": ("question", "encoder"),
+    "context_encoder": ("passage", "encoder"),
     "encoder_k": ("encoder", "averaged"),
     "feed_forward1": ("mlp", "first"),
     "ffn1": ("mlp", "first"),
@@ -236,16 +240,20 @@ _OF_NORMS = {"gamma": "weight", "beta": "bias"}
 
 
 def told_apart(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, and
-    ``norm2`` belongs to the MLP unless there is ``norm3`` or attention across, as in ``nn.TransformerDecoderLayer``."""
+    """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, a
+    ``proj`` beside ``qkv`` is the output of attention, and ``norm2`` belongs to the MLP unless there is ``norm3`` or
+    attention across, as in ``nn.TransformerDecoderLayer``."""
     norms = {path[:-1] for path in paths if path[-1] == "beta"}
     words = [_TORCH_NAMES | _OF_NORMS if path[:-1] in norms else _TORCH_NAMES for path in paths]
     paths = [(*path[:-1], names.get(path[-1], path[-1])) for path, names in zip(paths, words, strict=True)]
     modules = {path[:-1] for path in paths}
+    attention = {parent(path) for path in paths if "query" in roles(path)}
     crossed = {(*path[:at], "") for path in paths for at, name in enumerate(path) if "cross" in concepts(name)}
 
     def named(path: tuple[str, ...]) -> tuple[str, ...]:
         *front, norm = path[:-1] or ("",)
+        if set(concepts(norm)) - {"c"} == {"proj"} and tuple(front) in attention:
+            return (*front, "out_proj", path[-1])
         if _SECOND.fullmatch(norm) and ((*front, f"{norm[:-1]}3") in modules or (*front, "") in crossed):
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":

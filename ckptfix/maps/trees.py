@@ -219,7 +219,7 @@ class Matcher(Struct):
             for one, other in zip(ours, theirs, strict=True):
                 yield _Pair(one, other, label, ())
             return
-        scores = self._scores(source, target, places)
+        scores = self._scores(source, target, places, self.order_weight)
         votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
         most = [max(column) for column in zip(*votes, strict=True)]
         for row, votes_of_row in zip(scores, votes, strict=True):
@@ -231,6 +231,10 @@ class Matcher(Struct):
         chosen = assign(scores)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
         is_named = _are_named(source, target) and all(_same_end(source[at], target[to]) for at, to in chosen)
+        unordered = scores
+        is_tower = len(source[0].members) >= LARGE and not any(numbers(node.path) for node in source + target)
+        if is_tower and self.order_weight <= REORDERED_WEIGHT:
+            unordered = self._scores(source, target, places, 0.0)
         for at, to in chosen:
             one, other = source[at], target[to]
             rivals = _rivals(at, to, chosen, scores)
@@ -238,8 +242,8 @@ class Matcher(Struct):
                 self.choices[key, one.path, other.path] = min(margin for _, margin in rivals)
             elif len(source) == len(target):  # shapes say which number is which
                 self._shown.add((key, numbers(one.path), numbers(other.path)))
-            if any(margin < NARROW for _, margin in rivals):
-                label = Label.AMBIGUOUS
+            if any(margin < NARROW for _, margin in rivals + _rivals(at, to, chosen, unordered)):
+                label = Label.AMBIGUOUS  # the order of sorted keys tells no towers apart
             elif len(source) == len(target) == 1:
                 label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
                 label = min(label, _counted(source, target))
@@ -254,7 +258,9 @@ class Matcher(Struct):
         """Return in how many instances of other templates these two belonged together."""
         return sum(count for other, count in self._others.get(ends, {}).items() if other != key)
 
-    def _scores(self, source: list[Node], target: list[Node], places: Sequence[Places]) -> list[list[float]]:
+    def _scores(
+        self, source: list[Node], target: list[Node], places: Sequence[Places], order_weight: float
+    ) -> list[list[float]]:
         ranks = [[node.order for node in nodes] for nodes in (source, target)]
         if len(source) == len(target):
             ranks = [_ranks(nodes) for nodes in (source, target)]
@@ -269,7 +275,7 @@ class Matcher(Struct):
             for to, other in enumerate(target):
                 score = similarity(one.words, other.words, named)
                 score += 0.25 * similarity(one.inner, other.inner, within)
-                score -= self.order_weight * abs(ranks[0][at] - ranks[1][to])
+                score -= order_weight * abs(ranks[0][at] - ranks[1][to])
                 score += 0.3 * _same_numbers(counted[0][at], counted[1][to])
                 score += 0.5 * (one.path == other.path)
                 row.append(score)

@@ -493,3 +493,31 @@ def test_the_norm_after_attention_is_that_of_the_mlp_beside_one_before_attention
     source = stack("layers", [{f"{name}.weight": (8,) for name in ("ffn_norm", "attention_norm")}] * 3)
     target = stack("h", [{f"{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm")}] * 3)
     assert sources(source, target)["h.1.input_layernorm.weight"] == ["layers.1.attention_norm.weight"]
+
+
+def test_a_single_number_beside_a_matrix_follows_its_name():
+    """``noise.weight`` of StyleGAN2 is ``noise_strength`` beside the weight of the convolution."""
+    source = stack("convs", [{"conv.weight": (1, 8, 8, 3, 3), "noise.weight": (1,), "activate.bias": (8,)}] * 3)
+    target = stack("b", [{"weight": (8, 8, 3, 3), "noise_strength": (1,), "bias": (8,)}] * 3)
+    assert sources(source, target)["b.1.noise_strength"] == ["convs.1.noise.weight"]
+
+
+def test_equal_towers_of_a_sorted_file_are_told_apart_by_names_only():
+    tower = stack("layers", [{**linear("fc1", 8, 8), **linear("fc2", 8, 8), **norm("ln")}] * 3)
+    for names, label in (("zenith", "aleph"), Label.AMBIGUOUS), (("query_encoder", "ctx_encoder"), Label.LIKELY):
+        source = {f"{name}.{key}": shape for name in names for key, shape in tower.items()}
+        target = {
+            f"{name}.{key}": shape for name in ("question_tower", "passage_tower") for key, shape in tower.items()
+        }
+        match = infer(dict(sorted(source.items())), target).matches["passage_tower.layers.1.fc1.weight"]
+        assert match.label is label
+        assert label is Label.AMBIGUOUS or match.parts[0].source == "ctx_encoder.layers.1.fc1.weight"
+
+
+def test_a_projection_beside_a_fused_layer_is_the_output_of_attention():
+    ours: Specs = {"attn.qkv.weight": (24, 8), **linear("attn.proj", 8, 8)}
+    theirs: Specs = {f"attention.{name}_proj.weight": (8, 8) for name in "koqv"}
+    theirs |= {f"attention.{name}_proj.bias": (8,) for name in "oqv"}
+    found = sources(dict(sorted(stack("blocks", [ours] * 3).items())), stack("layer", [theirs] * 3))
+    assert found["layer.2.attention.o_proj.weight"] == ["blocks.2.attn.proj.weight"]
+    assert found["layer.2.attention.q_proj.weight"] == ["blocks.2.attn.qkv.weight"]
