@@ -209,6 +209,10 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     return list(found.values())
 
 
+ORDERS = 20
+"""How many orders of a sorted file's parameters are tried if the names are known."""
+
+
 def is_named(optimizer: Optimizer, change: Change) -> bool:
     """Return whether the parameters have names, and one each, so that only the groups of the result are in doubt."""
     found = readings(optimizer, change)
@@ -232,10 +236,14 @@ def _inside(optimizer: Optimizer, naming: Naming) -> str:
 def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
     """Follow names that are certain, by the recipe of their groups if there is one."""
     known = replace(change, is_wide=True).parameters()
-    layout = Layout({key: spec.shape for key, spec in known.items()}, change.modules)
-    scope = Scope(layout, lambda key: key not in change.frozen, which)
-    recipes = _known_recipes(optimizer, naming, layout)
-    made = [follow(optimizer, replace(naming, recipe=recipe), change, scope) for recipe in recipes]
+    scope = Scope(Layout({}), lambda key: key not in change.frozen, which)
+    made: list[Followed | None] = []
+    recipes: list[Recipe] = []
+    for order in [list(known)] if change.is_ordered else change.model_orders[:ORDERS]:
+        layout = Layout({key: known[key].shape for key in order if key in known}, change.modules)
+        for recipe in _known_recipes(optimizer, naming, layout):
+            recipes.append(recipe)
+            made.append(follow(optimizer, replace(naming, recipe=recipe), change, replace(scope, layout=layout)))
     found = {way.outcome: way for way in made if way is not None}
     if len(found) == 1:
         return next(iter(found.values()))

@@ -63,7 +63,7 @@ from ckptfix.core.finding import (
 )
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import Layout, Optimizer, namings, optimizers_in
+from ckptfix.maps.positions import Layout, Optimizer, named_by_itself, namings, optimizers_in
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.following import Followed, is_named, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
@@ -186,12 +186,14 @@ def _out_of_step(
             evidence={"parameters": len(optimizer.ids)},
         )
         return
-    if not found and not change.touches and not change.is_ordered and (orders := change.model_orders):
-        if len(optimizer.ids) == len(orders[0]):
+    has_names = bool(named_by_itself(optimizer, change.before))
+    if not found and not change.touches and not change.is_ordered and (has_names or change.model_orders):
+        if has_names or len(optimizer.ids) == len(change.model_orders[0]):
+            what = "names" if has_names else "as many parameters as the model,"
             yield rule.finding(
                 Level.NOTE,
-                f"{optimizer.label} has as many parameters as the model, in an order that is not the model's under any "
-                "known recipe: if its groups are not your own, it is that of another release of the model",
+                f"{optimizer.label} has {what} in an order that is not the model's under any known recipe: if its "
+                "groups are not your own, it is that of another release of the model",
                 evidence={"parameters": len(optimizer.ids)},
             )
         return
@@ -248,7 +250,7 @@ def _reason(optimizer: Optimizer, change: Change, found: list[Followed]) -> str:
     if optimizer.is_joint:
         return "its state is of all parameters together"
     if is_named(optimizer, change):
-        return "nothing tells which group of it a new parameter belongs to, or at which place"
+        return "nothing tells in which group of it, or at which place, each parameter is now"
     return "its parameters cannot be named"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -457,15 +458,20 @@ def test_a_new_parameter_in_an_order_of_ones_own_has_no_known_place(tmp_path, ed
     assert_in_step(target, again, new="h.2.")
 
 
-def test_names_in_an_order_of_ones_own_do_not_follow_a_model_in_another(tmp_path):
-    """The head comes first in the optimizer; what the script makes of the other model, nothing tells."""
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_names_in_an_order_of_ones_own_do_not_follow_a_model_in_another(tmp_path, is_sorted):
+    """The head comes first in the optimizer; what the script makes of the other model, nothing tells. Sorted keys do
+    not say either that it is another one."""
     model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in ("one", "two", "head")))
     optimizer = torch.optim.AdamW(sorted(model.named_parameters(), key=lambda pair: pair[0][:4] != "head"))
     marked(model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
     target = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in ("two", "one", "head")))
-    report = ckptfix.repair(tmp_path / "run.pth", target, dry_run=True, unsafe_fixes=True).report
-    assert findings(report) == ["OPT101"]
+    path = tmp_path / ("model.safetensors" if is_sorted else "run.pth")
+    (found,) = ckptfix.repair(path, target, dry_run=True, unsafe_fixes=True).report.findings
+    assert (found.code, found.fix, found.level) == ("OPT101", None, Level.NOTE if is_sorted else Level.ERROR)
 
 
 def test_the_groups_of_mingpt_and_of_the_trainer_are_told_apart(tmp_path):
