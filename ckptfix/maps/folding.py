@@ -120,7 +120,9 @@ def _candidates(
     elif not turned and len(keys) != len(sources) == 1:
         some = _some({key: (pieces[0], extent(pieces[0].box), target[key]) for key, pieces in parts.items()})
     axes = Rearrange((("a",), ("b",)), (("b",), ("a",))) if turned else None
-    if len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 1 and first.axes and not turned:
+    if len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 2:
+        yield Steps(swap=True), [sources], [keys]
+    elif len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 1 and first.axes and not turned:
         with suppress(ValueError):
             yield Steps(rearrange=_permuted(first, source[sources[0]], target[keys[0]])), [sources], [keys]
     elif len(sources) == len(keys) == 1:

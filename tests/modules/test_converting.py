@@ -258,7 +258,7 @@ def clip():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("files", [sd3, convnext_v2, clip], ids=["diffusers", "timm", "open_clip"])
-def test_files_of_the_authors_load_as_their_library_converts_them(files):
+def test_files_of_the_authors_load_as_their_library_converts_them_and_go_back(files, tmp_path):
     model, state, theirs = files()
     ours, report = ckptfix.repair_state_dict(state, model, values=False)
     assert report.exit_code == 0
@@ -268,6 +268,10 @@ def test_files_of_the_authors_load_as_their_library_converts_them(files):
     assert convert is not None
     found = convert({key: tuple(value.shape) for key, value in state.items()})
     assert {key for key in found if found[key][0].source == key} != set(ours)
+    torch.save(state, tmp_path / "theirs.pth")
+    rename_map = ckptfix.infer_map(model, tmp_path / "theirs.pth")
+    back, _ = ckptfix.repair_state_dict(ours, like=tmp_path / "theirs.pth", rename_map=rename_map, values=False)
+    assert not differing(back, state)
     assert not convert({"backbone.weight": (3, 3)}).keys() - {"backbone.weight"}
 
 
