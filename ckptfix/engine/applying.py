@@ -217,7 +217,8 @@ def _converted(checkpoint: Checkpoint, conversions: Sequence[Plain]) -> Checkpoi
     for part in checkpoint.container:
         state_dict = state_dict[part]
     remarks = tuple(remark for remark in checkpoint.remarks if remark.kind not in CONVERTED_REMARKS)
-    entries = {str(key): entry for key, entry in state_dict.items()}
+    # An optimizer among the weights stays beside them.
+    entries = {str(key): entry for key, entry in state_dict.items() if str(key) in checkpoint.entries}
     return replace(checkpoint, entries=entries, root=root, remarks=remarks)
 
 

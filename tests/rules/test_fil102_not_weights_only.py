@@ -345,6 +345,16 @@ class Detector(torch.nn.Module):
         self.names, self.stride, self._cache = {0: "cat"}, [8, 16], 5
 
 
+def test_an_optimizer_among_the_weights_stays_beside_them(tmp_path):
+    moments = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict()
+    torch.save({"w": torch.ones(2), "optimizer": moments, "args": argparse.Namespace(a=1)}, tmp_path / "a.pth")
+    ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "b.pth")
+    written = torch.load(tmp_path / "b.pth", weights_only=True)
+    assert {*written} == {"w", "optimizer", "args"}
+    assert written["optimizer"] == moments
+    assert written["args"] == {"a": 1}
+
+
 def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
     path = saved(tmp_path, {"model": Detector(), "args": argparse.Namespace(lr=0.1)})
     note, _ = ckptfix.check(path, select=("FIL102",)).findings
