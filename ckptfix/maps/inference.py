@@ -18,7 +18,7 @@ from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, use
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
 from ckptfix.maps.names import STATISTICS, bag, module, roles, segments, similarity, told_apart, weights
-from ckptfix.maps.trees import Choice, Label, Matcher, assign
+from ckptfix.maps.trees import NARROW, Choice, Label, Matcher, assign
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter
@@ -83,7 +83,8 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     ours, weight = _leaves(sources, _is_in_order(*used))  # statistics come first in the order of execution
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
-    matcher = Matcher(min(weight, other), without)
+    is_sorted = max(weight, other) == SORTED_WEIGHT  # on both sides: then the order of names decides nothing
+    matcher = Matcher(NARROW / 3 if is_sorted else min(weight, other), without)
     matcher.match(*pairs, sorted_side=None if weight == other else int(weight > other))
     found: dict[str, list[tuple[Part, Label, tuple[str, ...]]]] = defaultdict(list)
     for decision in matcher.decisions:

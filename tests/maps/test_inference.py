@@ -521,3 +521,13 @@ def test_a_projection_beside_a_fused_layer_is_the_output_of_attention():
     found = sources(dict(sorted(stack("blocks", [ours] * 3).items())), stack("layer", [theirs] * 3))
     assert found["layer.2.attention.o_proj.weight"] == ["blocks.2.attn.proj.weight"]
     assert found["layer.2.attention.q_proj.weight"] == ["blocks.2.attn.qkv.weight"]
+
+
+def test_the_order_of_names_decides_nothing_if_both_sides_are_sorted():
+    ours = {**linear("conv_pw", 24, 8), **norm("bn1", 24), **norm("bn2", 24), "conv_dw.weight": (24, 1, 3)}
+    theirs = {**linear("expansion.conv", 24, 8), **norm("expansion.bn", 24), **norm("depthwise.bn", 24)}
+    theirs["depthwise.conv.weight"] = (24, 1, 3)
+    source, target = stack("blocks", [ours] * 3), stack("layer", [theirs] * 3)
+    found = infer(dict(sorted(source.items())), dict(sorted(target.items()))).matches
+    assert found["layer.1.expansion.bn.weight"].label is Label.AMBIGUOUS
+    assert found["layer.1.depthwise.conv.weight"].label is Label.CERTAIN
