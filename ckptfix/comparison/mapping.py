@@ -56,8 +56,7 @@ def infer_map(
     inference = converted(_shapes(all_ours, True), _shapes(all_theirs, True), (given, wanted))
     if inference is None:
         ours, theirs = _shapes(all_ours), _shapes(all_theirs)
-        known = look_up(ours, theirs)
-        known = known and of_rotary(known, rotary)
+        known = of_rotary(ours, theirs, rotary) or look_up(ours, theirs)
         inference = known or infer(ours, theirs)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")

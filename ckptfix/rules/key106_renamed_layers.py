@@ -119,8 +119,10 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     values: Values = None
     if target.stored is not None and context.settings.values and _is_left_over(source, wanted):
         values = _values(checkpoint, target.stored, source, wanted)
-    inference = converted(*_everything(checkpoint, target), converters) or _explained(
-        source, wanted, target.tie_of, values
+    inference = (
+        converted(*_everything(checkpoint, target), converters)
+        or (of_rotary(source, wanted, target.rotary, target.tie_of) if target.rotary else None)
+        or _explained(source, wanted, target.tie_of, values)
     )
     if inference is None:
         is_done = any(step.rule == rule.code for step in context.plan.steps)
@@ -134,7 +136,6 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 remedies=() if not fitting.is_refuted else OTHER_MAP if _has_map(context) else OTHER_MODELS,
             )
         return
-    inference = of_rotary(inference, target.rotary, target.tie_of)
     proof: Equivalence | None = None
     moves = _moves(inference, checkpoint)
     if twin is not None:

@@ -101,7 +101,9 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
     is_sure = [all(key in source for key, _ in rename_map.shapes) for rename_map, _ in found]
     if any(is_sure):
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
-    return _said(found, source, target, any(is_sure)) if found else None
+    elif len(found) < 2:
+        return None
+    return _said(found, source, target)
 
 
 def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
@@ -121,21 +123,20 @@ def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> boo
 
 
 def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
-    """Yield what each of the shipped maps says by itself, if it was not clear which is for the file."""
-    is_clear = all(match.label > Label.AMBIGUOUS for match in inference.matches.values())
-    for found in _fitting(inference.source, inference.target, tied) if inference.maps and not is_clear else ():
+    """Yield what each of several shipped maps says by itself."""
+    for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
         yield _said([found], inference.source, inference.target)
 
 
-def of_rotary(inference: Inference, rotary: Collection[Shape], tied: Collection[str] = ()) -> Inference:
-    """Return what the one of the shipped maps says that is for rotary embeddings of these shapes."""
-    found = [each for each in each_of(inference, tied) if {shape for _, shape in each.maps[0].shapes} & {*rotary}]
-    return found[0] if len(found) == 1 else inference
+def of_rotary(
+    source: Shapes, target: Shapes, rotary: Collection[Shape], tied: Collection[str] = ()
+) -> Inference | None:
+    """Return what the one shipped map says that explains both sides and is for rotary embeddings of these shapes."""
+    found = [each for each in _fitting(source, target, tied) if {shape for _, shape in each[0].shapes} & {*rotary}]
+    return _said(found, source, target) if len(found) == 1 else None
 
 
-def _said(
-    found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes, is_sure: bool = True
-) -> Inference:
+def _said(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes) -> Inference:
     matches = {}
     for key, shape in target.items():
         moves = [moves[key] for _, moves in found if key in moves]
@@ -144,7 +145,7 @@ def _said(
         elif moves:
             parts = moves[0].parts
             label = Label.LIKELY if any(move.rule.label for move in moves) else Label.CERTAIN
-            if len(moves) < len(found) or any(move.parts != parts for move in moves) or (parts[0].axes and not is_sure):
+            if len(moves) < len(found) or any(move.parts != parts for move in moves):
                 label = Label.AMBIGUOUS
             matches[key] = Match(parts, label)
     return Inference(matches, dict(source), dict(target), tuple(rename_map for rename_map, _ in found))
