@@ -34,6 +34,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.engine.assembling import assembled
 from ckptfix.engine.changes import CHANGES, Supplies, adapted, changed, filled, with_measurements
 from ckptfix.errors import PlanError
+from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.writing.plain import plain_root
 
@@ -217,8 +218,12 @@ def _converted(checkpoint: Checkpoint, conversions: Sequence[Plain]) -> Checkpoi
     for part in checkpoint.container:
         state_dict = state_dict[part]
     remarks = tuple(remark for remark in checkpoint.remarks if remark.kind not in CONVERTED_REMARKS)
-    # An optimizer among the weights stays beside them.
-    entries = {str(key): entry for key, entry in state_dict.items() if str(key) in checkpoint.entries}
+    # An optimizer among the weights is beside them, also one that was an object.
+    entries = {
+        str(key): entry
+        for key, entry in state_dict.items()
+        if str(key) in checkpoint.entries and not is_of_training(entry)
+    }
     return replace(checkpoint, entries=entries, root=root, remarks=remarks)
 
 

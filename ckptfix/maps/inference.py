@@ -267,7 +267,7 @@ def _may_be_exchanged(part: Part, key: str, source: Mapping[str, Shape]) -> bool
     """Tell whether a layer that gives shift and scale may give scale and shift on the other side: diffusers exchanges
     the two where it has the layer in a norm."""
     ours, theirs = bag(segments(part.source)), bag(segments(key))
-    rows, *columns = source.get(f"{part.source.rpartition('.')[0]}.weight", (0,))
+    rows, *columns = source.get(f"{part.source.rpartition('.')[0]}.weight") or (0,)  # a weight may be a scalar
     return [rows] == [2 * size for size in columns] and ("modulation" in ours) != ("modulation" in theirs)
 
 

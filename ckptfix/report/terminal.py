@@ -47,7 +47,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     elif report.is_dry_run:
         yield "written: nothing (dry run)"
     elif telling.mode is Mode.REPAIR:
-        is_clean = report.exit_code == 0 and not report.edits
+        is_clean = report.exit_code == 0 and not report.edits and not report.is_refused
         yield f"written: nothing{', as there is nothing to repair; -o FILE writes it all the same' if is_clean else ''}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:

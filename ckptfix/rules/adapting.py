@@ -213,7 +213,9 @@ def _heads(
 
     One of as many classes is among them if its keys were named."""
     heads = {
-        key: (old, new) for key, (old, new) in rest.items() if old and old[1:] == new[1:] and not _NO_HEADS.search(key)
+        key: (old, new)
+        for key, (old, new) in rest.items()
+        if len(old) == len(new) > 0 and old[1:] == new[1:] and not _NO_HEADS.search(key)
     }
     named = [each.keys for each in given if each.name == HEAD and each.keys != "*"]
     heads |= {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckptfix
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import Applicability, Blocks, Level
 from ckptfix.report.advice import remedies_text
@@ -203,3 +204,21 @@ def test_nothing_is_filled_where_a_missing_layer_has_the_shape():
         (),
         True,
     )
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 1, 3), (0,), (4, 3, 3, 3, 3)], ids=str)
+def test_a_tensor_of_any_other_shape_is_reported(shape):
+    """A scalar in the place of a weight, or a vector in that of a scalar, has no rows to compare."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+            self.conv, self.head = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 3)
+
+    model = Net()
+    for key, value in model.state_dict().items():
+        if tuple(value.shape) != shape:
+            report = ckptfix.check({**model.state_dict(), key: torch.ones(shape)}, model)
+            assert key in {found for finding in report.findings for found in finding.keys}
+            assert report.exit_code == 1
