@@ -40,6 +40,9 @@ CONVERTED = 0.75
 
 COUNTER = "num_batches_tracked"
 
+ROTATED = ({"wq", "q_proj"}, {"wk", "k_proj"})
+"""Layers of Meta's Llama and of transformers: their rows have another order, which depends on the size of the heads."""
+
 
 class Match(Struct, frozen=True):
     """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
@@ -208,7 +211,9 @@ def _match(
     if any(part.axes and part.source != key for part in parts):
         label = min(label, Label.LIKELY)
     if len(parts) == 1 and (
-        _hidden_transpose(parts[0], key, source, target) or _may_be_exchanged(parts[0], key, source)
+        _hidden_transpose(parts[0], key, source, target)
+        or _may_be_exchanged(parts[0], key, source)
+        or {module(segments(parts[0].source)), module(segments(key))} in ROTATED
     ):
         label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
