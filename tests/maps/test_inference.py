@@ -534,8 +534,8 @@ def test_the_order_of_names_decides_nothing_if_both_sides_are_sorted():
 
 
 def test_rows_that_metas_llama_has_in_another_order_are_ambiguous():
-    ours = {f"attention.{name}.weight": (8, 8) for name in ("wq", "wk", "wv", "wo")}
-    theirs = {f"self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
+    ours: Specs = {f"attention.{name}.weight": (8, 8) for name in ("wq", "wk", "wv", "wo")}
+    theirs: Specs = {f"self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"}
     found = infer(stack("layers", [ours] * 2), stack("model.layers", [theirs] * 2)).matches
     labels = {key.split(".")[4]: match.label for key, match in found.items()}
     assert labels["q_proj"] is labels["k_proj"] is Label.AMBIGUOUS
