@@ -66,10 +66,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _copied_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _copied_children(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forward tests run in copies of a process that has imported torch, unless a test asks for a ``real_child``."""
-    if "real_child" not in request.fixturenames:
-        monkeypatch.setattr("ckptfix.smoke.launch.subprocess", children.SUBPROCESS)
+    # A patch of its own: with the fixture of that name, every test's patches would be undone after its other fixtures.
+    with pytest.MonkeyPatch.context() as patch:
+        if "real_child" not in request.fixturenames:
+            patch.setattr("ckptfix.smoke.launch.subprocess", children.SUBPROCESS)
+        yield
 
 
 @pytest.fixture
