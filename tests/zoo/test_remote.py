@@ -109,9 +109,8 @@ def test_a_listing_without_sizes_is_completed(memory: str, file: Path, monkeypat
     def without_sizes(*given: Any, **named: Any) -> dict[str, Any]:
         return {path: {**info, "size": None} for path, info in find(*given, **named).items()}
 
-    with monkeypatch.context() as patch:  # the fixture that tidies up asks for names only
-        patch.setattr(MemoryFileSystem, "find", without_sizes)
-        assert list(place.walk()) == plain == [Entry("a/model.pth", len(RAW), plain[0].stamp)]
+    monkeypatch.setattr(MemoryFileSystem, "find", without_sizes)
+    assert list(place.walk()) == plain == [Entry("a/model.pth", len(RAW), plain[0].stamp)]
 
 
 def test_a_removed_file_is_gone_and_may_be_removed_again(place: Place, file: Path):
