@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest

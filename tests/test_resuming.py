@@ -197,7 +197,8 @@ def part_and_kind(model: nn.Module) -> Any:
     """The head and the rest, each with what decays and what does not."""
     parts: dict[tuple[bool, bool], list[Any]] = {}
     for name, one in model.named_parameters():
-        parts.setdefault((name.startswith("head"), one.ndim < 2), []).append(one)
+        is_head = name.removeprefix("new").startswith("head")  # also under another name
+        parts.setdefault((is_head, one.ndim < 2), []).append(one)
     return [{"params": parts[each], "weight_decay": 0.1 * (not each[1])} for each in sorted(parts)]
 
 
@@ -484,6 +485,8 @@ def follow_at_random(folder: Path, seed: int) -> str:
         isinstance(group, dict) and not group["params"] for one in (model, resumed) for group in SAVED[way].groups(one)
     ):
         way = "plain"  # torch names no parameters of empty groups
+    if way == "head-and-rest" and all(len(group["params"]) == 1 for group in SAVED[way].groups(model)):
+        way = "plain"  # a group for each parameter is what detectron2 makes
     saved = SAVED[way]
     optimizer = torch.optim.AdamW(saved.groups(model))
     marks: dict[str, torch.Tensor] = {}

@@ -410,20 +410,18 @@ def own_groups(layout: Layout, sizes: Sequence[int]) -> Iterator[Recipe]:
         labels = list(zip(places[part], kinds[kind], strict=True))
         if sorted(Counter(labels).values()) != sorted(sizes):
             continue
-        firsts = {label: place for place, label in reversed(list(enumerate(labels)))}
-        if part and kind and tuple(map(firsts.__getitem__, labels)) in seen:
-            continue
-        seen.add(tuple(map(firsts.__getitem__, labels)))
         what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
         label = partial(_label, parts[part], _KINDS[kind])
         recipe = Recipe(f"groups of one's own, {what}", label, rises=_rising, is_own=True)
         signs = ((1, -1) if name else (1,) for name in (part, kind))
         sortings = [*product(*signs, (0, 1) if part and kind else (0,)), None]
         made: dict[Hashable, Recipe] = {}
-        for each in (
-            replace(recipe, sorting=sorting, is_reversed=flip) for sorting in sortings for flip in (False, True)
-        ):
-            made.setdefault(tuple(label for label, _ in each.groups(layout)), each)
+        for sorting, is_reversed in product(sortings, (False, True)):
+            each = replace(recipe, sorting=sorting, is_reversed=is_reversed)
+            groups = tuple((tuple(keys), _rising(label)[1]) for label, keys in each.groups(layout))
+            if not (part and kind and groups in seen):
+                made.setdefault(groups, each)
+        seen.update(made)
         yield from made.values()
 
 

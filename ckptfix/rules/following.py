@@ -461,6 +461,11 @@ def _by_recipe(
     groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
     if recipe.is_own and _has_emptied(old, dict(groups)):
         return None
+    of_number = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
+    carried = ([one for one in change.origins[step.key].sources if one in ids] for step in steps)
+    left = {of_number[str(ids[sources[0]])] for sources in carried if sources}
+    if sum(bool(members) for _, members in groups) < len(left):
+        return None  # groups that both have parameters left would be one, which the script may see otherwise
     like: list[int] = []
     for label, members in groups:
         if label in old and recipe.order:
