@@ -485,8 +485,10 @@ def follow_at_random(folder: Path, seed: int) -> str:
         isinstance(group, dict) and not group["params"] for one in (model, resumed) for group in SAVED[way].groups(one)
     ):
         way = "plain"  # torch names no parameters of empty groups
-    if way == "head-and-rest" and all(len(group["params"]) == 1 for group in SAVED[way].groups(model)):
-        way = "plain"  # a group for each parameter is what detectron2 makes
+    if way == "head-and-rest":
+        groups, made_of_result = SAVED[way].groups(model), SAVED[way].groups(resumed)
+        if len(made_of_result) > len(groups) or all(len(group["params"]) == 1 for group in groups):
+            way = "plain"  # the file shows nothing of such a group, or looks like one of detectron2
     saved = SAVED[way]
     optimizer = torch.optim.AdamW(saved.groups(model))
     marks: dict[str, torch.Tensor] = {}

@@ -399,7 +399,7 @@ _KINDS: Mapping[str, Callable[[Layout, str], int]] = {
 def own_groups(layout: Layout, sizes: Sequence[int]) -> Iterator[Recipe]:
     """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both."""
     parts = dict(_PARTS)
-    words = Counter(chain.from_iterable({*bare(key).split(".")[:-1]} for key in layout.shapes))
+    words = Counter(chain.from_iterable(map(_words, layout.shapes)))
     for word, count in words.items():
         if count < len(layout.shapes) and not word.isdecimal():
             parts[f"{word} or not"] = partial(_is_in, word)
@@ -426,7 +426,13 @@ def own_groups(layout: Layout, sizes: Sequence[int]) -> Iterator[Recipe]:
 
 
 def _is_in(word: str, key: str) -> bool:
-    return word in bare(key).split(".")[:-1]
+    return word in _words(key)
+
+
+def _words(key: str) -> set[str]:
+    """Return the names of the modules that a parameter is in, with and without the number at their end."""
+    names = bare(key).split(".")[:-1]
+    return {*names, *(name.rstrip("0123456789") for name in names)} - {""}
 
 
 def _label(part: Part, kind: Callable[[Layout, str], int], layout: Layout, key: str) -> tuple[Hashable, int]:
