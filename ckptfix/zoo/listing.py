@@ -241,13 +241,17 @@ def whole_folders(place: Place, files: Files) -> Iterator[Item]:
     """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
     files, and the shards of ranks."""
     ranks = _ranks(place, files)
-    for folder in sorted({*files.folders(), *ranks}):
-        parts = (
-            _distributed(place, folder, files)
-            or _unpacked(place, folder, files)
-            or files.named(folder, _RANK)
-            or ranks.get(folder)
-        )
+    chunks = {folder: parts for folder in files.folders() if (parts := _distributed(place, folder, files))}
+    for optimizer in [folder for folder in chunks if _last(folder).startswith("optimizer")]:
+        # accelerate saves it apart from the model, and the folder of both opens as one checkpoint
+        above = optimizer.rpartition("/")[0]
+        models = [folder for folder in chunks if folder and folder != optimizer and folder.rpartition("/")[0] == above]
+        if len(models) == 1 and not any(_last(entry.name) in MODELS for entry in files.below(above)):
+            chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
+            for entry in files.named(above, OF_TRAINERS):
+                files.looks[entry.name] = Looks.OTHER
+    for folder in sorted({*files.folders(), *ranks, *chunks}):
+        parts = chunks.get(folder) or _unpacked(place, folder, files) or files.named(folder, _RANK) or ranks.get(folder)
         if parts:
             yield _group(folder or ROOT, parts)
 

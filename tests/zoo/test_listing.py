@@ -294,6 +294,18 @@ def test_a_folder_of_torch_distributed(tmp_path: Path, dcp: Path):
     assert open_file(str(tmp_path / "zoo" / item.name)).format == "dcp"
 
 
+@pytest.mark.parametrize("name", ["", "run/checkpoint-5/"])
+def test_what_accelerate_saves_apart_is_one_checkpoint(tmp_path: Path, dcp: Path, name: str):
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (home := tmp_path / "zoo" / name / part).mkdir(parents=True)
+        for file in dcp.iterdir():
+            shutil.copyfile(file, home / file.name)
+    torch.save({"last_epoch": 5}, tmp_path / "zoo" / name / "scheduler.pt")
+    place = LocalPlace(str(tmp_path / "zoo"))
+    assert kinds(place) == {name.rstrip("/") or ".": FOLDER, f"{name}scheduler.pt": OTHER}
+    assert len(parts(the_folder(place))) == 2 * len(list(dcp.iterdir()))
+
+
 def test_a_hidden_file_called_metadata_is_no_checkpoint(tmp_path: Path):
     assert kinds(fill(tmp_path, {"a/.metadata": b"of another program"})) == {"a/.metadata": OTHER}
 
