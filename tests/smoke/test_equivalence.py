@@ -18,8 +18,7 @@ from ckptfix.core.finding import Applicability, Finding, Level
 from ckptfix.errors import TargetError, UsageError
 from ckptfix.reading.memory import open_state_dict
 from ckptfix.rules import key106_renamed_layers
-from ckptfix.smoke.equivalence import TOLERANCE, _units
-from ckptfix.smoke.exchanges import unobservable
+from ckptfix.smoke.equivalence import TOLERANCE, _units, unobservable
 from tests.cli.programs import run_here
 
 WIDTH, HEADS, LAYERS = 32, 4, 2
