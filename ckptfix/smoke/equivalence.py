@@ -2,7 +2,12 @@
 
 Both models are copies in float64 and in eval mode. Weights and running statistics are random, so that no two layers are
 alike; they are given to the file's model under the names of the file, and to the target by the edits of the map. The
-map is right if the outputs are equal, and if they would show another one: layers are exchanged to try that."""
+map is right if the outputs are equal, and if they would show another one: layers are exchanged to try that.
+
+Trying each exchange takes a pass for each, and twin towers show none unless all of their layers are exchanged at once.
+One pass with a backward pass settles all: where all tensors of one shape have the same values, and square ones are
+symmetric, a model that does not tell some of them apart, or a matrix from its transposed one, has the same gradient for
+both. So tensors whose gradients differ cannot be exchanged unseen, neither by themselves nor together with others."""
 
 from __future__ import annotations
 
