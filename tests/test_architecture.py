@@ -33,12 +33,7 @@ LOOSE = 9
 
 # Making a hundred dataclasses took a third of the time to the first answer; Structs of msgspec take a tenth of it.
 HEAVY = {"torch", "numpy", "safetensors", "rich", "jinja2", "fsspec", "ray", "dataclasses"}
-AT_THE_TOP = {
-    "reading/tensors": {"torch"},
-    "reading/live": {"torch"},
-    "reading/memory": {"torch"},
-    "modules/converting": {"torch"},
-}
+AT_THE_TOP = {"modules/converting": {"torch"}}
 """The modules and rooms that may import a heavy package at the top."""
 
 

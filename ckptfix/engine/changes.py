@@ -15,7 +15,9 @@ from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, MergeAdapter
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import Opt, PlanError
+from ckptfix.reading.live import spec_of_number, spec_of_tensor
 from ckptfix.reading.opening import open_file
+from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
@@ -57,15 +59,11 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, supplies: Supplies
 
 
 def _cast(checkpoint: Checkpoint, spec: TensorSpec, edit: Cast, supplies: Supplies) -> TensorSpec:
-    from ckptfix.values.casting import cast_spec
-
     _expect_dtype(checkpoint, spec, edit)
     return cast_spec(spec, edit.dtype, checkpoint.path)
 
 
 def _dequantised(checkpoint: Checkpoint, spec: TensorSpec, edit: Dequantise, supplies: Supplies) -> TensorSpec:
-    from ckptfix.values.casting import dequantised_spec
-
     _expect_dtype(checkpoint, spec, edit)
     scales = checkpoint.entries.get(edit.source)
     made = dequantised_spec(spec, scales, edit, checkpoint.path) if isinstance(scales, TensorSpec) else None
@@ -75,8 +73,6 @@ def _dequantised(checkpoint: Checkpoint, spec: TensorSpec, edit: Dequantise, sup
 
 
 def _zeroed(checkpoint: Checkpoint, spec: TensorSpec, edit: Zero, supplies: Supplies) -> TensorSpec:
-    from ckptfix.values.casting import WHICH, can_be_zeroed, zeroed_spec
-
     if spec.dtype != edit.dtype or edit.which not in WHICH or not can_be_zeroed(spec):
         raise _foreign(
             checkpoint, f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
@@ -119,19 +115,13 @@ def _replaced(checkpoint: Checkpoint, spec: TensorSpec, edit: Replace, supplies:
                 f"{edit.key} is to be taken from {edit.place or 'beside it'}, which does not have it in this shape",
             )
     elif edit.origin == "data":
-        from ckptfix.reading.live import spec_of_tensor
-
         found = spec_of_tensor(supplies.measured[edit.key])
     elif edit.origin == "ones":
-        from ckptfix.reading.live import spec_of_number
-
         found = spec_of_number(edit.dtype, edit.shape, 1)
     else:
         found = filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), supplies)
     if found.dtype == edit.dtype:
         return found
-    from ckptfix.values.casting import cast_spec
-
     return cast_spec(found, edit.dtype, checkpoint.path)
 
 
@@ -158,8 +148,6 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
                 f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add ",
                 Opt("model"),
             )
-        from ckptfix.reading.live import spec_of_tensor
-
         values = supplies.initial()
         if fill.key not in values:
             raise PlanError(

@@ -17,6 +17,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
 from ckptfix.maps.positions import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
+from ckptfix.reading.live import spec_of_number
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:
@@ -134,8 +135,6 @@ def regrouped(checkpoint: Checkpoint, optimizer: Optimizer, proposed: Sequence[E
 
 def _begun(optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
     """Return the state that a new parameter begins with, if it has to have one."""
-    from ckptfix.reading.live import spec_of_number
-
     numbers = beginning(optimizer, group)
     like = next(filter(None, map(optimizer.row, optimizer.ids)), {})
     found: dict[str, Any] = {}

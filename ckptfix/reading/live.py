@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import UsageError
 

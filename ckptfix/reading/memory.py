@@ -7,10 +7,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.lazy_tensors import LazyTensors

@@ -6,13 +6,13 @@ from collections import OrderedDict
 from mmap import ACCESS_COPY, mmap
 from typing import TYPE_CHECKING, Any
 
-import torch
 from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import located, stream
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.spec import Region, Regions, Storage, TensorSpec
 from ckptfix.errors import UnreadableError

@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import TargetError, UnreadableError
+from ckptfix.modules.factory import build_module
+from ckptfix.reading.opening import open_file
 from ckptfix.smoke.derive import Guess, derive_inputs
 from ckptfix.smoke.forward import Pass, Setting, Subject, attempt, choose_device, forward, load_strictly, synchronize
 from ckptfix.smoke.inputs import Arguments, Draw, RandomInput, parse_inputs, scale_check
@@ -118,8 +120,6 @@ def _examine(job: Job, progress: Progress) -> Outcome:
 
 def _load(job: Job, progress: Progress) -> Subject:
     """Return the model with the values of the file, on its device, in eval mode."""
-    from ckptfix.modules.factory import build_module
-
     progress.so_far = Outcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
     progress.enter("device")
     device, notes = choose_device(job.device)
@@ -144,7 +144,6 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
     Raises ``UnreadableError`` otherwise."""
     import pickle
 
-    from ckptfix.reading.opening import open_file
     from ckptfix.reading.torch_files import torch_legacy, torch_zip
     from ckptfix.reading.weights.quantized_modules import is_low_bit_moment
 
@@ -235,9 +234,6 @@ def _after_control(run: Pass, subject: Subject, control: Control, progress: Prog
 
 def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progress: Progress) -> None:
     """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
-    from ckptfix.modules.factory import build_module
-    from ckptfix.reading.opening import open_file
-
     if not progress.so_far.is_good:
         progress.learn(compared=Comparison(reference.label, unlike="the output is not finite"))
         return
@@ -325,8 +321,6 @@ class Control:
     def build(self, setting: Setting) -> Subject | None:
         """Return the control, to run as the first model did; None if the factory gives the first model again, or one
         of other shapes (lazy layers take any input), or does not run twice: then nothing can be compared."""
-        from ckptfix.modules.factory import build_module
-
         gc.collect()
         try:
             model = build_module(*self._factory, self._seed)

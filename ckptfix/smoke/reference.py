@@ -19,6 +19,7 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError
+from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.rules import FOR_LOADING
 from ckptfix.smoke.forward import Pass, Subject, forward, load_strictly
 from ckptfix.smoke.outcome import NotLoadedError, Outcome, dtype_name, values_of
@@ -150,8 +151,6 @@ def _with_safe_names(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
 
 def _differ(left: TensorSpec, right: TensorSpec | None) -> bool:
     """Return whether two stored tensors differ in a bit, or in their form."""
-    from ckptfix.reading.tensors import row_major_bytes
-
     if right is None or (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return True
     pairs = zip_longest(left.strided_parts(), right.strided_parts())

@@ -20,6 +20,8 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
+from ckptfix.reading.live import bytes_of, one_thread
+from ckptfix.reading.tensors import row_major_bytes, torch_dtype
 
 if TYPE_CHECKING:
     Tensor = torch.Tensor
@@ -85,15 +87,11 @@ def _result(computed: _Computed) -> memoryview:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    from ckptfix.reading.live import bytes_of
-
     # A copy: one row that was expanded to one row counts as contiguous with a stride of 0.
     return bytes_of(tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8))
 
 
 def _tensor(spec: TensorSpec, path: str) -> Tensor:
-    from ckptfix.reading.tensors import row_major_bytes, torch_dtype
-
     return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
@@ -142,8 +140,6 @@ class _NewRows(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def _bytes(self) -> memoryview:
-        from ckptfix.reading.tensors import torch_dtype
-
         place, count = self.box.offsets[0], self.box.shape[0]
         if self.edit.recipe == PAD_TARGET:
             assert self.fresh is not None, "checked when the edit was applied"
@@ -156,8 +152,6 @@ class _NewRows(Struct, frozen=True, eq=False, dict=True):
 
     def _mean(self) -> Tensor:
         """Return the mean of all rows of the file, in float64."""
-        from ckptfix.reading.live import one_thread
-
         total = torch.zeros(self.spec.shape[1:], dtype=torch.float64)
         with one_thread():
             for first in range(0, self.spec.shape[0], _BLOCK):

@@ -11,6 +11,8 @@ from ckptfix.core.edits import Dequantise
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import WriteError
+from ckptfix.reading.live import bytes_of
+from ckptfix.reading.tensors import row_major_bytes, torch_dtype
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.tally import magnitudes
 
@@ -27,9 +29,6 @@ class CastBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the converted tensor."""
-        from ckptfix.reading.live import bytes_of
-        from ckptfix.reading.tensors import row_major_bytes, torch_dtype
-
         size, itemsize = DTYPES[self.dtype].itemsize, self.spec.itemsize
         first, last = start // size, -(-stop // size)
         if self.spec.is_contiguous and self.spec.storage is not None:
@@ -140,9 +139,6 @@ class ScaledBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the product, worked out in float32 as the formats' own readers do."""
-        from ckptfix.reading.live import bytes_of
-        from ckptfix.reading.tensors import row_major_bytes, torch_dtype
-
         rows, columns = self.spec.shape
         across, along = scale_steps(self.spec.shape, self.scales.shape) or (1, 1)
         width = columns * DTYPES[self.edit.dtype].itemsize
@@ -213,7 +209,5 @@ class ZeroedBytes:
             begin = self.spec.offset * self.spec.itemsize
             return storage.source.read(begin + start, begin + stop)
         if self._row_major is None:
-            from ckptfix.reading.tensors import row_major_bytes
-
             self._row_major = row_major_bytes(self.spec, self.path)
         return self._row_major[start:stop]

@@ -241,7 +241,7 @@ def whole_folders(place: Place, files: Files) -> Iterator[Item]:
     """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
     files, and the shards of ranks."""
     ranks = _ranks(place, files)
-    chunks = {folder: parts for folder in files.folders() if (parts := _distributed(place, folder, files))}
+    chunks = {folder: found for folder in files.folders() if (found := _distributed(place, folder, files))}
     for optimizer in [folder for folder in chunks if _last(folder).startswith("optimizer")]:
         # accelerate saves it apart from the model, and the folder of both opens as one checkpoint
         above = optimizer.rpartition("/")[0]
