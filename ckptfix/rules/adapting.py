@@ -56,6 +56,7 @@ _NO_WORDS = re.compile(
     r"token_type|segment|patch|time|label|class|y_emb|relative|bucket|distance|quer|object|codebook|speaker|lang",
     re.IGNORECASE,
 )
+_OF_QUERIES = re.compile(r"quer(?:y|ies)_", re.IGNORECASE)  # of DETR, which have no order
 _NO_HEADS = re.compile(r"token_type|segment|relative|bucket|distance|quer|codebook", re.IGNORECASE)
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
@@ -143,7 +144,7 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         return WINDOW_BIAS if is_grid or (len(old) == 2 and differing == [0]) else ""
     if _HEADS_FIRST.search(key):
         return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
-    if named == POS_EMBED or POSITIONS.search(key):
+    if named == POS_EMBED or (POSITIONS.search(key) and not _OF_QUERIES.search(key)):
         if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
             return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)

@@ -401,6 +401,11 @@ def test_what_means_nothing(text, said):
             id="embeddings of other things than words",
         ),
         pytest.param(
+            {"query_position_embeddings.weight": torch.zeros(9, 8)},
+            {"query_position_embeddings.weight": torch.zeros(5, 8)},
+            id="queries of DETR",
+        ),
+        pytest.param(
             {"conv1.weight": torch.zeros(8, 80, 3)}, {"conv1.weight": torch.zeros(8, 128, 3)}, id="bands of a spectrum"
         ),
         pytest.param(
