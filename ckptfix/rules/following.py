@@ -249,7 +249,7 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
         return next(iter(found.values()))
     # Recipes that agree but for groups that became empty, which their own script may make or not.
     agree = len({tuple(filter(None, way.groups)) for way in found.values()}) == 1
-    is_free = not found and all(recipe.is_own for recipe in recipes)
+    is_free = not found and all(recipe.is_own for recipe in recipes) and not (recipes and change.reorders)
     return follow(optimizer, naming, change, scope) if agree or is_free else None
 
 
@@ -459,8 +459,9 @@ def _by_recipe(
 
         recipe = replace(recipe, label=label_of)
     groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
-    if recipe.is_own and _has_emptied(old, dict(groups)):
-        return None
+    kept = [old[label] for label, _ in groups if label in old]
+    if recipe.is_own and (kept != sorted(kept) or _has_emptied(old, dict(groups))):
+        return None  # a script may list its groups in the order of the model or in one of its own
     of_number = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     carried = ([one for one in change.origins[step.key].sources if one in ids] for step in steps)
     left = {of_number[str(ids[sources[0]])] for sources in carried if sources}
