@@ -218,7 +218,8 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     for key in checkpoint.specs:
         match = _TENSOR.fullmatch(_XLABS.sub(_of_xlabs, _PROCESSOR.sub(_of_processor, key)))
         if match is None:
-            if path or ".modules_to_save." in key:
+            # With bias="all", peft saves the biases of the modules that modules_to_save has replaced.
+            if (path and ".original_module." not in key) or ".modules_to_save." in key:
                 saved[_SAVED.sub("", key).removeprefix(_BASE)] = key
             names.update(name for name in _SAVED.findall(key) if name)
             continue

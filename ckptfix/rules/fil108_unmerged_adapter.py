@@ -159,6 +159,8 @@ def _merge(rule: Rule, context: Context) -> Finding:
     if merge.resized:
         key, words = next(iter(merge.resized.items()))
         elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
+    if merge.tied:
+        elsewhere += f"; {first_names(sorted(merge.tied))} changes too, being tied to what the adapter changes"
     names = " and ".join(f"{_kind(adapter)}{_origin(adapter, checkpoint.path)}" for adapter in adapters)
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
     one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
@@ -166,7 +168,7 @@ def _merge(rule: Rule, context: Context) -> Finding:
     if other := next(filter(None, (_other_base(adapter, checkpoint) for adapter in adapters)), ""):
         elsewhere += f"; the base is {other}: make sure that it has the same weights"
     return rule.finding(
-        Level.WARNING if is_idle or other else Level.NOTE,
+        Level.WARNING if is_idle or other or merge.tied else Level.NOTE,
         f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
         keys=changed,
         evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},

@@ -47,6 +47,7 @@ class Merge(Struct):
     left: dict[str, int] = field(default_factory=dict)
     # Embeddings and heads that an adapter has whole for another vocabulary, with the entries of that.
     resized: dict[str, int] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)  # embeddings and heads that change because their twin does
 
 
 def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Iterator[Edit]:
@@ -84,6 +85,8 @@ def find_merge(
             if is_copy:
                 copies[key] = adapter
             for name in [key] if is_copy else twins[checkpoint.specs[key].view]:
+                if name != key and delta.form != "rows" and _is_of_words(name):
+                    merge.tied.add(name)
                 if delta not in merge.deltas[name]:
                     merge.deltas[name].append(replace(delta, weight=adapter.weight))
     for key, adapter in copies.items():
@@ -441,10 +444,15 @@ class _Names:
                 "first, with ",
                 Opt("model", f"transformers:{folder}"),
             )
+        if all(_is_of_words(f"{one}.weight") for one in lacking) and any(map(_is_of_words, self.checkpoint.specs)):
+            return AdapterError(
+                f"{path}: changes {lacking[0]}, which {base} has only as the embedding that it is tied to; merged into "
+                "one tensor, it would change both: save the base with a tensor for each (tie_word_embeddings=False)"
+            )
         if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
             return AdapterError(
                 f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "
-                f"such as {lacking[0]}: a tied layer is stored only under its other name; otherwise fetch both again"
+                f"such as {lacking[0]}; fetch both again"
             )
         is_original = bool(_ORIGINAL.match(lacking[0]))
         if is_original is not any(map(_ORIGINAL.search, self.checkpoint.entries)) and self.adapter.is_kohya:
@@ -517,11 +525,13 @@ class _Orientation:
         if len(seen := self.seen.get(leaf, set())) == 1:
             return next(iter(seen))
         is_set = bool((self.adapter.settings(layer) or {}).get("fan_in_fan_out"))
-        is_possible = is_set or any(True in self.seen.get(name, ()) for name in self.names)
-        if not is_possible or not self._biases(key):
+        is_named, has_others = leaf in _INPUTS_FIRST, any(True in self.seen.get(name, ()) for name in self.names)
+        if not (is_set or has_others or is_named) or not self._biases(key):
             return False  # a Conv1D always has a bias
-        if (leaf in _INPUTS_FIRST and not seen) or (is_set and self.names == {leaf}):
-            return True  # of layers of several names, peft sets it for the last one
+        if self.names == {leaf} and self.adapter.is_peft:
+            return is_set  # of layers of several names, peft sets it for the last one
+        if is_named and not seen and (is_set or has_others):
+            return True
         raise AdapterError(
             f"{self.adapter.path}: nothing says whether the square {layer.module} is a Conv1D, which has its inputs "
             "first, or a Linear; name the model with ",

@@ -504,3 +504,34 @@ def test_the_kernel_and_torch_merge_alike(dtype, tmp_path, monkeypatch):
             ways.append(ckptfix.repair_state_dict(base, adapter=some, select="FIL108")[0])
         assert_same(*ways)
         assert not torch.equal(ways[0]["q.weight"], base["q.weight"])
+
+
+def test_a_square_conv1d_of_which_nothing_else_says_so_is_refused(tmp_path):
+    """``q`` is a Linear, and the last layer of which peft notes what it is."""
+    adapter = trained(LORA(r=4, target_modules=["c_proj", "q"]), tmp_path / "adapter")
+    base = {key: value for key, value in net().state_dict().items() if "c_attn" not in key}
+    changed_config(adapter, fan_in_fan_out=False)
+    with pytest.raises(AdapterError, match=r"whether the square block\.0\.attn\.c_proj is a Conv1D"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_a_head_that_is_tied_to_its_embedding(tmp_path):
+    """One tensor takes the change of both, as in peft, which is said; a file that lacks the head is refused."""
+    adapter = trained(LORA(r=4, target_modules=["lm_head"]), tmp_path / "adapter", make=language)
+    base = language().state_dict()
+    repaired, report = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter], make=language))
+    (finding,) = report.findings
+    assert finding.level is Level.WARNING
+    assert "embed_tokens.weight changes too, being tied" in finding.message
+    del base["lm_head.weight"]
+    with pytest.raises(AdapterError, match="has only as the embedding that it is tied to"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_biases_of_a_module_that_was_replaced_are_left_out(tmp_path):
+    config = LORA(r=4, target_modules=["q"], modules_to_save=["head"], bias="all")
+    adapter = trained(config, tmp_path / "adapter")
+    assert any(".original_module." in key for key in load_file(adapter / "adapter_model.safetensors"))
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter]))
