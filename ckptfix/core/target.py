@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -46,7 +47,7 @@ class Target(Struct, frozen=True, dict=True):
     initial values, made on first use, those of non-persistent buffers too; None if there are none, as for a file.
     ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
     modules take an image for, by their paths, and ``windows`` those of windows of attention. ``rotary`` are the shapes
-    of the frequencies of rotary embeddings.
+    of the frequencies of rotary embeddings. ``vocabularies`` are the sizes that configurations of its modules say.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
@@ -65,6 +66,7 @@ class Target(Struct, frozen=True, dict=True):
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rotary: frozenset[tuple[int, ...]] = frozenset()
+    vocabularies: frozenset[int] = frozenset()
     remarks: tuple[str, ...] = ()
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
@@ -107,10 +109,19 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         grids=_sizes(module, lambda child: grid_of(vars(child))),
         windows=_sizes(module, lambda child: _window(getattr(child, "window_size", None))),
         rotary=frozenset(tuple(value.shape) for key, value in transient.items() if key.endswith("inv_freq")),
+        vocabularies=frozenset(
+            size
+            for child in module.modules()
+            for name, size in getattr(vars(child).get("config"), "__dict__", {}).items()
+            if _VOCABULARY.match(name) and isinstance(size, int)
+        ),
         loads=_Trial(module) if _has_hooks(module) else None,
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
     )
 
+
+# What configurations of transformers call the number of words; not that of types of tokens, speakers or hashes.
+_VOCABULARY = re.compile(r"(?!type_|num_|.*hash)(?:\w+_)?vocab_size")
 
 Size = TypeVar("Size", bound=tuple[int, ...])
 

@@ -49,16 +49,34 @@ _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", 
 _DISTANCES = re.compile(r"(?:^|[._])(?:rel_pos_[hwt]|(?:height|width)_rel)$")
 _HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
 _PATCHES = re.compile(
-    r"(?:^|[._])(?:patch_?emb\w*|conv_proj|patchify)(?:[._]|$)|(?:visual\.conv1|embeds\.proj)\.weight$", re.IGNORECASE
-)
-_WORDS = re.compile(r"(?:^|[._])(?:\w*emb(?:ed(?:ding)?s?)?(?:_\w+)?|wte|shared)(?:[._]|$)", re.IGNORECASE)
-_NO_WORDS = re.compile(
-    r"token_type|segment|patch|time|label|class|y_emb|relative|bucket|distance|quer|object|codebook|speaker|lang",
+    r"(?:^|[._])(?:patch_?(?:emb\w*|conv)|conv_proj|patchify)(?:[._]|$)|(?:visual\.conv1|embeds\.proj)\.weight$",
     re.IGNORECASE,
 )
-_OF_QUERIES = re.compile(r"quer(?:y|ies)_", re.IGNORECASE)  # of DETR, which have no order
-_NO_HEADS = re.compile(r"token_type|segment|relative|bucket|distance|quer|codebook", re.IGNORECASE)
+# What embeddings of words are called, in models whose configuration does not say the size of their vocabulary.
+_WORDS = re.compile(
+    r"wte|shared|lookup(?:_table)?|tokens_embed|(?:(?:word|tok(?:en)?|sub_?word|text|char|vocab|src|tgt|source|target|"
+    r"in(?:put)?|out(?:put)?|enc(?:oder)?|dec(?:oder)?)s?_)*emb(?:ed(?:d(?:ing|er))?)?s?"
+    r"(?:_in|(?:_text)?_tokens(?:_per_layer)?|_table|_layer|_matrix)?",
+    re.IGNORECASE,
+)
+_NO_WORDS = re.compile(
+    r"token_type|segment|patch|time|label|class|y_emb|quant|codebook|(?:^|[._])vq|speaker|item|user|entit|relation|"
+    r"product|node|graph|categor|feature",
+    re.IGNORECASE,
+)
+# Queries of DETR have no order. Coordinates, and distances that are not those of patches, keep their rows' meaning.
+_NO_PLACES = re.compile(
+    r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)",
+    re.IGNORECASE,
+)
+_NO_HEADS = re.compile(
+    r"token_type|segment|relative|bucket|distance|quer|(?<!class_)(?<!box_)emb|quant|codebook|expert|router|gate|att|"
+    r"merger|latent|(?:^|[._])(?:bn|\w*norm)|project(?:ion|or)|pooler|sampl|memory|conv_out|points_scale",
+    re.IGNORECASE,
+)
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
+
+_OWNERS = re.compile("Vision|Image|ViT|Text|Decoder|Language")
 
 # Parameters of tokens that come before the patches, and may have positions of their own, in that order.
 _TOKENS = {
@@ -103,11 +121,13 @@ def cases(
     tensors: Mapping[str, Shape],
     given: Sequence[Adaptation] = (),
     stored: Grid | None = None,
+    fixed: Collection[str] = (),
 ) -> list[Case]:
     """Return the cases among the keys of another shape.
 
     ``tensors`` are all tensors of the file, and ``stored`` is the grid that the configuration beside it says. Grids of
-    ``given`` count where the target does not know its own."""
+    ``given`` count where the target does not know its own. ``fixed`` are tables of sinusoids, of which no row is
+    another's for other positions."""
     found: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
         named = next((asked.name for asked in given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
@@ -124,7 +144,7 @@ def cases(
     made: list[Case] = []
     for name, group in found.items():
         if name in (POS_EMBED, WINDOW_BIAS):
-            made += _tables(name, group, target, tensors, given, stored if name == POS_EMBED else None)
+            made += _tables(name, group, target, tensors, given, stored if name == POS_EMBED else None, fixed)
         else:
             made += _plain_cases(name, group)
     return made
@@ -144,7 +164,9 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         return WINDOW_BIAS if is_grid or (len(old) == 2 and differing == [0]) else ""
     if _HEADS_FIRST.search(key):
         return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
-    if named == POS_EMBED or (POSITIONS.search(key) and not _OF_QUERIES.search(key)):
+    kind = (target.modules or {}).get(key.rpartition(".")[0], "") if key.endswith(".weight") else ""
+    is_named = POSITIONS.search(key) and not (_NO_PLACES.search(key) or re.search("Linear|Conv|Norm", kind))
+    if named == POS_EMBED or is_named:
         if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
             return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
@@ -202,7 +224,7 @@ def _vocabulary(shapes: Shapes, target: Target, given: Sequence[Adaptation]) -> 
     sizes = {
         (old[0], new[0])
         for key, (old, new) in by_rows.items()
-        if len(old) == 2 and (key in named or _is_of_words(key, target))
+        if len(old) == 2 and (key in named or _is_of_words(key, new[0], target))
     }
     return {key: (old, new) for key, (old, new) in by_rows.items() if (old[0], new[0]) in sizes}
 
@@ -217,6 +239,7 @@ def _heads(
         key: (old, new)
         for key, (old, new) in rest.items()
         if len(old) == len(new) > 0 and old[1:] == new[1:] and not _NO_HEADS.search(key)
+        if not re.search("Emb|Norm", (target.modules or {}).get(key.rpartition(".")[0], ""))
     }
     named = [each.keys for each in given if each.name == HEAD and each.keys != "*"]
     heads |= {
@@ -227,10 +250,15 @@ def _heads(
     return heads if len(heads) >= len(rest) or any(each.name == HEAD for each in given) else {}
 
 
-def _is_of_words(key: str, target: Target) -> bool:
-    module = key.rpartition(".")[0]
-    is_embedding = "Embedding" in (target.modules or {}).get(module, "")
-    return (is_embedding or bool(_WORDS.search(key))) and not _NO_WORDS.search(key)
+def _is_of_words(key: str, rows: int, target: Target) -> bool:
+    path, _, leaf = key.rpartition(".")
+    kind = (target.modules or {}).get(path, "")
+    if target.vocabularies:
+        return "Emb" in kind and rows in target.vocabularies
+    around = (kind for place, kind in (target.modules or {}).items() if f"{path}.".startswith(f"{place}."))
+    if (kind and "Emb" not in kind) or _NO_WORDS.search(" ".join((key, *around))):
+        return False
+    return bool(_WORDS.fullmatch(path.rpartition(".")[2] if leaf == "weight" else leaf))
 
 
 _SIZES: Mapping[str, Callable[[Shape], Shape]] = {
@@ -280,11 +308,14 @@ def _tables(
     tensors: Mapping[str, Shape],
     given: Sequence[Adaptation],
     stored: Grid | None,
+    fixed: Collection[str],
 ) -> Iterator[Case]:
     """Yield a case for the tables of each pair of grids, and of each order of recipes."""
     found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[_Table]] = {}
     for key, (old, new) in shapes.items():
-        table = _Table(name, key, old, new, target, tensors, stored)
+        table = _Table(name, key, old, new, target, tensors, stored, key in fixed or key in target.frozen)
+        if not table.recipes[0]:
+            continue
         known = table.grids(chosen(name, key, table.recipes[0], given))
         found.setdefault((*table.recipes, known), []).append(table)
     for (recipes, library, known), tables in found.items():
@@ -316,6 +347,7 @@ class _Table(Struct, frozen=True, dict=True):
     target: Target
     tensors: Mapping[str, Shape]
     stored: Grid | None
+    is_fixed: bool = False
 
     @cached_property
     def recipes(self) -> tuple[tuple[str, ...], str]:
@@ -329,7 +361,7 @@ class _Table(Struct, frozen=True, dict=True):
             return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
-            return ("cut", "linear") if is_shorter else ("linear",), ""
+            return ("cut",) * is_shorter + ("linear",) * (not self.is_fixed), ""
         own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
         if f"{self.key.rpartition('.')[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
             own = "timm"
@@ -344,8 +376,12 @@ class _Table(Struct, frozen=True, dict=True):
         if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
             return True
         is_named = bool(_IMAGES.search(self.key)) or len(self.old) == 3
+        kinds = (
+            kind for path, kind in (self.target.modules or {}).items() if self.key.startswith(f"{path}.") or not path
+        )
+        is_class = re.search("Vision|Image|ViT", next((kind for kind in [*kinds][::-1] if _OWNERS.search(kind)), ""))
         # A model that takes images for a grid says so.
-        return is_named or (self.target.modules is None and bool(self.tokens))
+        return is_named or bool(is_class) or (self.target.modules is None and bool(self.tokens))
 
     @cached_property
     def tokens(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ from ckptfix.core.parts import Part, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.adapting import Case, adapt_edits, cases, recipes_of, without_use
+from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, recipes_of, without_use
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.adapted_tensors import is_adaptable
@@ -132,7 +132,8 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     given = tuple(map(adaptation, context.settings.adapt))
     tensors = {key: spec.shape for key, spec in context.checkpoint.specs.items()}
     stored = grid_of_config(model_config(context.checkpoint), tensors) if shapes else None
-    known = cases(shapes, context.target, tensors, given, stored)
+    fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(context.checkpoint, key)]
+    known = cases(shapes, context.target, tensors, given, stored, fixed)
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
     for case in known:
@@ -147,6 +148,20 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     if evidence:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
         yield _unknown(rule, context, evidence, is_other, heads)
+
+
+def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
+    """Return whether each column of a table is a sine: then the rows on both sides of one sum to a multiple of it."""
+    shape = checkpoint.specs[key].shape
+    if len(shape) != 2 or shape[0] < _FEWEST_ROWS or not POSITIONS.search(key):
+        return False
+    table = checkpoint.read(key).double()
+    inner, sums = table[1:-1], table[:-2] + table[2:]
+    factors = (inner * sums).sum(0) / (inner * inner).sum(0).clamp_min(1e-12)
+    return bool((sums - factors * inner).square().mean() < 5e-5 * table.var(0).mean())
+
+
+_FEWEST_ROWS = 8  # of a table that can be known to be of sinusoids
 
 
 def _case_findings(

@@ -120,6 +120,15 @@ def whisper(vocab: int) -> Any:
     return WhisperForConditionalGeneration(WhisperConfig(d_model=32, vocab_size=vocab, **sides, **ids))
 
 
+def whisper_of(positions: int) -> Any:
+    from transformers import WhisperConfig, WhisperModel
+
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
+    return WhisperModel(
+        WhisperConfig(d_model=32, vocab_size=99, **sides, max_source_positions=positions, pad_token_id=1)
+    )
+
+
 SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 
 
@@ -413,6 +422,21 @@ def test_what_means_nothing(text, said):
             {"pos_embed": torch.zeros(1, 42, 8), "det_token": torch.zeros(1, 5, 8)},
             id="tokens after the patches, as in YOLOS",
         ),
+        *(
+            pytest.param({key: torch.zeros(9, 8)}, {key: torch.zeros(12, 8)}, id=key)
+            for key in (
+                "quantize.embedding.weight",
+                "codebooks.0.embed.weight",
+                "item_embedding.weight",
+                "encoder.rel_embeddings.weight",
+                "layers.0.self_attn.rel_pos_emb.weight",
+                "embeddings.x_position_embeddings.weight",
+                "layers.0.mlp.shared_experts.gate_proj.weight",
+                "layers.0.mlp.gate.weight",
+                "text_projection.weight",
+                "resampler.latents",
+            )
+        ),
         pytest.param(
             {"wte.weight": torch.zeros(9, 8, dtype=torch.int8)},
             {"wte.weight": torch.zeros(8, 8, dtype=torch.int8)},
@@ -424,6 +448,50 @@ def test_what_no_recipe_is_for(file, model):
     findings = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(model)))
     assert findings
     assert not any(name == "adapt" for f in findings for r in f.remedies for name, _ in r.options)
+
+
+def deberta(buckets: int) -> Any:
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    sizes = {"position_buckets": buckets, "relative_attention": True, "pos_att_type": ["p2c"]}
+    return DebertaV2Model(DebertaV2Config(**NARROW, vocab_size=99, **sizes))
+
+
+def llava(vocab: int) -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    text, vision = LlamaConfig(**NARROW, vocab_size=vocab), CLIPVisionConfig(**NARROW, image_size=32, patch_size=16)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=3))
+
+
+class Quantizer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size, 8)
+
+
+def offered(file: nn.Module, model: nn.Module) -> list[object]:
+    found = propose(shape_mismatch, file.state_dict(), model)
+    return [value for f in found for r in f.remedies for name, value in r.options if name == "adapt"]
+
+
+def test_what_an_embedding_is_comes_from_its_model():
+    """The configuration says the vocabulary, and classes around an embedding that it is of something else."""
+    assert offered(deberta(8), deberta(16)) == []
+    assert offered(llava(99), llava(104)) == [(f"vocab=pad:{new}",) for new in ("mean", "zeros", "target")]
+    assert offered(nn.ModuleDict({"e": Quantizer(9)}), nn.ModuleDict({"e": Quantizer(12)})) == []
+
+
+def test_sinusoids_are_cut_and_never_stretched():
+    short, long = (whisper_of(positions) for positions in (32, 64))
+    key = "encoder.embed_positions.weight"
+    assert offered(long, short) == [("pos_embed=cut",)]
+    assert offered(short, long) == []
+    after = repaired(shape_mismatch, long.state_dict(), short, adapt=("pos_embed=cut",))
+    assert torch.equal(after[key], short.state_dict()[key])
+    found = propose(shape_mismatch, short.state_dict(), target_from_checkpoint(open_state_dict(long.state_dict())))
+    assert found
+    assert not any("adapt" in dict(r.options) for f in found for r in f.remedies)
 
 
 @pytest.mark.parametrize("recipe", ["in_chans=timm", "in_chans=mean"])
