@@ -49,7 +49,7 @@ from ckptfix.reading.folders.ranks.files import (
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
-from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, Rule, Split, Splits
+from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, Rule, Split, Splits, joined
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -61,6 +61,9 @@ _FRAGMENTS = "frozen_param_fragments"
 _PADDING = 16
 
 _EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
+# AutoEP has the weights of all experts of a layer in one; a rank has some of them, a file of an expert one.
+_STACK = re.compile(r".*\.experts\.w[123]")
+_STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
 _PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
 _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
@@ -70,6 +73,9 @@ PARTITION = frozenset(
     " buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
     " checkpoint_parallel_dimensions".split()
 )
+
+# What the model states of all ranks of a run say alike.
+_TOLD = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_samples", "skipped_steps")
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -118,8 +124,17 @@ def _document(files: RankFiles) -> Document:
     degree = roots[0].get("mp_world_size")
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
-    for (_, _, rank), file in by_rank(files.folder, ZERO_EXPERT).items():
-        roots[rank]["module"].update(files.root(file) or {})
+    experts = by_rank(files.folder, ZERO_EXPERT)
+    for (_, expert, rank), file in experts.items():
+        roots[rank]["module"].update(_of_expert(files, file, expert))
+    counts = roots[0].get("num_experts") if experts and not optim else None
+    if isinstance(counts, list) and all(type(count) is int and count < MOST_RANKS for count in counts):
+        wanted = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
+        if absent := sorted(wanted - {numbers[:2] for numbers in experts}):
+            names = [f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for layer, expert in absent]
+            raise UnreadableError(f"{path}: lacks {first_names(names)}; fetch them")
+    for root in roots:
+        root["module"] = _restacked(root["module"], path)
     joining, split_of = Joining(path), splits_of(roots[0], megatron.RULES, roots[0]["module"])
     masters = joined_masters(files, tensor, roots, joining, split_of) if optim else None
     frozen: Mapping[str, Any] = {}
@@ -146,6 +161,35 @@ def _document(files: RankFiles) -> Document:
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
     return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
+
+
+def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
+    """Return the weights in a file of one expert; those of AutoEP as a stack of one.
+
+    Raises ``UnreadableError`` if they are those of another one."""
+    made = {}
+    for key, spec in (files.root(file) or {}).items():
+        stacked = _STACKED.fullmatch(str(key))
+        match = stacked or _EXPERT_KEY.fullmatch(str(key))
+        if match is None or int(match[2]) != expert or not isinstance(spec, TensorSpec):
+            raise UnreadableError(f"{file}: holds {shown(key)}, which expert {expert} does not have; fetch it again")
+        made[key] = replace(spec, shape=(1, *spec.shape), strides=(spec.numel, *spec.strides)) if stacked else spec
+    return made
+
+
+def _restacked(tensors: Any, path: str) -> Any:
+    """Return tensors with the parts of AutoEP's stacks of experts as one."""
+    found = {key: match for key in tensors if (match := _STACKED.fullmatch(key))}
+    parts: dict[str, dict[int, TensorSpec]] = {}
+    for key, match in found.items():
+        parts.setdefault(match[1], {})[int(match[2])] = tensors[key]
+    if not parts:
+        return tensors
+    whole = {name: joined(name, [held[at] for at in sorted(held)], Split(0), path) for name, held in parts.items()}
+    return OrderedDict({found[key][1] if key in found else key: None for key in tensors}) | {
+        **{key: tensor for key, tensor in tensors.items() if key not in found},
+        **whole,
+    }
 
 
 def copies_of(masters: Masters, module: Mapping[str, Any], path: str) -> dict[str, TensorSpec]:
@@ -255,12 +299,12 @@ def joined_masters(
     optimizer, states = optimizers[0], [part["state"] for part in optimizers if part is not None]
     if optimizer is not None and len(states) == len(parts):
         fields = dict.fromkeys(field for moments in states[0].values() for field in moments)
-        joined: dict[str, dict[str, Any]] = {name: {} for name in states[0]}
+        moments_of: dict[str, dict[str, Any]] = {name: {} for name in states[0]}
         for field in fields:
             held = [{name: moments[field] for name, moments in state.items() if field in moments} for state in states]
             for name, moment in joining.join(held, split_of):
-                joined[name][field] = moment
-        optimizer = {**optimizer, "state": joined}
+                moments_of[name][field] = moment
+        optimizer = {**optimizer, "state": moments_of}
     else:
         optimizer = None
     return replace(
@@ -284,7 +328,8 @@ def _runs(groups: Sequence[_Shapes], counts: Sequence[int]) -> Iterator[_Run]:
     for index, (shapes, count) in enumerate(zip(groups, counts, strict=True)):
         sets = world // count if count > 0 else 0
         found = {name: _EXPERT_KEY.fullmatch(name) for name in shapes}
-        if sets * count != world or (sets > 1 and not all(found.values())):
+        stacks = {name for name in shapes if sets > 1 and _STACK.fullmatch(name)}
+        if sets * count != world or (sets > 1 and {name for name, match in found.items() if not match} != stacks):
             raise ValueError(f"group {index} is cut over {count} of {world} ranks")
         local: dict[str, int] = {}
         for match in filter(None, found.values()):
@@ -294,6 +339,7 @@ def _runs(groups: Sequence[_Shapes], counts: Sequence[int]) -> Iterator[_Run]:
                 f"{match[1]}{part * local[match[1]] + int(match[2])}{match[3]}" if match else name: shapes[name]
                 for name, match in found.items()
             }
+            named = {f"{name}.{part}" if name in stacks else name: shape for name, shape in named.items()}
             yield _Run(index, tuple(range(part, world, sets)), named)
 
 
@@ -356,7 +402,7 @@ class Merging:
             runs = list(_runs(groups, first.counts))
             place = self._partitions(first, states, runs)
             groups = [
-                {n: s for run in runs if run.group == index for n, s in run.shapes.items()}
+                {_STACKED.sub(r"\1", n): s for run in runs if run.group == index for n, s in run.shapes.items()}
                 for index in range(len(groups))
             ]
         tensors = place(lambda made, index: made.masters[index])
@@ -387,7 +433,8 @@ class Merging:
                     made[name] = whole.tensor(name, shape, start, self.path)
                     start += made[name].numel + padding
                 self._check_length(run.group, start, length, len(run.ranks))
-            return made
+            stacked: dict[str, TensorSpec] = _restacked(made, self.path)
+            return stacked
 
         return place
 
@@ -465,13 +512,14 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
 
     Raises ``UnreadableError`` if there are none, or if they are of different steps."""
     roots: dict[int, Any] = {}
-    steps = {}
+    steps, told, fragments = {}, {}, {}
     for rank, file in found.items():
         if rank and not roots.get(0, {}).get("frozen_param_shapes"):
             break
         root = files.root(file)
         if isinstance(root, dict):
             steps[rank] = root.get("global_steps")
+            told[file.name], fragments[file.name] = {key: root.get(key) for key in _TOLD}, root.get(_FRAGMENTS)
             roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
     if not isinstance(roots.get(0, {}).get("module"), dict):
         if files.damage:
@@ -481,6 +529,8 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
         )
     if odd := [found[rank].name for rank in unlike_most(steps)]:
         raise UnreadableError(f"{files.folder}: its ranks are of different saves: {first_names(odd)} have other steps")
+    files.note_foreign(told)
+    files.note_repeated(fragments)
     return roots
 
 
