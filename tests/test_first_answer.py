@@ -36,13 +36,13 @@ SLOW = (
 """Modules that take long, or bring many others with them, and that no look at names needs."""
 
 OTHER_WORK = (
-    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.reading.live "
-    "ckptfix.reading.tensors ckptfix.engine.delivery ckptfix.engine.applying ckptfix.engine.applying "
+    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo "
+    "ckptfix.engine.delivery ckptfix.engine.applying ckptfix.engine.optimizers "
     "ckptfix.modules.factory ckptfix.smoke.measuring ckptfix.core.target ckptfix.writing.output "
     "ckptfix.reading.folders.folders ckptfix.reading.folders.ranks.fsdp "
-    "ckptfix.reading.foreign.files ckptfix.reading.torch_files.torchscript "
+    "ckptfix.reading.torch_files.torchscript "
     "ckptfix.reading.torch_files.torch_tar ckptfix.reading.torch_files.torch_legacy ckptfix.reading.foreign.files "
-    "ckptfix.reading.foreign.files ckptfix.reading.archives.wrapped ckptfix.reading.folders.sharded "
+    "ckptfix.reading.archives.wrapped ckptfix.reading.folders.sharded "
     "ckptfix.writing.safetensors ckptfix.writing.torch_files ckptfix.cli.repair "
     "ckptfix.cli.explain "
 ).split()

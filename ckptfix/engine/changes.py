@@ -15,8 +15,8 @@ from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, MergeAdapter
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import Opt, PlanError
-from ckptfix.reading.live import spec_of_number, spec_of_tensor
 from ckptfix.reading.opening import open_file
+from ckptfix.reading.tensors import spec_of_number, spec_of_tensor
 from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.

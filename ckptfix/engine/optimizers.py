@@ -17,7 +17,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
 from ckptfix.maps.positions import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
-from ckptfix.reading.live import spec_of_number
+from ckptfix.reading.tensors import spec_of_number
 
 
 def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) -> Checkpoint:

@@ -26,7 +26,7 @@ from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.maps.positions import optimizers_in
 from ckptfix.reading import safetensors
 from ckptfix.reading.formats import read_document
-from ckptfix.reading.lazy_tensors import contiguous_blocks
+from ckptfix.reading.tensors import contiguous_blocks
 from ckptfix.writing.output import Written
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras

@@ -41,7 +41,7 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
         raise UsageError(
             Opt("compare", "source"), ": a state_dict in memory is not a file; name a file to compare with"
         )
-    from ckptfix.reading.memory import open_state_dict
+    from ckptfix.reading.tensors import open_state_dict
     from ckptfix.reading.weights.prefixed_sets import with_pick
 
     checkpoint = open_state_dict(source)

@@ -1,26 +1,122 @@
-"""From specs to tensors: where the engine hands over to torch."""
+"""Specs as tensors of torch, and tensors in memory as specs, which copies nothing."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from mmap import ACCESS_COPY, mmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal, warning
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import located, stream
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.bytes.sources import blocks_of, located, stream
+from ckptfix.core.checkpoint import IN_MEMORY, Candidate, Checkpoint
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
-from ckptfix.core.spec import Region, Regions, Storage, TensorSpec
-from ckptfix.errors import UnreadableError
-from ckptfix.reading.live import LiveBytes, bytes_of
+from ckptfix.core.spec import Quantizer, Region, Regions, Storage, TensorSpec
+from ckptfix.errors import UnreadableError, UsageError, WriteError
 from ckptfix.reading.pickles.claims import sizes
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+
+class LiveBytes:
+    """The bytes of a storage of torch, shared and never copied unless they lie on another device."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return self.storage.nbytes()
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``, as a view of the storage's own memory where it is on the CPU."""
+        if start == stop:
+            return memoryview(b"")
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return bytes_of(whole[start:stop].cpu())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in the threads that call it: for small blocks, those of its own cost up to forty times more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a uint8 tensor, shared."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an ndarray is a buffer; its stubs say so from 3.12 on
+
+
+def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = None) -> TensorSpec:
+    """Return the spec of a live tensor; its bytes stay where they are. ``storages`` carries ties between calls."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        # A wrapper such as DTensor has a storage of its own that holds nothing.
+        raise UsageError(
+            f"a tensor of the state_dict is a {type(tensor).__name__}, whose values lie elsewhere; pass plain tensors, "
+            "for sharded ones those of get_model_state_dict(…, options=StateDictOptions(full_state_dict=True))"
+        )
+    storages = {} if storages is None else storages
+    common: dict[str, Any] = {
+        "requires_grad": tensor.requires_grad,
+        "is_parameter": isinstance(tensor, torch.nn.Parameter),
+    }
+    tensor = tensor.detach()
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if tensor.layout != torch.strided:
+        names = _sparse_parts(tensor)
+        parts = {name: spec_of_tensor(part, storages) for name, part in names.items()}
+        layout = str(tensor.layout).removeprefix("torch.")
+        coalesced = tensor.is_coalesced() if layout == "sparse_coo" else None
+        return TensorSpec(dtype, shape, layout=layout, parts=parts, is_coalesced=coalesced, **common)
+    if tensor.device.type == "meta":
+        return TensorSpec(dtype, shape, tuple(tensor.stride()), **common)
+    live = tensor.untyped_storage()
+    storage = storages.setdefault(live._cdata, Storage(f"live{len(storages)}", LiveBytes(live), str(tensor.device)))
+    quantizer = _quantizer(tensor, storages) if tensor.is_quantized else None
+    bits = {name: True for name, is_set in (("conj", tensor.is_conj()), ("neg", tensor.is_neg())) if is_set}
+    return TensorSpec(
+        dtype,
+        shape,
+        tuple(tensor.stride()),
+        storage,
+        int(tensor.storage_offset()),
+        quantizer=quantizer,
+        math_bits=bits,
+        **common,
+    )
+
+
+def spec_of_number(dtype: str, shape: tuple[int, ...], value: float) -> TensorSpec:
+    """Return the spec of a new tensor, all of whose elements are one number."""
+    return spec_of_tensor(torch.full(shape, value, dtype=getattr(torch, dtype)))
+
+
+def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if tensor.layout == torch.sparse_coo:
+        return {"indices": tensor._indices(), "values": tensor._values()}
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return {"crow_indices": tensor.crow_indices(), "col_indices": tensor.col_indices(), "values": tensor.values()}
+    return {"ccol_indices": tensor.ccol_indices(), "row_indices": tensor.row_indices(), "values": tensor.values()}
+
+
+def _quantizer(tensor: torch.Tensor, storages: dict[int, Storage]) -> Quantizer:
+    scheme = str(tensor.qscheme()).removeprefix("torch.")
+    if scheme == "per_tensor_affine":
+        return Quantizer(scheme, tensor.q_scale(), tensor.q_zero_point())
+    scales = spec_of_tensor(tensor.q_per_channel_scales(), storages)
+    zero_points = spec_of_tensor(tensor.q_per_channel_zero_points(), storages)
+    return Quantizer(scheme, scales, zero_points, tensor.q_per_channel_axis())
 
 
 class Builder:
@@ -156,11 +252,6 @@ def build_tensor(spec: TensorSpec, path: str = "checkpoint", alarm: Alarm | None
     return Builder([spec], path, alarm).build(spec)
 
 
-def read_tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
-    """Return the tensor of a key; with a ``DamageWarning`` where its storage fails its checksum."""
-    return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
-
-
 def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
     """Return the state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
 
@@ -260,3 +351,84 @@ def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
 
 
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+
+class LazyTensors:
+    """The ``TensorReader`` of every checkpoint that is opened."""
+
+    def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
+        """Read one tensor; a ``DamageWarning`` says if its storage fails its checksum."""
+        return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
+
+    def state_dict(self, checkpoint: Checkpoint, mapped: Collection[str]) -> dict[str, Any]:
+        """Build the whole state_dict. Raises ``UnreadableError`` if bytes fail their checksum."""
+        return build_state_dict(checkpoint, mapped)
+
+
+def is_range(spec: TensorSpec) -> bool:
+    """Return whether the values of a strided tensor are a range of its storage."""
+    return spec.is_contiguous and not spec.math_bits
+
+
+def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
+    """Yield the bytes of a strided tensor in row-major order, in blocks."""
+    if spec.storage is None:
+        raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
+    if is_range(spec):
+        yield from stream(spec.storage.source, *spec.extent)
+        return
+    yield from blocks_of(row_major_bytes(spec, path))
+
+
+def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
+    """Return an entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
+    if _is_array(value):
+        value = _from_array(value)
+    if isinstance(value, torch.Tensor):
+        return spec_of_tensor(value, storages)
+    if type(value) in (tuple, list):
+        return type(value)(_specs_of(item, storages) for item in value)
+    if type(value) in (dict, OrderedDict):
+        made = type(value)((key, _specs_of(item, storages)) for key, item in value.items())
+        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))  # a state_dict's _metadata
+        return made
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # nobody has an array without it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _from_array(array: Any) -> Any:
+    """Return a numpy array as the tensor that shares its memory where torch can; text and objects as a list."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    is_sharable = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+    try:
+        return torch.from_numpy(native if is_sharable else native.copy())
+    except TypeError:  # torch has no such element type
+        return array.tolist()
+
+
+def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> Checkpoint:
+    """Return a live state_dict as a checkpoint. Nothing is copied: an entry that no edit touches keeps its memory."""
+    storages: dict[int, Storage] = {}
+    entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
+    if len(entries) < len(state_dict):
+        raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
+    specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
+    metadata = getattr(state_dict, "_metadata", None)
+    remarks = [Fact.of(Kind.NON_STRING_KEY, key=str(key)) for key in state_dict if not isinstance(key, str)]
+    if any(_is_array(value) for value in state_dict.values()):
+        remarks.append(Fact(Kind.NUMPY_WEIGHTS))
+    return Checkpoint(
+        path=name,
+        format=IN_MEMORY,
+        entries=entries,
+        metadata=None if metadata is None else {str(module): dict(versions) for module, versions in metadata.items()},
+        root=entries,
+        devices=(),
+        candidates=(Candidate.of((), specs),),
+        remarks=tuple(remarks),
+        reader=LazyTensors(),
+    )

@@ -39,7 +39,7 @@ from ckptfix.core.edits import Tie
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.reading.lazy_tensors import contiguous_blocks
+from ckptfix.reading.tensors import contiguous_blocks
 from ckptfix.rules.rule import Context, Rule, rule
 
 

@@ -116,7 +116,7 @@ class Replacements(Struct, frozen=True, dict=True):
         initial = target.initial() if target is not None and target.initial else {}
         if key not in initial:
             return None
-        from ckptfix.reading.live import spec_of_tensor
+        from ckptfix.reading.tensors import spec_of_tensor
 
         return spec_of_tensor(initial[key].detach())
 

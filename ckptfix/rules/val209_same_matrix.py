@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.reading.lazy_tensors import contiguous_blocks
+from ckptfix.reading.tensors import contiguous_blocks
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix

@@ -155,7 +155,7 @@ class _Pair:
     def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give the source model the values of the file, by safe repairs or as transformers itself loads it."""
         from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
-        from ckptfix.reading.memory import open_state_dict
+        from ckptfix.reading.tensors import open_state_dict
 
         source, settings = self.source, Settings(select=FOR_LOADING, values=False)
         self.stored = open_state_dict(values)

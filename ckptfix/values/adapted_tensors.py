@@ -20,8 +20,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
-from ckptfix.reading.live import bytes_of, one_thread
-from ckptfix.reading.tensors import row_major_bytes, torch_dtype
+from ckptfix.reading.tensors import bytes_of, one_thread, row_major_bytes, torch_dtype
 
 if TYPE_CHECKING:
     Tensor = torch.Tensor

@@ -11,8 +11,7 @@ from ckptfix.core.edits import Dequantise
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import WriteError
-from ckptfix.reading.live import bytes_of
-from ckptfix.reading.tensors import row_major_bytes, torch_dtype
+from ckptfix.reading.tensors import bytes_of, row_major_bytes, torch_dtype
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.tally import magnitudes
 

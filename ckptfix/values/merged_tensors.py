@@ -20,7 +20,7 @@ from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.reading.folders.chunks import RowMajorBytes
-from ckptfix.reading.lazy_tensors import is_range
+from ckptfix.reading.tensors import is_range
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
 
@@ -107,7 +107,7 @@ class MergedBytes:
                 yield from side_by_side(piece, range(next(ends), next(ends) + 1))
 
     def _by_torch(self, first: int, last: int) -> memoryview:
-        from ckptfix.reading.live import bytes_of
+        from ckptfix.reading.tensors import bytes_of
 
         return bytes_of(self.merged(first, last).contiguous().flatten().view(torch.uint8))
 
@@ -158,7 +158,7 @@ class MergedBytes:
 
 
 def _one_thread() -> AbstractContextManager[None]:
-    from ckptfix.reading.live import one_thread
+    from ckptfix.reading.tensors import one_thread
 
     return one_thread()
 

@@ -19,8 +19,8 @@ from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import Storage, TensorSpec, ties
 from ckptfix.errors import HostileError, Opt, WriteError
-from ckptfix.reading.lazy_tensors import contiguous_blocks, is_range
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
+from ckptfix.reading.tensors import contiguous_blocks, is_range
 from ckptfix.writing.plain import plain_root
 
 ALIGNMENT = 8

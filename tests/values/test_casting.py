@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.errors import WriteError
-from ckptfix.reading.live import spec_of_tensor
-from ckptfix.reading.tensors import build_tensor
+from ckptfix.reading.tensors import build_tensor, spec_of_tensor
 from ckptfix.values.casting import NON_FINITE, SUBNORMAL, can_be_zeroed, cast_spec, is_cast_of, zeroed_spec
 from tests.checks import bytes_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.settings import CAST_DTYPES
-from ckptfix.reading.live import spec_of_tensor
+from ckptfix.reading.tensors import spec_of_tensor
 from ckptfix.values.decode import encoding, narrowing_to
 from ckptfix.values.statistics import tensor_statistics
 

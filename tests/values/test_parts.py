@@ -21,7 +21,7 @@ from ckptfix.bytes.sources import located
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.live import spec_of_tensor
+from ckptfix.reading.tensors import spec_of_tensor
 from ckptfix.values import scan
 from ckptfix.values.scan import PART, channels_with, parts_of
 from ckptfix.values.statistics import Statistics, tensor_statistics

@@ -231,7 +231,7 @@ def is_same(one: Any, other: Any, path: str) -> bool:
         return bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    from ckptfix.reading.lazy_tensors import contiguous_blocks
+    from ckptfix.reading.tensors import contiguous_blocks
 
     return all(
         first == second

@@ -15,9 +15,9 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_of_training, is_optimizer, is_random_state, why_weightless
-from ckptfix.reading.lazy_tensors import LazyTensors
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
+from ckptfix.reading.tensors import LazyTensors
 from ckptfix.reading.weights.document import Document, split_entries, without_torn
 from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict

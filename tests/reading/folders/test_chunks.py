@@ -13,7 +13,7 @@ from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling
-from ckptfix.reading.live import spec_of_tensor
+from ckptfix.reading.tensors import spec_of_tensor
 
 
 @st.composite
