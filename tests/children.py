@@ -1,10 +1,11 @@
-"""The processes of forward tests as copies of one that has imported torch, which takes most of their time.
+"""The processes of forward tests and migrations as copies of one that has imported torch: most of their time.
 
 Tests with the fixture ``real_child`` start them as users do. Run as a program, this module is what
 is copied."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,16 +33,23 @@ def _original() -> socket.socket:
 
 
 class Copy:
-    """What ``subprocess.Popen`` is for the parent of a forward test."""
+    """What ``subprocess.Popen`` is for the parent of a forward test, and for the driver of a migration."""
 
-    def __init__(self, _words: list[str], *, cwd: Path, env: dict[str, str], **_: Any) -> None:
-        (stdin, written), (read, stdout), (told, status) = os.pipe(), os.pipe(), os.pipe()
-        with _ONE_AT_A_TIME:
-            order = json.dumps({"cwd": str(cwd), "env": env}).encode()
-            socket.send_fds(_original(), [order], [stdin, stdout, status])
-            for end in (stdin, stdout, status):
-                os.close(end)
+    def __init__(
+        self, words: list[str], *, stdin: int, stdout: Any, env: dict[str, str], cwd: Path | None = None,
+        pass_fds: Sequence[int] = (), **_: Any,
+    ) -> None:  # fmt: skip
+        told, status = os.pipe()
+        if stdin == subprocess.PIPE:
+            (taken, written), (read, given) = os.pipe(), os.pipe()
             self.stdin, self.stdout = os.fdopen(written, "wb"), os.fdopen(read, "rb")
+        else:
+            taken, given = os.open(os.devnull, os.O_RDONLY), os.dup(stdout.fileno())
+        order = {"words": words[2:], "cwd": str(cwd or Path.cwd()), "env": env, "numbers": list(pass_fds)}
+        with _ONE_AT_A_TIME:
+            socket.send_fds(_original(), [json.dumps(order).encode()], [taken, given, status, *pass_fds])
+            for end in (taken, given, status):
+                os.close(end)
             self._told = os.fdopen(told, "rb")
             self.pid = int(self._told.readline())
         self.returncode: int | None = None
@@ -58,13 +67,15 @@ class Copy:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
-# For `ckptfix.smoke.launch`, in the place of the module of this name.
-SUBPROCESS = SimpleNamespace(
-    Popen=Copy, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
-)
+# For `ckptfix.smoke.launch` and `ckptfix.zoo.engine`, in the place of the module of this name.
+SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": Copy})
 
 
 def serve(channel: socket.socket) -> None:
@@ -72,11 +83,12 @@ def serve(channel: socket.socket) -> None:
     import torch  # noqa: F401  what all this is for
 
     from ckptfix.smoke import child, equivalence, exam  # noqa: F401
+    from ckptfix.zoo import engine, performing  # noqa: F401
 
     own = [entry for entry in sys.path[1:] if entry not in os.environ["PYTHONPATH"].split(os.pathsep)]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the minders are not waited for
     while True:
-        order, ends, _, _ = socket.recv_fds(channel, 1 << 20, 3)
+        order, ends, _, _ = socket.recv_fds(channel, 1 << 20, 8)
         if not order:
             return
         if os.fork() == 0:
@@ -86,37 +98,38 @@ def serve(channel: socket.socket) -> None:
             os.close(end)
 
 
-def _mind(order: dict[str, Any], own: list[str], stdin: int, stdout: int, status: int) -> None:
+def _mind(order: dict[str, Any], own: list[str], stdin: int, stdout: int, status: int, *more: int) -> None:
     """Tell the number of the copy, and how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     copy = os.fork()
     if copy == 0:
         os.close(status)
-        _become(order, own, stdin, stdout)
-    os.close(stdin)
-    os.close(stdout)
+        _become(order, own, stdin, stdout, *more)
+    for end in (stdin, stdout, *more):
+        os.close(end)
     os.write(status, b"%d\n" % copy)
     os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]))
     os._exit(0)
 
 
-def _become(order: dict[str, Any], own: list[str], stdin: int, stdout: int) -> None:
-    """Do what ``python -m ckptfix.smoke.child`` does."""
-    from ckptfix.smoke import child
-
+def _become(order: dict[str, Any], own: list[str], stdin: int, stdout: int, *more: int) -> None:
+    """Do what ``python -m`` does with a module that has a ``main``."""
     os.setsid()
     for number, end in enumerate((stdin, stdout, stdout)):
         os.dup2(end, number)
+    numbers = dict(zip(map(str, order["numbers"]), map(str, more), strict=True))
+    sys.argv[:] = [numbers.get(word, word) for word in order["words"]]
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     sys.path[:] = [order["cwd"], *order["env"]["PYTHONPATH"].split(os.pathsep), *own]
     sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8", buffering=1)
     sys.stderr = sys.stdout
-    vars(child)["die_with"] = lambda parent: None  # its parent is the minder
+    program = sys.modules[sys.argv[0]]
+    vars(program)["die_with"] = lambda parent: None  # its parent is the minder
     code = 0
     try:
-        child.main()
+        program.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:  # noqa: BLE001  Python would print it too

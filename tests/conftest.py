@@ -68,17 +68,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _copied_children(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forward tests run in copies of a process that has imported torch, unless a test asks for a ``real_child``."""
+    """Let processes with torch be copies of one that has imported it, unless a test asks for a ``real_child``."""
     # A patch of its own: with the fixture of that name, every test's patches would be undone after its other fixtures.
     with pytest.MonkeyPatch.context() as patch:
         if "real_child" not in request.fixturenames:
             patch.setattr("ckptfix.smoke.launch.subprocess", children.SUBPROCESS)
+            patch.setattr("ckptfix.zoo.engine.subprocess", children.SUBPROCESS)
         yield
 
 
 @pytest.fixture
 def real_child() -> None:
-    """Start the process of a forward test as users do."""
+    """Start the processes of forward tests and migrations as users do."""
 
 
 @pytest.fixture(scope="session")

@@ -170,33 +170,47 @@ def test_a_training_stops_when_it_was_asked_to(train, tmp_path):
 TOGETHER = """
 import os, sys
 from pathlib import Path
+
+import accelerate, transformers.trainer  # once for both
+from torch.distributed import TCPStore
+
 from tests.callbacks.test_trainers import Net, checking, with_transformers
 
-os.setpriority = lambda *_: None
-callback = checking(with_transformers, stop=True)
-check = callback.watch.check
+
+def train(rank):
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    os.setpriority = lambda *_: None
+    callback = checking(with_transformers, stop=True)
+    check = callback.watch.check
+
+    def check_and_wait(path):
+        check(path)
+        callback.watch.wait()
+
+    callback.watch.check = check_and_wait
+    step = with_transformers(Path(sys.argv[1]), Net("nan", at=5), callback, steps=60)
+    Path(sys.argv[1], f"stopped-{rank}").write_text(str(step))
 
 
-def check_and_wait(path):
-    check(path)
-    callback.watch.wait()
-
-
-callback.watch.check = check_and_wait
-step = with_transformers(Path(sys.argv[1]), Net("nan", at=5), callback, steps=60)
-Path(sys.argv[1], f"stopped-{os.environ['RANK']}").write_text(str(step))
+# As torch.distributed.run does, which imports torch once for itself and once for each process.
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"})
+os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+if other := os.fork():
+    train(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+train(1)
+os._exit(0)  # the threads of the store are not those of this process
 """
 
 
 @pytest.mark.slow
 def test_two_processes_stop_together(tmp_path):
     """Only the first process checks; the other one would wait for it forever if it did not stop as well."""
-    (tmp_path / "together.py").write_text(TOGETHER)
-    words = "-m torch.distributed.run --nproc-per-node 2 --master-port 0 --standalone".split()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, *words, tmp_path / "together.py", tmp_path],
-        env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=240,
+        [sys.executable, "-c", TOGETHER, tmp_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True, encoding="utf-8", timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert {int((tmp_path / f"stopped-{rank}").read_text()) for rank in (0, 1)} == {40}  # found at 20, agreed on at 40

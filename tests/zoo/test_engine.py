@@ -99,7 +99,7 @@ def test_what_never_ends_is_ended(tmp_path):
     assert done["f0.pth"].record.outcome is Outcome.FINE
 
 
-def test_a_job_larger_than_the_budget_goes_through(tmp_path):
+def test_a_job_larger_than_the_budget_goes_through(tmp_path, real_child):
     done = run(tmp_path, jobs_for(tmp_path, 3), budget=Budget(1))
     assert {each.record.outcome for each in done.values()} == {Outcome.FINE}
 
@@ -135,7 +135,7 @@ class Leaving:
         return exec, ("import os; os.write(2, b'cannot go on\\n'); os._exit(3)",)
 
 
-def test_a_worker_without_jobs_ends_when_its_pipe_does(tmp_path):
+def test_a_worker_without_jobs_ends_when_its_pipe_does(tmp_path, real_child):
     worker = Worker(tmp_path, 1)
     worker.end()
     assert worker.process.returncode == 0
@@ -168,7 +168,7 @@ def test_the_last_words_of_one_that_leaves_are_told(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process was started with")
-def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch):
+def test_its_temporary_files_go_with_the_scratch_folder(tmp_path, monkeypatch, real_child):
     monkeypatch.chdir(tmp_path)
     Path("scratch").mkdir()
     worker = Worker(Path("scratch"), 1)
@@ -187,7 +187,7 @@ def test_noop_a_job_within_the_budget_is_left_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory a process has")
-def test_a_job_that_takes_more_than_the_budget_is_ended(tmp_path):
+def test_a_job_that_takes_more_than_the_budget_is_ended(tmp_path, real_child):
     model = {"model": "tests.zoo.factories:greedy", "smoke": False}
     jobs = jobs_for(tmp_path, 3, f1=model)
     most = cost_of(jobs[0].item.size, True, False).memory
@@ -208,7 +208,7 @@ def test_noop_models_that_are_there_are_left_alone():
     check_models({"tests.zoo.factories:linear": "[[files]] 1 (a)"})
 
 
-def test_models_that_name_nothing_are_one_error():
+def test_models_that_name_nothing_are_one_error(real_child):
     places = {"tests.zoo.factories:linera": "[[files]] 1 (a)", "tests.zoo.factories:linear": "[[files]] 2 (b)"}
     with pytest.raises(UsageError) as caught:
         check_models({**places, "no_such_module_here:f": "[[files]] 3 (c)"})
