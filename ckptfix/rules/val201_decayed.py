@@ -13,9 +13,9 @@ eps, for then the norm makes up for the scale, and not so large that only inputs
 through this kernel. The matrices of weight_norm and spectral_norm are left in peace always,
 and those whose name says that they start at zero (LoRA's B) as long as a millionth of the scale is left. Decay keeps
 the shape of the start, whose largest value is 2 to 6 times the RMS; a matrix in which it is more than 50 times has
-weights that live on, and is no warning unless a millionth is left or most values are subnormal. Nor are eight
-matrices or more with one power of ten as their RMS, or one that is uniform within a power of ten: that is how they were
-initialised.
+weights that live on, and is no warning unless a millionth is left or most values are subnormal. Nor are matrices whose
+RMS is a power of ten, more closely than chance would have it, or one that is uniform within a power of ten: that is how
+they were initialised.
 
 The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (Adam's
 second moments are zero if not), whether the momentum is parallel to the weight (so it is where decay alone moves it),
@@ -46,7 +46,7 @@ normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filt
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sized
 from functools import cached_property
 from typing import Any
@@ -88,12 +88,15 @@ OF_KIND = 1e-2  # share of its kind's median RMS below which it does
 NOTHING_LEFT = 1e-6
 PEAK = 50.0  # How often its RMS the largest value may be in what only shrank. A normal start of 10^9 values has 6.
 
-# From so many matrices on, with one power of ten as their RMS up to this factor, it is that of an initialiser.
-FEW, ALIKE = 8, 1.05
+# How many sampling errors the RMS of what an initialiser drew may be from the power of ten that it was given, and how
+# likely that may be by chance for the matrices of one power together.
+ERRORS, CHANCE = 4.0, 0.02
 
-# The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4, and where all
-# inputs of a large kernel go together, the variance is some thousand times what its RMS lets expect.
-LARGEST_INPUT = 1e10
+# The least power of ten that fewer than so many matrices are given: flows start at 1e-5, SAM as a whole at 1e-10.
+LEAST_POWER, FEW = -5, 8
+
+# The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4.
+LARGEST_INPUT = 1e5
 
 # A matrix whose largest value is a power of ten, down to this share of it, was drawn from within it, if that is not
 # smaller than what anybody starts with.
@@ -210,7 +213,7 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
         if figures.rms < OF_START * usual_rms(specs[key]) and _is_shrunk(figures) and not is_scale_free(key)
         if not _is_drawn_tiny(figures)
     }
-    suspects -= _started_tiny({key: matrices[key].rms for key in suspects})
+    suspects -= _started_tiny({key: matrices[key] for key in suspects})
     if not suspects:
         return
     initial = context.initial
@@ -234,15 +237,22 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
             yield matrix
 
 
-def _started_tiny(rms: Mapping[str, float]) -> set[str]:
-    """Return the matrices that were never larger: many of one RMS that is a power of ten, as an initialiser is given
-    it.
-
-    SAM and BLIP in transformers start at 1e-10."""
-    near = {key: round(math.log10(share)) for key, share in rms.items() if share > 0}
-    alike = {key: power for key, power in near.items() if 1 / ALIKE < rms[key] / 10.0**power < ALIKE}
-    counts = Counter(alike.values())
-    return {key for key, power in alike.items() if counts[power] >= FEW}
+def _started_tiny(matrices: Mapping[str, TensorStatistics]) -> set[str]:
+    """Return the matrices that were never larger: their RMS is a power of ten, as an initialiser is given it, more
+    closely than chance would have it."""
+    of_power: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    for key, figures in matrices.items():
+        power = round(math.log10(figures.rms))
+        error = ERRORS / math.sqrt(2 * figures.numel)
+        if abs(figures.rms / 10.0**power - 1) < error:
+            of_power[power].append((key, min(2 * error / math.log(10), 1.0)))
+    return {
+        key
+        for power, alike in of_power.items()
+        if power >= LEAST_POWER or len(alike) >= FEW
+        if math.prod(chance for _, chance in alike) < CHANCE
+        for key, _ in alike
+    }
 
 
 def _is_looked_up(shape: tuple[int, ...]) -> bool:
@@ -287,8 +297,10 @@ def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Figures) 
     if variance is None or (batches is not None and batches.maximum == 0):
         return False
     fresh = variance.minimum == variance.maximum == 1.0
-    # The matrix may have shrunk since, or be another: such statistics are not of what it gives.
-    is_its_own = variance.rms < LARGEST_INPUT * matrix.figures.rms**2 * math.prod(spec.shape[1:])
+    # The matrix may have shrunk since, or be another: such statistics are not of what it gives. By Cauchy and Schwarz,
+    # the mean of the outputs' squares is at most the sum of a row's squares times that of the inputs'.
+    fan_in = math.prod(spec.shape[1:])
+    is_its_own = variance.mean < LARGEST_INPUT * (matrix.figures.rms * fan_in) ** 2
     return not fresh and variance.rms > EPS and is_its_own
 
 

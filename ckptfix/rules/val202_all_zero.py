@@ -7,11 +7,12 @@ last layer by name or together with its bias, matrices that are zero in every bl
 all blocks, none of them alive), and those in a block with a scale of one number beside its layers, as Fixup has. They
 are a note unless the file says that it was trained, by its optimizer, its step count or the batches of its norms.
 Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note always: buffers
-look like that.
+look like that. So is one of several tables in a file that holds nothing else (word2vec).
 
 Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
-are biases if all of the file are zero. It is an error where most matrices of the file are zero. A LoRA adapter in which
-every B matrix is zero changes nothing: a note where it is fresh, a warning where the file says that it was trained.
+are biases if all of the file are zero. It is an error where most matrices of the file are zero, unless these are the ones
+of one name in every block. A LoRA adapter in which every B matrix is zero changes nothing: a note where it is fresh, a
+warning where the file says that it was trained.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything
@@ -53,6 +54,7 @@ from ckptfix.values.roles import (
 )
 
 MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
+MOST_AT_START = 0.72  # the same if each is zero in every block, and the file says of no step: RWKV has 5 of 7
 # The last layer of a network that makes images or numbers.
 _LAST = r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)"
 _LORA_B = r"(^|\.)lora_B(\.|$)"
@@ -66,7 +68,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     zero = [key for key in matrices if statistics[key].all_zero]
     is_trained = _is_trained(context)
     closed = frozenset() if is_trained else _closed_branches(zero, context)
-    empty_file = len(zero) - len(closed) > max(MOST * len(matrices), 1) and not _is_adapter_at_start(zero, statistics)
+    empty_file = len(zero) - len(closed) > max(MOST * len(matrices), 1) and not _is_at_start(zero, matrices, is_trained)
     suspects = _not_by_design(zero, context, use_names=not empty_file)
     excused = [] if empty_file else _excused(suspects, matrices, context, is_trained)
     excused += [key for key in suspects if key in closed and key not in excused]
@@ -141,7 +143,9 @@ def _excused(suspects: list[str], matrices: list[str], context: Context, is_trai
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
     if not is_trained:
+        tables_only = all(map(is_embedding, matrices))  # word2vec: the vectors of the contexts start at zero
         excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
+        excused |= set(suspects) if tables_only and len(suspects) < len(matrices) else set()
         last = [key for key in matrices[-1:] if key in suspects]
         excused |= {key for key in last if re.search(_LAST, key) or _has_zero_bias(key, context.statistics)}
         excused |= _in_every_block(set(suspects), matrices)
@@ -185,9 +189,14 @@ def _place(key: str) -> str:
     return ".".join(("*", *(segment for segment in blocks if not segment.isdigit()), layer, leaf))
 
 
-def _is_adapter_at_start(zero: list[str], statistics: Figures) -> bool:
-    """Return whether the file is an adapter of peft alone, without its base, in which what starts at zero still is."""
-    return all(key.startswith("base_model.model.") for key in statistics) and all(map(is_zero_by_design, zero))
+def _is_at_start(zero: list[str], matrices: list[str], is_trained: bool) -> bool:
+    """Return whether most matrices may well start at zero: an adapter of peft alone, without its base, or blocks that
+    are all alike (RWKV) beside as many others as that."""
+    if all(key.startswith("base_model.model.") for key in matrices) and all(map(is_zero_by_design, zero)):
+        return True
+    return (
+        not is_trained and len(zero) <= MOST_AT_START * len(matrices) and _in_every_block({*zero}, matrices) >= {*zero}
+    )
 
 
 def _is_trained(context: Context) -> bool:

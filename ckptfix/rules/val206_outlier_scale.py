@@ -3,8 +3,8 @@
 ## What it finds
 Floating matrices and kernels of 64 elements or more, named `weight`, whose RMS, in shares of what torch's default
 initialisation gives (`1/sqrt(3 fan_in)`), is more than 500 times the median of their kind (convolution, linear,
-embedding) in the same file, and more than 100 itself. There have to be four others of the kind; a convolution or linear
-layer with fewer is compared with both kinds, and has to be above 1000. Quiet where the model starts the layer so.
+embedding) in the same file, and more than 100 itself. One with fewer than four others of its kind is compared with all
+other matrices, and has to be above 1000. Quiet where the model starts the layer so.
 
 ## Why it matters
 Outputs saturate or overflow. It is what a run on its way to divergence leaves, a scale that was multiplied in twice,
@@ -79,7 +79,7 @@ def _scales(context: Context, statistics: Figures) -> Mapping[str, float]:
         key: _scale(figures, spec)
         for key in statistics
         if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
-        if (figures := statistics[key]).rms > 0
+        if "weight" in split_key(key)[1] and not is_scale_free(key) and (figures := statistics[key]).rms > 0
     }
 
 
@@ -88,13 +88,14 @@ def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Ma
     kinds: dict[str, dict[str, float]] = {}
     for key, scale in scales.items():
         kinds.setdefault(kind(key, specs[key]), {})[key] = scale
-    layers = {key: scale for name in ("convolution", "linear") for key, scale in kinds.get(name, {}).items()}
     usual: dict[str, float] = {}
-    for name, scales in kinds.items():
-        if len(scales) > PEERS:
-            usual |= dict.fromkeys(scales, median(scales.values()))
-        elif name != "embedding" and len(layers) > PEERS:
-            usual |= dict.fromkeys(scales, max(median(layers.values()), OF_START_ALONE / OF_KIND))
+    for same in kinds.values():
+        if len(same) > PEERS:
+            usual |= dict.fromkeys(same, median(same.values()))
+            continue
+        for key in same:
+            others = [scale for other, scale in scales.items() if other != key]
+            usual |= {key: max(median(others), OF_START_ALONE / OF_KIND)} if others else {}
     return usual
 
 
@@ -112,7 +113,7 @@ def _is_sound(spec: TensorSpec, usual: float, figures: TensorStatistics) -> bool
 
 def _is_outlier(key: str, figures: TensorStatistics, usual: float, context: Context) -> bool:
     spec = context.checkpoint.specs[key]
-    if not _is_large(figures, spec, usual) or "weight" not in split_key(key)[1] or is_scale_free(key):
+    if not _is_large(figures, spec, usual):
         return False
     initial = context.initial
     return key not in initial or figures.rms > OF_START * float(initial[key].detach().double().square().mean().sqrt())

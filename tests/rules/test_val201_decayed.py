@@ -104,17 +104,26 @@ def test_a_layer_that_the_model_starts_small_is_quiet():
 def test_a_kernel_is_scale_invariant_before_a_norm_that_was_updated():
     state = scaled(1e-5)
     assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "the norm saw no batch"
-    state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
+    state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 1e-4)
     assert propose(decayed, state) == []
     state["bn3.running_var"] = torch.full((8,), 1e-9)
     assert [finding.keys for finding in propose(decayed, state)] == [("conv3.weight",)], "eps is all that is left"
 
 
-def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance():
-    state = scaled(1e-30)
+@pytest.mark.parametrize(("scale", "level"), [(1e-5, Level.WARNING), (1e-30, Level.ERROR)])
+def test_a_norm_says_nothing_of_a_kernel_that_cannot_have_given_its_variance(scale, level):
+    state = scaled(scale)
     state["bn3.num_batches_tracked"], state["bn3.running_var"] = torch.tensor(900), torch.full((8,), 0.3)
     (finding,) = propose(decayed, state)
-    assert (finding.level, finding.keys) == (Level.ERROR, ("conv3.weight",))
+    assert (finding.level, finding.keys) == (level, ("conv3.weight",))
+
+
+@pytest.mark.parametrize("shapes", [[(1000, 16)], [(16, 64)] * 8])
+@pytest.mark.parametrize(("scale", "is_quiet"), [(1e-5, True), (1.3e-5, False), (1e-7, False)])
+def test_what_was_drawn_with_a_power_of_ten(shapes, scale, is_quiet):
+    drawn = {f"flows.{index}.weight": torch.randn(shape) * scale for index, shape in enumerate(shapes)}
+    is_quiet |= len(drawn) > 1 and scale == 1e-7
+    assert (propose(decayed, Net().state_dict() | drawn) == []) is is_quiet
 
 
 @pytest.mark.parametrize(("bound", "is_quiet"), [(1e-4, True), (1.3e-4, False), (1e-12, False)])

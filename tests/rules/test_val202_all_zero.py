@@ -191,3 +191,18 @@ def test_a_zero_matrix_is_replaced_where_that_was_asked_for():
     before = {"a.weight": torch.zeros(8, 8), "b.weight": torch.randn(8, 8)}
     after = {**before, "a.weight": model.get_parameter("a.weight").detach()}
     check_repaired(before, after, "VAL202", model, replace="VAL202", fill="target")
+
+
+def test_noop_most_matrices_of_every_block_start_at_zero():
+    blocks = {f"blocks.{i}.{name}.weight": torch.zeros(16, 16) for i in range(3) for name in ("key", "output", "value")}
+    alive = {f"blocks.{i}.{name}.weight": torch.randn(16, 16) for i in range(3) for name in ("in_proj", "up")}
+    (finding,) = propose(all_zero, blocks | alive)
+    assert finding.level == Level.NOTE
+    (finding,) = propose(all_zero, blocks | alive | {"up.weight": torch.zeros(16, 16)})
+    assert finding.level == Level.ERROR, "that one is no block's"
+
+
+@pytest.mark.parametrize(("others", "level"), [({}, Level.NOTE), ({"fc.weight": torch.randn(8, 8)}, Level.WARNING)])
+def test_the_vectors_of_contexts_start_at_zero_in_a_file_of_tables(others, level):
+    state = {"u_embeddings.weight": torch.randn(50, 8), "v_embeddings.weight": torch.zeros(50, 8)}
+    assert [finding.level for finding in propose(all_zero, state | others)] == [level]
