@@ -182,6 +182,8 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
     if optimizer.is_joint and change.touches:
         return []
+    if change.aliases and len(optimizer.ids) == len(change.result()):
+        change = replace(change, is_tied=True)
     found: dict[Hashable, Followed] = {}
     certain = named_by_itself(optimizer, change.before)
     for naming in certain:

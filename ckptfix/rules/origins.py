@@ -99,6 +99,8 @@ class Change(Struct, frozen=True, dict=True):
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
     is_wide: bool = False
     """Whether what is only named like a buffer (``masked_spec_embed``) counts as a parameter."""
+    is_tied: bool = False
+    """Whether copies of what the model has tied (``.cpu()`` of each tensor makes them) count as one parameter."""
 
     @classmethod
     def of(cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None) -> Change:
@@ -122,7 +124,12 @@ class Change(Struct, frozen=True, dict=True):
         """Return the parameters before the edits, tied ones once."""
         kinds = self.kinds
         wide = self.is_wide
-        found = {key: spec for key, spec in self.before.items() if kinds.get(key, may_learn(key, spec, None, wide))}
+        left_out = self.aliases if self.is_tied else ()
+        found = {
+            key: spec
+            for key, spec in self.before.items()
+            if key not in left_out and kinds.get(key, may_learn(key, spec, None, wide))
+        }
         return _once(found, ())
 
     def result(self) -> dict[str, TensorSpec]:
@@ -181,6 +188,13 @@ class Change(Struct, frozen=True, dict=True):
             return [order] if len(order) == len(parameters) else []
         order, gone = _with_blocks(order, [key for key in parameters if key not in places])
         return _with_modules(order, gone)
+
+    @property
+    def aliases(self) -> set[str]:
+        """The tensors of the file that the model has under another name before, as tied to it."""
+        result = {source for key in self.result() for source in self.origins[key].sources}
+        tied = (key for group in (self.model.ties if self.model else ()) for key in group if key in self.origins)
+        return {source for key in tied for source in self.origins[key].sources} - result
 
     @property
     def frozen(self) -> Collection[str]:

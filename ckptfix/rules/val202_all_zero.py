@@ -10,9 +10,9 @@ Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `
 look like that. So is one of several tables in a file that holds nothing else (word2vec).
 
 Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
-are biases if all of the file are zero. It is an error where most matrices of the file are zero, unless these are the ones
-of one name in every block. A LoRA adapter in which every B matrix is zero changes nothing: a note where it is fresh, a
-warning where the file says that it was trained.
+are biases if all of the file are zero. It is an error where most matrices of the file are zero, unless they are those
+of a few names in every block. A LoRA adapter in which every B matrix is zero changes nothing: a note where it is fresh,
+a warning where the file says that it was trained.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything

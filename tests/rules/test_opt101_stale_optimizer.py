@@ -424,6 +424,19 @@ def test_a_tie_that_is_undone_leaves_the_state_with_the_first_name(tmp_path, tie
         )
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_noop_ties_that_were_saved_as_copies(tmp_path, prefix):
+    model = Same("abc")
+    model.get_submodule("c").weight = model.get_parameter("a.weight")
+    optimizer = saved(model, one_group, tmp_path / "run.pth")
+    state = {prefix + key: value.clone() for key, value in model.state_dict().items()}  # as `.cpu()` of each does
+    torch.save({"model": state, "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", model, output=tmp_path / "out.pth").report
+    assert (findings(report), report.exit_code) == ([], 0)
+    written = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    assert str(written) == str(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_names_of_a_submodule_are_no_certainty(tmp_path, is_dropped):
     model = Same("abc")
