@@ -121,7 +121,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
 
 
 # What configurations of transformers call the number of words; not that of types of tokens, speakers or hashes.
-_VOCABULARY = re.compile(r"(?!type_|num_|.*hash)(?:\w+_)?vocab_size")
+_VOCABULARY = re.compile(r"(?!num_|.*(?:type_|hash))(?:\w+_)?vocab_size")
 
 Size = TypeVar("Size", bound=tuple[int, ...])
 

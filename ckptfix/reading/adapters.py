@@ -18,6 +18,7 @@ from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.facts import Kind
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import strip_segments
 from ckptfix.errors import AdapterError, HostileError, Opt, UnreadableError
 from ckptfix.reading.opening import open_file
 
@@ -29,8 +30,9 @@ KRONECKER = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_
 
 # What a tensor of a layer is, by its name.
 _ROLES = {
-    **dict.fromkeys(("lora_A", "lora_down", "lora.down", "lora_linear_layer.down"), "A"),
-    **dict.fromkeys(("lora_B", "lora_up", "lora.up", "lora_linear_layer.up"), "B"),
+    **dict.fromkeys(("lora_A", "lora_down", "lora.down", "lora_linear_layer.down", "lora_a.weight"), "A"),
+    **dict.fromkeys(("lora_B", "lora_up", "lora.up", "lora_linear_layer.up", "lora_b.weight"), "B"),
+    **{"lora_a": "B", "lora_b": "A"},  # of mlx-lm, which has inputs first
     **{"lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"},
     **{"ia3_l": "scale", "token_adapter.trainable_tokens_delta": "tokens", "alpha": "alpha"},
     "lora_B.bias": "bias",
@@ -53,7 +55,9 @@ _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
 )
-_FOREIGN = re.compile(r"(?:^|[._])(hada_t\d|lokr_t2|oft_\w+|boft_\w+|vera_\w+|lora_mid|scalar)(?:\.|$)")
+_FOREIGN = re.compile(
+    r"(?:^|[._])(hada_t\d|lokr_t2|oft_\w+|boft_\w+|vera_\w+|lora_mid|scalar|adapter\.linear_in)(?:\.|$)"
+)
 _BASE = "base_model.model."
 
 # Patterns of layers that take no more than some thousand steps, whatever they are matched with.
@@ -133,6 +137,20 @@ class Adapter(Struct, frozen=True):
         return f"{self.path}={self.weight:g}" if self.weight != 1 else self.path
 
     @property
+    def is_mlx(self) -> bool:
+        """Whether the matrices have their inputs first, as those of mlx-lm."""
+        return any(key.endswith(".lora_a") for layer in self.layers for key in layer.keys.values())
+
+    @property
+    def base(self) -> str:
+        """The name of the base that it was trained on, as its configuration or a trainer's note in its header says."""
+        config = self.config or {}
+        named = (
+            config.get("base_model_name_or_path") or config.get("model") or _noted(self.checkpoint, "ss_sd_model_name")
+        )
+        return named if isinstance(named, str) else ""
+
+    @property
     def is_kohya(self) -> bool:
         """Whether the names have underscores for dots."""
         return any(layer.component.startswith("lora_") for layer in self.layers)
@@ -169,6 +187,9 @@ class Adapter(Struct, frozen=True):
         is_full = layer.is_kronecker and self.with_rank(layer) is None
         if is_full and not (config and "r" in config):
             return self.weight  # as LyCORIS takes it
+        if isinstance(given := (config or {}).get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
+            factor = _number("alpha", given["alpha"]) / self.rank(layer) if "alpha" in given else 1
+            return self.weight * _number("scale", given.get("scale")) * factor
         rank, own = self.rank(layer), "lora_alpha" if "lora_alpha" in (config or {}) else "alpha"
         if "alpha" in layer.keys:
             if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
@@ -229,7 +250,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             saved.update({key: key} if path else {})
             continue
         prefix = "" if component is None else component["dotted"] or component["kohya"]
-        module = match["module"][len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
+        module = strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         found.setdefault((prefix, module), {})[role] = key
         if "embedding" in match["role"]:
@@ -305,16 +326,19 @@ def _config(file: Path) -> Mapping[str, Any]:
     return parsed
 
 
+def _noted(checkpoint: Checkpoint, name: str) -> str:
+    """Return a text of the header of a safetensors file."""
+    notes = (remark for remark in checkpoint.remarks if remark.kind is Kind.NOTE and remark.place == name)
+    return next((str(remark.data["text"]) for remark in notes), "")
+
+
 def _noted_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the configuration that diffusers writes into the header of a safetensors file."""
-    for remark in checkpoint.remarks:
-        if remark.kind is Kind.NOTE and remark.place == "lora_adapter_metadata":
-            try:
-                parsed = json.loads(remark.data["text"])
-            except (ValueError, RecursionError):
-                return None
-            return parsed if isinstance(parsed, dict) else None
-    return None
+    """Return the configuration that diffusers writes into the header."""
+    try:
+        parsed = json.loads(_noted(checkpoint, "lora_adapter_metadata") or "null")
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:

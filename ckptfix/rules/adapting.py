@@ -240,6 +240,7 @@ def _heads(
         for key, (old, new) in rest.items()
         if len(old) == len(new) > 0 and old[1:] == new[1:] and not _NO_HEADS.search(key)
         if not re.search("Emb|Norm", (target.modules or {}).get(key.rpartition(".")[0], ""))
+        if not {*new[:1]} & target.vocabularies
     }
     named = [each.keys for each in given if each.name == HEAD and each.keys != "*"]
     heads |= {

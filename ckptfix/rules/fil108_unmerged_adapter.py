@@ -104,12 +104,11 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterato
         return  # layers of a model that has matrices of low rank itself
     targets = Counter(layer.module.rpartition(".")[2] for layer in adapter.layers if not adapter.is_kohya)
     names = first_names(list(targets))
-    trained_on = (adapter.config or {}).get("base_model_name_or_path")
     zero = _zero_ranks(adapter) if context.settings.values else {}
     yield rule.finding(
         Level.NOTE,
         f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
-        f"{f', trained on {trained_on}' * bool(trained_on)}, and no model"
+        f"{f', trained on {adapter.base}' * bool(adapter.base)}, and no model"
         f"{f'; {sum(zero.values())} of its ranks do nothing' * bool(zero)}",
         keys=tuple(zero),
         evidence={"zero ranks": zero} if zero else {},
@@ -178,20 +177,18 @@ def _merge(rule: Rule, context: Context) -> Finding:
 
 def _origin(adapter: Adapter, base: str) -> str:
     """Return the place of an adapter, and the base that it names if that may be another one."""
-    named = (adapter.config or {}).get("base_model_name_or_path")
-    is_other = isinstance(named, str) and bool(named) and Path(named).name.lower() not in base.lower()
-    return f" ({adapter.label}{f', trained on {named}' * is_other})" if adapter.path else ""
+    is_other = bool(adapter.base) and Path(adapter.base).name.lower() not in base.lower()
+    return f" ({adapter.label}{f', trained on {adapter.base}' * is_other})" if adapter.path else ""
 
 
 def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> str:
     """Return the name of the base on a hub, if the adapter was trained on one with another name."""
-    named = (adapter.config or {}).get("base_model_name_or_path")
     stored, cached = model_config(checkpoint).get("_name_or_path"), _CACHED.search(checkpoint.path)
     own = f"{cached[1]}/{cached[2]}" if cached else stored
-    if not all(isinstance(name, str) and _HUB.fullmatch(name) for name in (named, own)):
+    if not (isinstance(own, str) and _HUB.fullmatch(own) and _HUB.fullmatch(adapter.base)):
         return ""
-    one, other = (_QUANTISED.sub("", str(name).rpartition("/")[2].lower()) for name in (named, own))
-    return "" if one == other else str(own)
+    one, other = (_QUANTISED.sub("", name.rpartition("/")[2].lower()) for name in (adapter.base, own))
+    return "" if one == other else own
 
 
 # A name on a hub, and where a hub's cache has it.

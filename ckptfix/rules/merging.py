@@ -415,8 +415,7 @@ class _Names:
         path, base = self.adapter.path or self.checkpoint.path, self.checkpoint.path
         lacking = [layer.module for layer in self.layers if layer.module not in self.found]
         number = len(self.layers)
-        named = (self.adapter.config or {}).get("base_model_name_or_path")
-        named = named if isinstance(named, str) else ""
+        named = self.adapter.base
         own = f"; it was trained on {named}" if named else ""
         if self.adapter.path and any("base_layer" in key.split(".") for key in self.checkpoint.entries):
             config = Path(path) / CONFIG if Path(path).is_dir() else CONFIG
@@ -520,6 +519,8 @@ class _Orientation:
     def is_turned(self, layer: AdapterLayer, key: str) -> bool:
         """Return whether a square layer has its inputs first. Raises ``AdapterError`` if nothing says so."""
         leaf = _leaf(key)
+        if self.adapter.is_mlx:
+            return True
         if kind := self.classes.get(key.rpartition(".")[0]):
             return "Conv1D" in kind
         if len(seen := self.seen.get(leaf, set())) == 1:
@@ -606,7 +607,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
     elif fits := fits and len(one) == 2 and spec.shape in ((two[0], one[1]), (one[1], two[0])):
         is_turned = turned.is_turned(layer, key) if two[0] == one[1] else spec.shape != (two[0], one[1])
-        rounds = narrow or is_parameter
+        rounds = narrow or is_parameter or adapter.is_mlx
     if not fits:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "

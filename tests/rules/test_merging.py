@@ -535,3 +535,33 @@ def test_biases_of_a_module_that_was_replaced_are_left_out(tmp_path):
     assert any(".original_module." in key for key in load_file(adapter / "adapter_model.safetensors"))
     repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")
     assert_same(repaired, merged_by_peft([adapter]))
+
+
+@pytest.mark.parametrize(
+    ("key", "config", "is_turned"),
+    [
+        pytest.param("{}.lora_{}", {"lora_parameters": {"rank": 4, "scale": 2.0}}, True, id="mlx-lm"),
+        pytest.param("{}.lora_{}", {"lora_parameters": {"rank": 4, "alpha": 8, "scale": 1}}, True, id="mlx-lm, old"),
+        pytest.param("{}.lora_{}.weight", {"r": 4, "lora_alpha": 8}, False, id="torchtune"),
+        pytest.param(
+            "model._checkpoint_wrapped_module.{}.lora_{}.weight", {"r": 4, "lora_alpha": 8}, False, id="wrapped"
+        ),
+    ],
+)
+def test_matrices_of_other_trainers(key, config, is_turned, tmp_path):
+    base = {"q.weight": torch.randn(8, 8), "up.weight": torch.randn(12, 8)}
+    one, twos = torch.randn(4, 8), {"q": torch.randn(8, 4), "up": torch.randn(12, 4)}
+    tensors = {key.format(name, "a"): one.T.contiguous() if is_turned else one.clone() for name in twos}
+    tensors |= {key.format(name, "b"): two.T.contiguous() if is_turned else two for name, two in twos.items()}
+    save_file(tensors, tmp_path / "adapters.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path, select="FIL108")
+    for name, two in twos.items():
+        torch.testing.assert_close(repaired[f"{name}.weight"], base[f"{name}.weight"] + 2 * (two @ one))
+
+
+def test_a_trainer_notes_the_base_in_the_header(tmp_path):
+    tensors = {"lora_unet_q.lora_down.weight": torch.ones(2, 4), "lora_unet_q.lora_up.weight": torch.ones(6, 2)}
+    save_file(tensors, tmp_path / "style.safetensors", {"ss_sd_model_name": "dream_v8.safetensors"})
+    (finding,) = ckptfix.check(tmp_path / "style.safetensors", select="FIL108").findings
+    assert "trained on dream_v8.safetensors" in finding.message

@@ -48,10 +48,10 @@ COMMON = ("meta.pt", TORCH_DIST)
 # How names of checkpoints end; looked at only to say which file of a folder may be meant.
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
 
-# Names that transformers, diffusers, peft and accelerate give to the one file of weights in a folder.
+# Names that transformers, diffusers, peft, accelerate and mlx-lm give to the one file of weights in a folder.
 WEIGHTS = frozenset(
     "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
-    "adapter_model.safetensors adapter_model.bin".split()
+    "adapter_model.safetensors adapter_model.bin adapters.safetensors".split()
 )
 
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
