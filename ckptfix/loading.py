@@ -121,7 +121,7 @@ def _with_state(
     live = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if not all(all(group) for group in live):
         raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
-    change = replace(Change.of(before, after, repaired.plan, target), live=live)
+    change = replace(Change.of(before, after, repaired.plan, target, checked.rename_layers), live=live)
     place = path_name(after.container)
     own = (one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets)
     found = [(one, way) for one in own for way in ways(one, change)]
@@ -142,7 +142,7 @@ def _with_state(
             "tells its parameters apart; if that is right, load with ",
             Opt("unsafe_fixes", True),
         )
-    made = regrouped(after, saved, way.edits, saved.name)
+    made = regrouped(after, saved, way.edits(), saved.name)
     if any(isinstance(value, Opaque) for row in made["state"].values() for value in row.values()):
         raise TargetError(
             f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "

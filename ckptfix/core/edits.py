@@ -249,14 +249,16 @@ class Disarm(Edit, frozen=True, tag="disarm"):
     payload: str
 
 
-class Regroup(Edit, frozen=True, tag="regroup"):
+class Regroup(Edit, frozen=True, tag="regroup", omit_defaults=True):
     """Give the optimizer at ``where`` new groups of parameters; the ``Moments`` edits of the same step fill them.
 
-    ``like`` has for each group the number of the old group whose hyperparameters it has."""
+    ``like`` has for each group the number of the old group whose hyperparameters it has. ``order`` is that of the keys
+    in the model, which the state_dict gets with it, so that the positions are those of the file still."""
 
     keeps_values: ClassVar[bool] = True
     where: str
     like: Shape
+    order: tuple[str, ...] = ()
 
 
 class Moments(Edit, frozen=True, tag="moments", omit_defaults=True):

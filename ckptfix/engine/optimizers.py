@@ -51,7 +51,9 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
                     "another file"
                 )
             root = _with(root, optimizer.path, lambda before: None)
-    return replace(checkpoint, root=root, beside=beside)
+    ordered = (key for edit in edits if isinstance(edit, Regroup) for key in edit.order)
+    entries = {**{key: checkpoint.entries[key] for key in ordered if key in checkpoint.entries}, **checkpoint.entries}
+    return replace(checkpoint, root=root, beside=beside, entries=entries)
 
 
 # The lists of a scheduler with an item for each group, unlike milestones, phases, and the schedulers of a sequence.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from itertools import chain, product
 from math import nan
+from struct import unpack
 from typing import Any
 
 from msgspec import Struct
@@ -297,15 +298,22 @@ class Recipe(Struct, frozen=True):
 
     def agrees(self, labels: Sequence[Hashable], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the hyperparameters of groups do not contradict these labels."""
-        if self.rises is _decaying and len({str(_without_decay(group)) for group in groups}) > 1:
+        if self.rises is _decaying and len({tuple(_without_decay(group).items()) for group in groups}) > 1:
             return False
         ranks = list(map(self.rises, labels)) if self.rises is not None else []
         for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
             numbers = (next((group[name] for name in names if name in group), None) for group in groups)
-            known = [(rank[which], n) for rank, n in zip(ranks, numbers, strict=False) if isinstance(n, (int, float))]
+            pairs = zip(ranks, map(number_of, numbers), strict=False)
+            known = [(rank[which], number) for rank, number in pairs if isinstance(number, (int, float))]
             if any(low < high and more > less for (low, more), (high, less) in product(known, repeat=2)):
                 return False
         return True
+
+    def place_of(self, new: Layout | None, groups: Iterable[Hashable]) -> tuple[Hashable, ...]:
+        """Return in which of these groups each new parameter would be: a number, or the label of another one."""
+        places = {label: place for place, label in enumerate(groups)}
+        labels = [self.label(new, key) for key in new.shapes] if new is not None else []
+        return tuple(places.get(label, (label,)) for label in labels)
 
     @property
     def upside_down(self) -> Recipe:
@@ -313,8 +321,21 @@ class Recipe(Struct, frozen=True):
         return replace(self, name=f"{self.name}, its groups in reverse", is_reversed=True)
 
 
-def _without_decay(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "initial_lr", "betas", "momentum", "eps") if name in group}
+def _without_decay(group: Mapping[str, Any]) -> dict[str, Hashable]:
+    names = ("lr", "initial_lr", "betas", "momentum", "eps")
+    return {name: number_of(group[name]) for name in names if name in group}
+
+
+def number_of(value: object) -> Hashable:
+    """Return what tells two options or counts apart: the number in a 0-d tensor, or what is no tensor itself."""
+    if isinstance(value, TensorSpec):
+        if value.storage is None or value.numel != 1:
+            return id(value)
+        start, stop = value.extent
+        stored = bytes(value.storage.source.read(start, stop))
+        form = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(value.dtype)
+        return unpack(form, stored)[0] if form else (value.dtype, stored)
+    return value if isinstance(value, (int, float, str, type(None))) else repr(value)
 
 
 def _decaying(label: Any) -> tuple[float, float]:
@@ -396,8 +417,12 @@ _KINDS: Mapping[str, Callable[[Layout, str], int]] = {
 """What scripts of their own put into groups: parts of a model, and kinds of parameters in them, 0 what decays."""
 
 
-def own_groups(layout: Layout, sizes: Sequence[int]) -> Iterator[Recipe]:
-    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both."""
+def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both; those
+    that agree once, unless they would give the ``new`` parameters other groups.
+
+    The groups come in a natural order, or else in one of the script's own that the shapes of moments show."""
+    sizes = optimizer.sizes
     parts = dict(_PARTS)
     words = Counter(chain.from_iterable(map(_words, layout.shapes)))
     for word, count in words.items():
@@ -418,11 +443,34 @@ def own_groups(layout: Layout, sizes: Sequence[int]) -> Iterator[Recipe]:
         made: dict[Hashable, Recipe] = {}
         for sorting, is_reversed in product(sortings, (False, True)):
             each = replace(recipe, sorting=sorting, is_reversed=is_reversed)
-            groups = tuple((tuple(keys), _rising(label)[1]) for label, keys in each.groups(layout))
+            natural = each.groups(layout)
+            if (found := _arranged(natural, layout, optimizer)) is None:
+                continue
+            if found != natural:
+                each = replace(recipe, name=f"{recipe.name}, in an order of their own", order=tuple(dict(found)))
+            groups = tuple((tuple(keys), _rising(label)[1]) for label, keys in found), each.place_of(new, dict(found))
             if not (part and kind and groups in seen):
                 made.setdefault(groups, each)
         seen.update(made)
         yield from made.values()
+
+
+def _arranged(
+    groups: list[tuple[Hashable, list[str]]], layout: Layout, optimizer: Optimizer
+) -> list[tuple[Hashable, list[str]]] | None:
+    """Return the groups in the order of those of the optimizer, of several that fit the first one first."""
+    left, found = list(groups), []
+    for rows in ([optimizer.row(number) for number in group["params"]] for group in optimizer.groups):
+        fitting = (
+            one
+            for one in left
+            if len(one[1]) == len(rows) and all(map(fits, rows, (layout.shapes[key] for key in one[1])))
+        )
+        if (first := next(fitting, None)) is None:
+            return None
+        found.append(first)
+        left.remove(first)
+    return found
 
 
 def _is_in(word: str, key: str) -> bool:
@@ -502,8 +550,9 @@ def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> lis
     return [Naming(known, source, moments=moments) for known in fitting or found[:1]]
 
 
-def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
-    """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout."""
+def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> Iterator[Naming]:
+    """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout. Of recipes of
+    a script's own that agree, also on the groups of ``new`` parameters, there is one."""
     sizes = optimizer.sizes
     if sum(sizes) != len(layout.shapes):
         return
@@ -512,10 +561,10 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
     counts = Counter(layout.shapes.values())
     unique = sum(counts[shape] == 1 for shape in layout.shapes.values())
     is_mixed = len({frozenset(row) for row in rows if row}) > 1
-    known: list[list[str]] = []
+    known: list[Hashable] = []
     # A script may have made the groups from the top down, or others, which only moments show.
     is_shown = moments and len(sizes) > 1
-    own = own_groups(layout, sizes) if is_shown and max(sizes) > 1 else ()
+    own = own_groups(layout, optimizer, new) if is_shown and max(sizes) > 1 else ()
     for recipe in chain(RECIPES, own):
         if recipe.is_mixed and not is_mixed:
             continue
@@ -525,11 +574,12 @@ def namings(optimizer: Optimizer, layout: Layout) -> Iterator[Naming]:
             if tuple(map(len, groups)) != sizes or not each.agrees([label for label, _ in made], optimizer.groups):
                 continue
             order = list(chain.from_iterable(groups))
-            if recipe.is_own and order in known:
+            outcome = order, each.place_of(new, dict(made))
+            if recipe.is_own and outcome in known:
                 continue  # a trainer that is known does so
             if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
                 if not recipe.is_own:
-                    known.append(order)
+                    known.append(outcome)
                 yield Naming(dict(zip(optimizer.ids, order, strict=True)), each.name, each, moments, unique)
 
 

@@ -61,6 +61,8 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
     groups = counted(len(regroup.like), "group")
     where = "" if regroup.where == "optimizer" else f" in {regroup.where}"
     yield f"bring the optimizer{where} in step: {counted(len(moments), 'parameter')} in {groups}"
+    if regroup.order:
+        yield f"{_INDENT}put {len(regroup.order)} keys of the state_dict into the order of the model"
     parted = [edit.key for edit in moments if edit.parts]
     yield from _listed(f"{_INDENT}assemble the state of {{}} as the weights", parted, limit)
     shaped = [edit.key for edit in moments if edit.shape and edit.source is not None]

@@ -32,6 +32,7 @@ from ckptfix.maps.positions import (
     logical_shape,
     named_by_itself,
     namings,
+    number_of,
     own_groups,
     runs_of,
     stored_names,
@@ -97,9 +98,8 @@ class Followed(Struct, frozen=True):
                 return False
         return True
 
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """The edits that bring it in step."""
+    def edits(self, order: tuple[str, ...] = ()) -> tuple[Edit, ...]:
+        """Return the edits that bring it in step, and the keys of the state_dict into an order."""
         where = self.optimizer.name
         moments = (
             Moments(
@@ -113,7 +113,7 @@ class Followed(Struct, frozen=True):
             for number, group in enumerate(self.groups)
             for step in group
         )
-        return (Regroup(where, self.like), *moments)
+        return (Regroup(where, self.like, () if self.optimizer.is_keyed else order), *moments)
 
     @property
     def outcome(self) -> tuple[Any, ...]:
@@ -202,8 +202,9 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
         return list(found.values())
     wide = replace(change, is_wide=True)
     for read in (change, wide) if wide.parameters().keys() != change.parameters().keys() else (change,):
+        new = read.new
         for scope in scopes(read):
-            for naming in namings(optimizer, scope.layout):
+            for naming in namings(optimizer, scope.layout, new):
                 made = follow(optimizer, naming, read, scope)
                 if made is None:
                     return []
@@ -394,7 +395,7 @@ def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape])
             continue
         if any(isinstance(value, (Mapping, list, tuple)) or logical_shape(value) not in ((), (1,)) for value in values):
             return False
-        if len(set(map(_number, values))) > 1:
+        if len(set(map(number_of, values))) > 1:
             return False
     return True
 
@@ -404,16 +405,6 @@ def _is_of_elements(name: str, optimizer: Optimizer, ids: Mapping[str, Any], cha
     of a square matrix has it by chance."""
     known = ((optimizer.row(number).get(name), change.before[key].shape) for key, number in ids.items())
     return all(logical_shape(value) in (shape, (), (1,)) for value, shape in known)
-
-
-def _number(value: object) -> Hashable:
-    """Return what tells two counts apart: the bytes of a 0-d tensor, or the number itself."""
-    if isinstance(value, TensorSpec):
-        if value.storage is None:
-            return None
-        start, stop = value.extent
-        return value.dtype, bytes(value.storage.source.read(start, stop))
-    return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
 
 
 # Groups
@@ -434,7 +425,7 @@ def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list
         return [recipe for recipe in recipes if [keys for _, keys in recipe.groups(layout)] == want]
 
     known = fitting(chain.from_iterable((recipe, recipe.upside_down) for recipe in RECIPES))
-    return known or fitting(own_groups(layout, optimizer.sizes))
+    return known or fitting(own_groups(layout, optimizer))
 
 
 def _by_recipe(
@@ -461,9 +452,12 @@ def _by_recipe(
 
         recipe = replace(recipe, label=label_of)
     groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
-    kept = [old[label] for label, _ in groups if label in old]
-    if recipe.is_own and (kept != sorted(kept) or _has_emptied(old, dict(groups))):
-        return None  # a script may list its groups in the order of the model or in one of its own
+    if recipe.is_own:
+        groups = [(label, members) for label, members in groups if members]
+        kept = [old[label] for label, _ in groups if label in old]
+        is_placed = len(kept) == len(groups) or not recipe.order
+        if not is_placed or kept != sorted(kept) or _has_emptied(old, dict(groups)):
+            return None  # a script may list its groups in the order of the model or in one of its own
     of_number = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
     carried = ([one for one in change.origins[step.key].sources if one in ids] for step in steps)
     left = {of_number[str(ids[sources[0]])] for sources in carried if sources}
@@ -549,7 +543,8 @@ def _group_like(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names", "name")}
+    own = ("params", "param_names", "name")
+    return {name: number_of(value) for name, value in group.items() if name not in own}
 
 
 def _in_own_order(

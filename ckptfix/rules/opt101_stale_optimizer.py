@@ -22,12 +22,16 @@ the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they foll
 trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT,
 Muon for the matrices and Adam for the rest, as two optimizers or two groups), or a script of your own that groups them
 by parts of the model, by kinds of parameters, or by both: the sizes of all groups and the shapes of all moments confirm
-it, and parameters of equal shape rely on the order between them. If two recipes fit and lead to
-different states, nothing is touched. The same holds if no shape says whether groups were listed from the first layer or
+it. Where shapes are equal, this is what is assumed: one group is that of `model.parameters()`, in the order of the
+model; a list of your own in one group (the head first) that has the same shapes cannot be told from it. `parameters
+with a shape of their own` says how much the shapes confirm. If two recipes fit and lead to different states, nothing
+is touched. The same holds if no shape says whether groups were listed from the first layer or
 from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
 and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
 group, or its place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script
-knows both. A state of all parameters together (L-BFGS) follows no change of one of them. A check warns of an optimizer
+knows both, and so does an optimizer with names (`AdamW(model.named_parameters())`). With the positions, the state_dict
+takes on the order of the model. A few layers that were renamed by their shape only (KEY106), to names of nothing in
+common, start anew: `--rename OLD=NEW` or `--rename-layers` says that they are the same. A state of all parameters together (L-BFGS) follows no change of one of them. A check warns of an optimizer
 that cannot follow once keys are dropped or filled.
 `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
 keeps it as it is.
@@ -42,6 +46,7 @@ keeps it as it is.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -63,7 +68,7 @@ from ckptfix.core.finding import (
 )
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import Layout, Optimizer, named_by_itself, namings, optimizers_in
+from ckptfix.maps.positions import Layout, Optimizer, logical_shape, named_by_itself, namings, optimizers_in
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.following import Followed, is_named, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
@@ -89,7 +94,7 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     before, plan = context.before, context.plan
     if any(isinstance(edit, (Regroup, Moments)) for edit in plan.edits):
         before, plan = context.checkpoint, Plan()  # what is left to find is found in the result itself
-    change = Change.of(before, context.checkpoint, plan, context.target)
+    change = Change.of(before, context.checkpoint, plan, context.target, context.settings.rename_layers)
     if not plan.edits and change.target is None:
         return
     own = path_name(context.checkpoint.container)
@@ -177,7 +182,7 @@ def _out_of_step(
         return
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
     settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
-    is_odd = not found and bool(plan.edits) and not readings(optimizer, change)
+    is_odd = not found and bool(plan.edits) and not readings(optimizer, change) and not _may_be_of(optimizer, change)
     if is_odd and settled and len(optimizer.ids) == len(after.result()):
         yield rule.finding(
             Level.NOTE,
@@ -237,10 +242,17 @@ def _out_of_step(
         f"{optimizer.label} is out of step with the weights: {_what(way)}{how}",
         keys=(*way.anew, *way.added),
         evidence=_evidence(way),
-        fix=Fix(way.edits, Applicability.SAFE if is_certain else Applicability.UNSAFE),
+        fix=Fix(way.edits(change.new_order), Applicability.SAFE if is_certain else Applicability.UNSAFE),
         remedies=(IN_STEP, DROP, KEEP),
         is_accepted=context.settings.keep_optimizer,
     )
+
+
+def _may_be_of(optimizer: Optimizer, change: Change) -> bool:
+    """Return whether the file has a parameter for each row of the state, in whatever order they may be."""
+    shapes = Counter(spec.shape for spec in change.parameters().values())
+    largest = (max(map(logical_shape, optimizer.row(number).values()), key=len, default=()) for number in optimizer.ids)
+    return len(optimizer.ids) == shapes.total() and not Counter(filter(None, largest)) - shapes
 
 
 def _reason(optimizer: Optimizer, change: Change, found: list[Followed]) -> str:

@@ -20,6 +20,9 @@ from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
+from ckptfix.maps.names import concepts, kind, segments
+from ckptfix.maps.positions import Layout
+from ckptfix.rules.key106_renamed_layers import renamed_layers
 
 Shape = tuple[int, ...]
 
@@ -44,8 +47,9 @@ class Origin(NamedTuple):
 NEW = Origin(is_trained=False)
 
 
-def trace(plan: Plan, keys: Iterable[str]) -> dict[str, Origin]:
-    """Return the origin of each key after a plan; ``keys`` are those before it."""
+def trace(plan: Plan, keys: Iterable[str], is_asked: bool = True) -> dict[str, Origin]:
+    """Return the origin of each key after a plan; ``keys`` are those before it. Unless the user has asked for the map
+    of layers, a few that have got names of nothing in common may be others, and count as new."""
     origins = {key: Origin(key) for key in keys}
     dropped: dict[str, Origin] = {}
     for step in plan.steps:
@@ -66,8 +70,19 @@ def trace(plan: Plan, keys: Iterable[str]) -> dict[str, Origin]:
         for edit in step.edits:
             if isinstance(edit, Tie):
                 after[edit.key] = after.get(edit.to, NEW)
+        if step.rule == renamed_layers.code and not is_asked and 2 * len(step.edits) < len(origins):
+            for edit in step.edits:
+                name = edit.to if isinstance(edit, Rename) else edit.key if isinstance(edit, Assemble) else ""
+                if name and not any(_words(source) & _words(name) for source in after[name].sources):
+                    after[name] = NEW
         origins = after
     return origins
+
+
+def _words(key: str) -> set[str]:
+    """Return the concepts that a key names, without what it is of its module."""
+    path = segments(key)
+    return set(chain.from_iterable(map(concepts, path[: -1 if kind(path) else None])))
 
 
 def _is_negligible(edit: Edit) -> bool:
@@ -103,9 +118,11 @@ class Change(Struct, frozen=True, dict=True):
     """Whether copies of what the model has tied (``.cpu()`` of each tensor makes them) count as one parameter."""
 
     @classmethod
-    def of(cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None) -> Change:
-        """Return the change that a plan makes."""
-        origins = trace(plan, before.specs)
+    def of(
+        cls, before: Checkpoint, after: Checkpoint, plan: Plan, target: Target | None, is_asked: bool = True
+    ) -> Change:
+        """Return the change that a plan makes. ``is_asked`` is whether the user wants layers under other names."""
+        origins = trace(plan, before.specs, is_asked)
         known = {key: origins.get(key, NEW) for key in after.specs}
         kinds = {
             source: target.slots[key].kind == PARAMETER
@@ -138,6 +155,21 @@ class Change(Struct, frozen=True, dict=True):
         if self.model is None or not found.keys() <= self.model.slots.keys():
             return _once(found, ())  # only a model that has them all knows their order
         return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties, as_filed=False)
+
+    @property
+    def new(self) -> Layout:
+        """The parameters of the result that come from nothing in the file."""
+        found = {key: spec.shape for key, spec in self.result().items() if not self.origins[key].sources}
+        return Layout(found, self.model.modules if self.model is not None else None)
+
+    @property
+    def new_order(self) -> tuple[str, ...]:
+        """The keys of the result in the order of the model, if it has its parameters in another one."""
+        parameters = self.result()
+        if self.model is None or [key for key in self.after if key in parameters] == list(parameters):
+            return ()
+        rank = {key: place for place, key in enumerate(self.model.slots)}
+        return tuple(sorted(self.after, key=lambda key: rank.get(key, len(rank))))
 
     @property
     def modules(self) -> dict[str, str] | None:

@@ -720,3 +720,88 @@ def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
     report = ckptfix.repair(tmp_path / "run.pth", plan=plan, output=tmp_path / "out.pth").report
     assert [finding.code for finding in report.remaining] == ["OPT101"]
     assert report.exit_code == 1
+
+
+# Several readings
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def layers(*names: str) -> nn.Module:
+    """Return layers of one shape, except for ``wide``: only their order tells the rest apart."""
+    return nn.ModuleDict({name: nn.Linear(4, 4 + (name == "wide")) for name in names})
+
+
+def trained(folder: Path, model: nn.Module, groups: Any, lr: Any = 0.01) -> tuple[Path, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    for number, one in enumerate(model.parameters()):
+        one.grad = torch.full_like(one, number + 1.0)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "run.pth")
+    return folder / "run.pth", optimizer
+
+
+def codes_of(path: Path, wanted: nn.Module, **asked: Any) -> list[str]:
+    report = ckptfix.repair(path, wanted, unsafe_fixes=True, fill="target", allow_untrained=True, **asked).report
+    return [finding.code for finding in report.findings if finding.fix is None and finding.level is Level.ERROR]
+
+
+@pytest.mark.parametrize("names", [("new", "a", "b", "wide"), ("wide", "a", "b")], ids=["new", "reorder"])
+def test_a_second_check_finds_the_weights_in_the_order_of_the_optimizer(tmp_path, names):
+    before, wanted = layers("a", "b", "wide"), layers(*names)
+    path, optimizer = trained(tmp_path, before, before.parameters())
+    written = tmp_path / "fixed.pth"
+    assert codes_of(path, wanted, output=written) == []
+    assert list(torch.load(written)["model"]) == list(wanted.state_dict())
+    again = ckptfix.check(written, wanted)
+    assert (again.findings, again.exit_code) == ((), 0)
+    resumed = torch.optim.AdamW(wanted.parameters())
+    resumed.load_state_dict(torch.load(written)["optimizer"])
+    for name, one in wanted.named_parameters():
+        state = optimizer.state[before.get_parameter(name)] if "new" not in name else {}
+        assert resumed.state[one].keys() == state.keys()
+        assert all(torch.equal(resumed.state[one][what], value) for what, value in state.items())
+
+
+def matrices_and_rest(model: nn.Module, is_sorted: bool) -> Any:
+    order = sorted(model.named_parameters()) if is_sorted else list(model.named_parameters())
+    return [{"params": [p for _, p in order if (p.ndim > 1) is first], "weight_decay": 0.1 * first} for first in (1, 0)]
+
+
+def test_what_is_sorted_by_name_may_not_be_the_model_s_order(tmp_path):
+    before = layers("a", "b")
+    path, _ = trained(tmp_path, before, matrices_and_rest(before, is_sorted=True), lr=torch.tensor(0.01))
+    assert "OPT101" in codes_of(path, layers("b2", "a", "b"))
+
+
+def test_two_groups_that_a_new_part_would_join_or_not_are_two_readings(tmp_path):
+    before = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 3)})
+    groups = [{"params": list(before[name].parameters()), "lr": lr} for name, lr in (("body", 0.1), ("head", 0.2))]
+    path, _ = trained(tmp_path, before, groups)
+    wanted = nn.ModuleDict({"body": before["body"], "neck": nn.Linear(4, 5), "head": before["head"]})
+    assert "OPT101" in codes_of(path, wanted)
+
+
+def test_outer_layers_before_the_inner_ones_are_a_reading(tmp_path):
+    def parts(*numbers: int) -> nn.Module:
+        inner = {part: nn.ModuleDict({"layer": layers(*map(str, numbers))}) for part in ("a", "b")}
+        return nn.ModuleDict({**inner, "out": nn.Linear(4, 4)})
+
+    before = parts(0, 1)
+    inner = [[*before["a"]["layer"][n].parameters(), *before["b"]["layer"][n].parameters()] for n in "01"]
+    groups = [{"params": each, "lr": 0.1 / n} for n, each in enumerate([list(before["out"].parameters()), *inner], 1)]
+    path, _ = trained(tmp_path, before, groups)
+    assert "OPT101" in codes_of(path, parts(1, 0))  # and "a", "b" in reverse order fit as well
+
+
+def test_a_layer_gone_and_a_new_one_of_its_shape_are_two(tmp_path):
+    before, wanted = layers("a", "b", "c", "lost"), layers("a", "b", "c", "more")
+    path, optimizer = trained(tmp_path, before, before.parameters())
+    written = tmp_path / "fixed.pth"
+    codes_of(path, wanted, output=written)
+    resumed = torch.optim.AdamW(wanted.parameters())
+    resumed.load_state_dict(torch.load(written)["optimizer"])
+    assert not resumed.state[wanted["more"].weight]
+    codes_of(path, wanted, output=written, rename=("lost.*=more.*",), force=True)
+    resumed.load_state_dict(torch.load(written)["optimizer"])
+    kept = optimizer.state[before["lost"].weight]["exp_avg"]
+    assert torch.equal(resumed.state[wanted["more"].weight]["exp_avg"], kept)
