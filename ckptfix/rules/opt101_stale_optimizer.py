@@ -29,10 +29,11 @@ is touched. The same holds if no shape says whether groups were listed from the 
 from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
 and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
 group, or its place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script
-knows both, and so does an optimizer with names (`AdamW(model.named_parameters())`). With the positions, the state_dict
-takes on the order of the model. A few layers that were renamed by their shape only (KEY106), to names of nothing in
-common, start anew: `--rename OLD=NEW` or `--rename-layers` says that they are the same. A state of all parameters together (L-BFGS) follows no change of one of them. A check warns of an optimizer
-that cannot follow once keys are dropped or filled.
+knows both, and so does an optimizer with names (`AdamW(model.named_parameters())`). With the positions, the
+state_dict takes on the order of the model. A few layers that were renamed by their shape only (KEY106), to names of
+nothing in common, start anew: `--rename OLD=NEW` or `--rename-layers` says that they are the same. A state of all
+parameters together (L-BFGS) follows no change of one of them. A check warns of an optimizer that cannot follow once
+keys are dropped or filled.
 `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
 keeps it as it is.
 
