@@ -726,7 +726,7 @@ def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def layers(*names: str) -> nn.Module:
+def layers(*names: str) -> nn.ModuleDict:
     """Return layers of one shape, except for ``wide``: only their order tells the rest apart."""
     return nn.ModuleDict({name: nn.Linear(4, 4 + (name == "wide")) for name in names})
 
@@ -787,8 +787,9 @@ def test_outer_layers_before_the_inner_ones_are_a_reading(tmp_path):
         return nn.ModuleDict({**inner, "out": nn.Linear(4, 4)})
 
     before = parts(0, 1)
-    inner = [[*before["a"]["layer"][n].parameters(), *before["b"]["layer"][n].parameters()] for n in "01"]
-    groups = [{"params": each, "lr": 0.1 / n} for n, each in enumerate([list(before["out"].parameters()), *inner], 1)]
+    inner = [[one for key, one in before.named_parameters() if f".{n}." in key] for n in "01"]
+    outer = [one for key, one in before.named_parameters() if key.startswith("out")]
+    groups = [{"params": each, "lr": 0.1 / n} for n, each in enumerate([outer, *inner], 1)]
     path, _ = trained(tmp_path, before, groups)
     assert "OPT101" in codes_of(path, parts(1, 0))  # and "a", "b" in reverse order fit as well
 
@@ -800,8 +801,8 @@ def test_a_layer_gone_and_a_new_one_of_its_shape_are_two(tmp_path):
     codes_of(path, wanted, output=written)
     resumed = torch.optim.AdamW(wanted.parameters())
     resumed.load_state_dict(torch.load(written)["optimizer"])
-    assert not resumed.state[wanted["more"].weight]
+    assert not resumed.state[wanted.get_parameter("more.weight")]
     codes_of(path, wanted, output=written, rename=("lost.*=more.*",), force=True)
     resumed.load_state_dict(torch.load(written)["optimizer"])
-    kept = optimizer.state[before["lost"].weight]["exp_avg"]
-    assert torch.equal(resumed.state[wanted["more"].weight]["exp_avg"], kept)
+    kept = optimizer.state[before.get_parameter("lost.weight")]["exp_avg"]
+    assert torch.equal(resumed.state[wanted.get_parameter("more.weight")]["exp_avg"], kept)
