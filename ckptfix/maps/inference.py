@@ -104,6 +104,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _match_counters(inference)
     _turn_like_siblings(inference)
     _doubt_orientation(inference)
+    _doubt_torn_layers(inference)
     return inference
 
 
@@ -298,6 +299,19 @@ def _is_torn(key: str, inference: Inference) -> bool:
     if is_own or ours not in inference.source or theirs not in inference.target:
         return False
     return theirs not in inference.matches or all(part.source != ours for part in inference.matches[theirs].parts)
+
+
+def _doubt_torn_layers(inference: Inference) -> None:
+    """Call matrices ambiguous that are certain by their shape while the bias of their layer goes elsewhere: that of a
+    layer which is stored transposed goes where the matrix would fit the other way round."""
+    beside = {key.removesuffix("bias"): key for key in inference.target if key.endswith(".bias")}
+    for key, match in inference.matches.items():
+        bias, (part, *others) = beside.get(key[: key.rfind(".") + 1]), match.parts
+        if bias is None or others or len(inference.target[key]) != 2 or bias not in inference.matches:
+            continue
+        (own, *_), layer = inference.matches[bias].parts, part.source.rpartition(".")[0]
+        if own.source.rpartition(".")[0] != layer and f"{layer}.bias" in inference.source:
+            inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
 
 
 def _match_leftovers(inference: Inference) -> None:

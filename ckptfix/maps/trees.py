@@ -39,6 +39,7 @@ NARROW = 0.05  # a choice that is better by less than this is none
 
 # What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
 VOTE_WEIGHT = 1.5
+NEAR_WEIGHT = 1.5  # of the places of the neighbours that are certain
 LARGE = 8  # a subtree of this many leaves is hardly equal to another one by chance
 
 
@@ -70,6 +71,9 @@ class Node(Struct, eq=False):
     words: Counter[str] = field(default_factory=Counter)
     inner: Counter[str] = field(default_factory=Counter)
 
+
+Near = Mapping[Path, Counter[Path]]
+"""For each module of one side, how many of its leaves that are certain are in each module of the other side."""
 
 Groups = Mapping[tuple[object, ...], tuple[list[Node], list[Node]]]  # the subtrees of each signature on both sides
 
@@ -122,6 +126,7 @@ class Matcher(Struct):
     _votes: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
     _others: dict[tuple[Path, Path], dict[Key, int]] = field(default_factory=dict)
     _shown: set[tuple[Key, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
+    _near: tuple[Near, Near] = field(default_factory=lambda: ({}, {}))
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf], sorted_side: int | None = None) -> None:
         """Match twice: the second time with the choices that the other templates made for modules of the same names.
@@ -133,6 +138,7 @@ class Matcher(Struct):
             if is_shown and sorted_side is not None:
                 source, target = _reordered((source, target), sorted_side, self.decisions)
                 self.order_weight = REORDERED_WEIGHT
+            self._near = _neighbours(self.decisions)
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
             self.decisions.clear()
             self.choices.clear()
@@ -225,6 +231,11 @@ class Matcher(Struct):
         for row, votes_of_row in zip(scores, votes, strict=True):
             for column, vote in enumerate(votes_of_row):
                 row[column] += VOTE_WEIGHT * vote / max(len(pool.labels), *votes_of_row, most[column]) if vote else 0.0
+        if any(self._near):
+            near = [[_paths(node, pool.target) for node in target], [_paths(node, pool.source) for node in source]]
+            for row, instances in zip(scores, near[1], strict=True):
+                for to, others in enumerate(near[0]):
+                    row[to] += NEAR_WEIGHT * _nearness(instances, others, self._near)
         for at, one in enumerate(source if self.without else ()):
             for to, other in enumerate(target):
                 scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
@@ -320,14 +331,17 @@ def _is_run(nodes: Sequence[Node]) -> bool:
 
 
 def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
-    """Return what the numbers allow: equal names with other numbers may be other layers, counted from another start."""
+    """Return what the numbers allow: equal names with other numbers may be other layers. Large blocks that both sides
+    have in the order of their numbers are counted from another start."""
     if template(".".join(source[0].path)) != template(".".join(target[0].path)):
         return Label.CERTAIN
     ours, theirs = ({numbers(node.path) for node in nodes} for nodes in (source, target))
     if ours == theirs:
         return Label.CERTAIN
     steps = ({tuple(map(sub, two, one)) for one, two in pairwise(sorted(side))} for side in (ours, theirs))
-    return Label.AMBIGUOUS if ours & theirs and next(steps) == next(steps) else Label.LIKELY
+    is_shifted = bool(ours & theirs) and next(steps) == next(steps)
+    in_order = all(one.order < two.order for nodes in (source, target) for one, two in pairwise(_by_number(nodes)))
+    return Label.AMBIGUOUS if is_shifted and not (in_order and len(source[0].members) >= LARGE) else Label.LIKELY
 
 
 def _end(path: Path, places: Places) -> Path:
@@ -428,16 +442,72 @@ def _reordered(
         if (leaf.key, leaf.box) in shown:
             for depth in range(len(leaf.path)):
                 inside[leaf.path[:depth]].append(shown[leaf.key, leaf.box])
-    means = {front: sum(orders) / len(orders) for front, orders in inside.items()}
+    lists: dict[tuple[Path, str], list[tuple[tuple[int, ...], list[float]]]] = defaultdict(list)
+    for front in sorted(inside, key=numbers):
+        if front and numbers(front[-1:]):
+            lists[front[:-1], template(front[-1])].append((numbers(front[-1:]), inside[front]))
 
     def order(leaf: Leaf) -> float:
+        if (leaf.key, leaf.box) in shown:
+            return shown[leaf.key, leaf.box]
         fronts = (leaf.path[:depth] for depth in range(len(leaf.path) - 1, -1, -1))
-        nearest = next((front for front in fronts if front in means), ())
-        number = sum(numbers(leaf.path[len(nearest) :])[-1:])  # bn1 comes before bn2
-        return shown.get((leaf.key, leaf.box), means[nearest] + number / MANY)
+        nearest = next((front for front in fronts if front in inside), ())
+        rest = leaf.path[len(nearest) :]
+        known = lists.get((nearest, template(rest[0])), [])
+        if len(known) > 1:  # the third block comes between the second and the fourth
+            return _between(numbers(rest[:1]), known) + _step(numbers(rest[1:]))
+        return sum(inside[nearest]) / len(inside[nearest]) + _step(numbers(rest))  # bn1 comes before bn2
 
     moved = [replace(leaf, order=order(leaf)) for leaf in sides[which]]
     return [moved if side == which else leaves for side, leaves in enumerate(sides)]
+
+
+def _between(number: tuple[int, ...], known: Sequence[tuple[tuple[int, ...], list[float]]]) -> float:
+    """Return the order of a member of a list from the orders of the members before and after it."""
+    is_rising = sum(known[0][1]) / len(known[0][1]) <= sum(known[-1][1]) / len(known[-1][1])
+    before = [(other, max(orders) if is_rising else min(orders)) for other, orders in known if other < number]
+    after = [(other, min(orders) if is_rising else max(orders)) for other, orders in known if other > number]
+    if before and after:
+        (one, first), (two, last) = before[-1], after[0]
+        return first + (last - first) * (number[-1] - one[-1]) / ((two[-1] - one[-1]) or 1)
+    (one, first) = before[-1] if before else after[0]
+    return first + (number[-1] - one[-1]) / MANY * (1 if is_rising else -1)
+
+
+def _step(path: Sequence[int]) -> float:
+    """Return less than one place, in the order of the numbers."""
+    return sum(number / MANY**at for at, number in enumerate(path[:3], 1))
+
+
+def _neighbours(decisions: Sequence[Decision]) -> tuple[Near, Near]:
+    near: tuple[dict[Path, Counter[Path]], ...] = defaultdict(Counter), defaultdict(Counter)
+    for each in decisions:
+        for one, other, label in zip(each.source, each.target, each.labels, strict=True):
+            if label >= Label.CERTAIN:
+                for side, (path, image) in enumerate(((one.path, other.path), (other.path, one.path))):
+                    for depth in range(1, len(path)):
+                        near[side][path[:depth]].update(image[:at] for at in range(len(image)))
+    return near[0], near[1]
+
+
+def _paths(node: Node, leaves: Sequence[Pooled]) -> list[Path]:
+    """Return the paths of the instances of a module from the root of its file on."""
+    pooled = leaves[node.members[0]]
+    return [leaf.path[: len(leaf.path) - len(pooled.path)] + node.path for leaf in pooled.leaves]
+
+
+def _nearness(ones: Sequence[Path], others: Sequence[Path], near: tuple[Near, Near]) -> float:
+    """Return how near the two would be to the neighbours that are certain, from 0 to 1."""
+    total = 0.0
+    for pair in zip(ones, others, strict=True):
+        for side, images in enumerate(near):
+            path, other = pair[side], pair[1 - side]
+            module = next((path[:depth] for depth in range(len(path) - 1, 0, -1) if path[:depth] in images), None)
+            if module is not None:
+                found = images[module]
+                shared: int = sum(found[other[:depth]] for depth in range(1, len(other)))
+                total += shared / found[()] / max(len(other) - 1, 1) / 2
+    return total / len(ones)
 
 
 def _places(leaves: list[Pooled]) -> Places:

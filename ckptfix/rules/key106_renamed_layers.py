@@ -147,6 +147,8 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     labels = Counter(move.label.name.lower() for move in moves.values())
+    taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
+    elsewhere = f"; {taken} of their names are in the file, for other layers" if taken else ""
     if applied:
         missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
         is_whole = not missing and not inference.unused
@@ -163,7 +165,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
-            f"({counted(len(rules), 'rule')}){f'; {proof}' if proof else ''}",
+            f"({counted(len(rules), 'rule')}){elsewhere}{f'; {proof}' if proof else ''}",
             keys=tuple(applied),
             evidence={
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
@@ -192,7 +194,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     if ambiguous:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(ambiguous), 'key')} of the target with several layers of the file that fit",
+            f"{counted(len(ambiguous), 'key')} of the target with several layers of the file that fit{elsewhere}",
             keys=tuple(ambiguous),
             evidence={"alternatives": {key: _alternatives(move) for key, move in ambiguous.items()}},
             remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
@@ -290,8 +292,21 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
     # A few layers have other names: those that are left over have to be those that are missing.
-    stay = all(_keeps_name(key, inference.matches[key]) for key in inference.matches.keys() & (wanted - unplaced))
-    return inference if stay and not inference.missing and not inference.unused else None
+    if inference.missing or inference.unused:
+        return None
+    moved = {key for key in wanted - unplaced if not _keeps_name(key, inference.matches[key])}
+    return inference if moved <= _passed_on(unplaced, inference) else None
+
+
+def _passed_on(unplaced: set[str], inference: Inference) -> set[str]:
+    """Return the keys whose name a missing key has in the file, and those whose name these have: ``layers.0`` is
+    ``proj_in`` there, and ``layers.1`` is ``layers.0``."""
+    found, todo = set(unplaced), list(unplaced)
+    while todo:
+        more = {part.source for part in inference.matches[todo.pop()].parts} & inference.target.keys() - found
+        found |= more
+        todo += more
+    return found
 
 
 def _is_moved(source: Specs, target: Specs) -> bool:
@@ -327,8 +342,15 @@ def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
     kept = used_in_full({key: move.parts for key, move in moves.items()}, inference.source)
     moves = {key: move for key, move in moves.items() if key in kept}
     while True:
-        leaving = {part.source for move in moves.values() if move.label > Label.AMBIGUOUS for part in move.parts}
-        blocked = {key for key in moves if key in checkpoint.entries and key not in leaving}
+        applied, leaving = (
+            {part.source for move in moves.values() if move.label >= least for part in move.parts}
+            for least in (Label.LIKELY, Label.AMBIGUOUS)
+        )
+        blocked = {
+            key
+            for key, move in moves.items()
+            if key in checkpoint.entries and key not in (applied if move.label > Label.AMBIGUOUS else leaving)
+        }
         torn = {part.source for key in blocked for part in moves[key].parts}
         gone = {key for key, move in moves.items() if any(part.source in torn for part in move.parts)}
         if not gone:

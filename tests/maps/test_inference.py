@@ -540,3 +540,41 @@ def test_rows_that_metas_llama_has_in_another_order_are_ambiguous():
     labels = {key.split(".")[4]: match.label for key, match in found.items()}
     assert labels["q_proj"] is labels["k_proj"] is Label.AMBIGUOUS
     assert labels["v_proj"] is labels["o_proj"] is Label.LIKELY
+
+
+def test_a_layer_of_a_sorted_list_keeps_its_place_between_others():
+    """The blocks of one flat list are stages on the other side: their numbers are their order, sorted or not."""
+    mlp = {**linear("a", 16, 8), **linear("b", 8, 16)}
+    flat = [mlp, mlp, linear("down", 12, 8), mlp, mlp, linear("down", 20, 12), mlp]
+    source = dict(sorted(stack("blocks", flat).items()))
+    target = {f"stages.0.{key}": shape for key, shape in stack("layers", [mlp] * 2).items()}
+    target |= linear("stages.1.first", 12, 8) | {f"stages.1.own.{key}": shape for key, shape in mlp.items()}
+    target |= {f"stages.1.layers.0.{key}": shape for key, shape in mlp.items()} | linear("stages.2.first", 20, 12)
+    target |= {f"stages.2.own.{key}": shape for key, shape in mlp.items()}
+    found = sources(source, target)
+    assert found["stages.1.own.a.weight"] == ["blocks.3.a.weight"]
+    assert found["stages.2.own.b.bias"] == ["blocks.6.b.bias"]
+
+
+def test_a_norm_of_a_sorted_file_goes_with_the_convolution_beside_it():
+    source = {"blocks.0.conv.weight": (32, 1, 3, 3), **norm("blocks.0.bn1", 32), **linear("blocks.1.fc", 8, 32)}
+    source |= {**norm("bn1", 32), "conv_stem.weight": (32, 3, 3, 3), **linear("head", 5, 8)}
+    target = {"stem.first.conv.weight": (32, 3, 3, 3), **norm("stem.first.norm", 32)}
+    target |= {"stem.second.conv.weight": (32, 1, 3, 3), **norm("stem.second.norm", 32)}
+    target |= {**linear("layer.fc", 8, 32), **linear("classifier", 5, 8)}
+    assert sources(dict(sorted(source.items())), target)["stem.second.norm.weight"] == ["blocks.0.bn1.weight"]
+
+
+def test_a_matrix_that_leaves_its_bias_behind_is_not_certain():
+    """Matrices that are stored transposed, under names that do not say so, fit each other's places."""
+    layers = [{"x.k": (8, 32), "x.bias": (32,), "y.k": (32, 8), "y.bias": (8,), "z": (8,)}] * 3
+    target = [{**linear("intermediate", 32, 8), **linear("output", 8, 32), "scale": (8,)}] * 3
+    found = infer(stack("a", layers), stack("layer", target)).matches
+    assert {found[f"layer.{at}.output.weight"].label for at in range(3)} == {Label.AMBIGUOUS}
+
+
+def test_blocks_counted_from_another_number_are_shifted():
+    shifted = stack("layers", [timm_block()] * 4), stack("layers", [timm_block()] * 5)
+    target = {key: shape for key, shape in shifted[1].items() if not key.startswith("layers.0.")}
+    match = infer(shifted[0], target).matches["layers.1.mlp.fc1.weight"]
+    assert (match.parts[0].source, match.label) == ("layers.0.mlp.fc1.weight", Label.LIKELY)

@@ -231,3 +231,36 @@ def test_what_a_map_explains_has_no_other_advice():
     assert shown.count("the fix of KEY106 gives these keys their place") == 2
     assert "proves it, with the model that the file was saved from" in shown
     assert "name the model" not in shown
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_name_of_both_sides_that_means_another_layer(is_back):
+    """SAM's heads have ``layers.0`` to ``layers.2``, and in transformers ``layers.0`` is the second of them."""
+
+    def model(first: str, second: str, last: str) -> Any:
+        torch.manual_seed(0)
+        heads = {
+            f"{at}.{name}": nn.Linear(8, size) for at in "01" for name, size in ((first, 8), (second, 8), (last, 3))
+        }
+        tree = nn.Module()
+        for path, layer in heads.items():
+            *front, end = path.split(".")
+            inner = tree
+            for name in front:
+                inner.add_module(name, getattr(inner, name, nn.Module()))
+                inner = getattr(inner, name)
+            inner.add_module(end, layer)
+        return within(body=transformer(*FUSED), heads=tree)
+
+    sides = ("layers.0", "layers.1", "layers.2"), ("proj_in", "layers.0", "proj_out")
+    ours, theirs = sides[::-1] if is_back else sides
+    state = {key: torch.randn_like(value) for key, value in model(*ours).state_dict().items()}
+    (finding,) = propose(renamed_layers, state, model(*theirs))
+    assert "4 of their names are in the file, for other layers" in finding.message
+    assert finding.fix is not None
+    assert finding.fix.applicability == Applicability.UNSAFE
+    done, report = ckptfix.repair_state_dict(state, model(*theirs), rename_layers=True)
+    assert report.exit_code == 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(done[f"heads.1.{other}.weight"], state[f"heads.1.{one}.weight"])
+    assert torch.equal(done["body.head.weight"], state["body.head.weight"])
