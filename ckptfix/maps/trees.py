@@ -476,7 +476,7 @@ def _between(number: tuple[int, ...], known: Sequence[tuple[tuple[int, ...], lis
 
 def _step(path: Sequence[int]) -> float:
     """Return less than one place, in the order of the numbers."""
-    return sum(number / MANY**at for at, number in enumerate(path[:3], 1))
+    return sum(number / float(MANY) ** at for at, number in enumerate(path[:3], 1))
 
 
 def _neighbours(decisions: Sequence[Decision]) -> tuple[Near, Near]:
@@ -505,7 +505,7 @@ def _nearness(ones: Sequence[Path], others: Sequence[Path], near: tuple[Near, Ne
             module = next((path[:depth] for depth in range(len(path) - 1, 0, -1) if path[:depth] in images), None)
             if module is not None:
                 found = images[module]
-                shared: int = sum(found[other[:depth]] for depth in range(1, len(other)))
+                shared = sum(found[other[:depth]] for depth in range(1, len(other)))
                 total += shared / found[()] / max(len(other) - 1, 1) / 2
     return total / len(ones)
 
