@@ -16,7 +16,8 @@ is off by its scale. Dropping the scales as unexpected keys makes that final.
 ## Fix safety
 
 Unsafe: `--unsafe-fixes` multiplies codes by their scales where the formula is known: bitsandbytes int8 (row order), and
-8-bit codes with one scale for the matrix, for each row, or for each square of 128. From all other formats nothing is
+8-bit codes with one scale for the matrix, for each row, or for each square of 128, and MXFP4, bit for bit as
+transformers does, if the shapes of the model say whether matrices are turned. From all other formats nothing is
 written, as the file does not have all that their formula needs: the order in which 4-bit codes are packed, or whether
 zero points were stored less one (GPTQ). Load them with the library that wrote them, dequantise, and save the result.
 
@@ -39,12 +40,12 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct, field
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Dequantise, Drop, Edit
+from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.casting import BLOCKS, INT8, scale_steps
+from ckptfix.values.casting import BLOCKS, INT8, MXFP4, MXFP4_TURNED, scale_steps, unpacked_shape
 from ckptfix.values.scan import first_numbers
 
 # What libraries put beside the codes, or in their place.
@@ -68,10 +69,7 @@ _NAMES = (
 )
 
 
-# Codes of four bits, 16 bytes to a scale, in the place of a parameter without a suffix.
-MXFP4 = "MXFP4"
-_PACKED = re.compile(r"(.+)_blocks")
-_PACK = 16
+_PACKED = re.compile(r"(.+)_blocks")  # of MXFP4, in the place of a parameter without a suffix
 
 DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
 
@@ -100,6 +98,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
         )
         return
     cures = {path: _cure(path, layer, context, context.target) for path, layer in layers.items()}
+    cures.update(_unpacked(layers, specs, context.target))
     known = [path for path in layers if cures[path]]
     other = [path for path in layers if not cures[path]]
     if known:
@@ -143,7 +142,7 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
     for key, codes in specs.items():
         found = _PACKED.fullmatch(key)
         scales = specs.get(f"{found[1]}_scales") if found else None
-        if found and scales and (codes.dtype, codes.shape) == ("uint8", (*scales.shape, _PACK)):
+        if found and scales and unpacked_shape(codes, scales):
             layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
     return {path: layer for path, layer in layers.items() if layer.scheme}
 
@@ -177,6 +176,34 @@ def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) ->
         Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme),
         *(Drop(other) for part, other in layer.parts.items() if part != "weight"),
     )
+
+
+def _unpacked(
+    layers: Mapping[str, QuantisedLayer], specs: Mapping[str, TensorSpec], target: Target
+) -> dict[str, tuple[Edit, ...]]:
+    """Return the edits that unpack layers of MXFP4: in rows or turned, as the shapes of the model's matrices say.
+
+    Those of square ones say nothing; they are stored as the others of the file."""
+    shapes = {
+        path: unpacked_shape(*(specs[layer.parts[part]] for part in ("blocks", "scales")))
+        for path, layer in layers.items()
+        if layer.scheme == MXFP4
+    }
+    turned = {path: (experts, columns, rows) for path, (experts, rows, columns) in shapes.items()}
+    fits: dict[str, Mapping[str, tuple[int, ...]]] = {MXFP4: shapes, MXFP4_TURNED: turned}
+    ways = [way for way, made in fits.items() if all(made[path] == target.slots[path].shape for path in shapes)]
+    if len(ways) != 1 or any(target.slots[path].dtype not in ("float32", "bfloat16") for path in shapes):
+        return {}
+    return {
+        path: (
+            Dequantise(
+                layers[path].parts["blocks"], "uint8", target.slots[path].dtype, layers[path].parts["scales"], ways[0]
+            ),
+            Drop(layers[path].parts["scales"]),
+            Rename(layers[path].parts["blocks"], path),
+        )
+        for path in shapes
+    }
 
 
 def _is_in_rows(layer: QuantisedLayer, context: Context) -> bool:

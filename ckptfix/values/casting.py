@@ -72,6 +72,12 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
 INT8, BLOCKS = "bitsandbytes int8", "scaled codes"
 # The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
 FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
+# Two numbers of four bits in each byte, the low half first; a scale is the power of two of 16 bytes of a row. The
+# matrix of an expert may be turned when it is read, as transformers does with those of gpt-oss.
+MXFP4, MXFP4_TURNED = "MXFP4", "MXFP4, turned"
+PACK = 16
+_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ROWS = 256  # that are unpacked at a time
 SQUARE = 128  # rows and columns that share a scale, if there is one for each square
 
 
@@ -118,11 +124,26 @@ def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, i
 
 def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> TensorSpec | None:
     """Return the tensor of codes times their scales, which are multiplied when it is read; None if they do not fit."""
-    if scale_steps(spec.shape, scales.shape) is None or edit.scheme not in FACTORS or not _may_be_read(spec, scales):
+    if not _may_be_read(spec, scales):
         return None
-    content = ScaledBytes(spec, scales, edit, path)
+    content: ScaledBytes | UnpackedBytes
+    if edit.scheme in (MXFP4, MXFP4_TURNED) and (shape := unpacked_shape(spec, scales)):
+        experts, rows, columns = shape
+        shape = (experts, columns, rows) if edit.scheme == MXFP4_TURNED else shape
+        content = UnpackedBytes(spec, scales, edit, path)
+    elif edit.scheme in FACTORS and scale_steps(spec.shape, scales.shape) is not None:
+        shape, content = spec.shape, ScaledBytes(spec, scales, edit, path)
+    else:
+        return None
     storage = Storage(f"dequantised {edit.dtype}", content, parts=(*spec.storages, *scales.storages))
-    return replace(spec, dtype=edit.dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
+    return replace(spec, dtype=edit.dtype, shape=shape, strides=contiguous_strides(shape), storage=storage, offset=0)
+
+
+def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
+    """Return how many experts, rows and columns codes of MXFP4 have; nothing if they are other codes."""
+    if (codes.dtype, scales.dtype, codes.shape) != ("uint8", "uint8", (*scales.shape, PACK)) or len(scales.shape) != 3:
+        return ()
+    return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
 
 
 def _may_be_read(*specs: TensorSpec) -> bool:
@@ -154,6 +175,49 @@ class ScaledBytes:
         steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
         product = (codes * steps * FACTORS[self.edit.scheme]).to(torch_dtype(self.edit.dtype)).flatten()
         return bytes_of(product.view(torch.uint8))[start - first * width : stop - first * width]
+
+
+class UnpackedBytes:
+    """The bytes of the matrices of MXFP4's experts, unpacked one expert at a time."""
+
+    def __init__(self, spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> None:
+        self.spec, self.scales, self.edit, self.path = spec, scales, edit, path
+        self.nbytes = 2 * spec.numel * DTYPES[edit.dtype].itemsize
+        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))  # replaced and never changed: threads read it
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``, the same as ``convert_moe_packed_tensors`` of transformers makes."""
+        size = self.nbytes // max(self.spec.shape[0], 1)
+        parts = []
+        for expert in range(start // size, -(-stop // size)) if stop > start else ():
+            kept = self._kept
+            if kept[0] != expert:
+                kept = self._kept = expert, self._expert(expert)
+            parts.append(kept[1][max(start - expert * size, 0) : stop - expert * size])
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+    def _expert(self, expert: int) -> memoryview:
+        codes, scales = (
+            torch.frombuffer(bytearray(row_major_bytes(_of_first(spec, expert), self.path)), dtype=torch.uint8).reshape(
+                spec.shape[1:]
+            )
+            for spec in (self.spec, self.scales)
+        )
+        dtype = torch_dtype(self.edit.dtype)
+        numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
+        made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
+        for first in range(0, len(made), _ROWS):
+            rows = codes[first : first + _ROWS].int()
+            pairs = torch.stack((numbers[rows & 15], numbers[rows >> 4]), -1).flatten(-2)
+            powers = scales[first : first + _ROWS].int().sub(127).unsqueeze(-1)
+            made[first : first + _ROWS] = torch.ldexp(pairs, powers).flatten(1)
+        made = made.T.contiguous() if self.edit.scheme == MXFP4_TURNED else made
+        return memoryview(bytes_of(made.view(torch.uint8)))
+
+
+def _of_first(spec: TensorSpec, index: int) -> TensorSpec:
+    offset = spec.offset + index * spec.strides[0]
+    return replace(spec, shape=spec.shape[1:], strides=spec.strides[1:], offset=offset)
 
 
 NON_FINITE, SUBNORMAL = "non-finite", "subnormal"

@@ -173,19 +173,57 @@ def test_nothing_is_multiplied_unasked():
 
 
 class Experts(nn.Module):
-    """Experts as gpt-oss has them, in one parameter."""
+    """Experts as gpt-oss has them, in one parameter each."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
         super().__init__()
-        self.down_proj = nn.Parameter(torch.ones(2, 64, 3))
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
 
 
-@pytest.mark.parametrize("width", [16, 8])
-def test_codes_of_four_bits_in_place_of_a_parameter(width):
-    packed = {
-        "down_proj_blocks": torch.ones(2, 3, 2, width, dtype=torch.uint8),
-        "down_proj_scales": torch.ones(2, 3, 2, dtype=torch.uint8),
-    }
-    findings = ckptfix.repair_state_dict(packed, Experts(), select=("FIT107",))[1].findings
-    assert [finding.keys for finding in findings] == [tuple(packed)] * (width == 16)
-    assert all("quantised (MXFP4)" in finding.message for finding in findings)
+def packed(**sizes: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    """Return codes and scales by name, of experts, rows and packs."""
+    made = {}
+    for name, size in sizes.items():
+        made[f"{name}_blocks"] = torch.randint(0, 256, (*size, 16), dtype=torch.uint8)
+        made[f"{name}_scales"] = torch.randint(90, 140, size, dtype=torch.uint8)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_of_four_bits_become_what_transformers_makes_of_them(tmp_path, dtype):
+    """One matrix is square, and turned as the other is."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    state = packed(gate_up_proj=(2, 300, 2), down_proj=(2, 64, 2))
+    state["down_proj_scales"][0, 0] = torch.tensor([0, 254])
+    net = Experts(dtype, gate_up_proj=(2, 64, 300), down_proj=(2, 64, 64))
+    torch.save(state, tmp_path / "in.pth")
+    ckptfix.repair(tmp_path / "in.pth", model=net, unsafe_fixes=True, output=tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth")
+    assert list(made) == ["gate_up_proj", "down_proj"]
+    for name, value in made.items():
+        truth = convert_moe_packed_tensors(state[f"{name}_blocks"], state[f"{name}_scales"], dtype=dtype)
+        assert (value.shape, bytes_of(value)) == (truth.shape, bytes_of(truth))
+
+
+def test_codes_of_four_bits_in_rows_stay_in_rows():
+    torch.manual_seed(0)
+    state = packed(w=(2, 3, 1))
+    made = ckptfix.repair_state_dict(state, Experts(torch.float32, w=(2, 3, 32)), unsafe_fixes=True)[0]["w"]
+    codes, sizes = state["w_blocks"], (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    low = [(-1 if code & 8 else 1) * sizes[code & 7] for code in codes[1, 2, 0].tolist()]
+    assert made[1, 2, ::2].tolist() == [value * 2.0 ** (int(state["w_scales"][1, 2, 0]) - 127) for value in low]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((2, 64, 64), torch.float32), ((2, 64, 32), torch.float32), ((2, 32, 64), torch.float16)],
+    ids=["square", "of another shape", "of a dtype that is too narrow"],
+)
+def test_codes_of_four_bits_of_which_too_little_is_known_are_refused(shape, dtype):
+    state = packed(w=(2, shape[2] if shape[1] == 32 else 64, 2 if shape[1] == 64 else 1))
+    found = ckptfix.repair_state_dict(state, Experts(dtype, w=shape), select=("FIT107",), unsafe_fixes=True)[1].findings
+    assert ["quantised (MXFP4)" in finding.message for finding in found] == [True]
