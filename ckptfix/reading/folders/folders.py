@@ -17,7 +17,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
-from ckptfix.reading.folders.ranks.frameworks import read_ranks
+from ckptfix.reading.folders.ranks.frameworks import has_ranks, read_ranks
 from ckptfix.reading.folders.ranks.megatron import of_torch_dist
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
@@ -54,6 +54,8 @@ WEIGHTS = frozenset(
     "adapter_model.safetensors adapter_model.bin adapters.safetensors".split()
 )
 
+# How deep and for how many checkpoints the folders below a folder are searched.
+_DEPTH, _MOST_NAMED = 3, 100
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _some = partial(first_names, most=6)
 
@@ -177,19 +179,36 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
     )
 
 
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the folders below one that are checkpoints of several files, as far as their names say."""
+    found, pending = [], [(child, 1) for child in sorted(folder.iterdir()) if child.is_dir()]
+    while pending and len(found) <= _MOST_NAMED:
+        place, depth = pending.pop(0)
+        try:
+            is_one = any(form.looks_like(place) for form in FOLDER_FORMATS) or has_ranks(place)
+            below = [child for child in sorted(place.iterdir()) if child.is_dir() and depth < _DEPTH]
+        except OSError:
+            continue
+        except UnreadableError:  # it holds several
+            is_one = True
+        found += [place] * is_one
+        pending += [(child, depth + 1) for child in below if not is_one]
+    return found
+
+
 def _contents(folder: Path) -> str:
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
-    likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
+    checkpoints = _checkpoints(folder)
+    likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES and folder / name not in checkpoints]
     files = [path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES]
-    # Shards are opened together, by their folder, as those of a part of a pipeline of diffusers.
-    sharded = {path.parent for path in files if any(path.parent.glob("*.index.json"))}
-    below = sorted({str((path.parent if path.parent in sharded else path).relative_to(folder)) for path in files})
+    files = [path for path in files if not {path, path.parent} & {*checkpoints}]
+    below = [path.relative_to(folder).as_posix() for path in (*checkpoints, *sorted(files))]
     every = [*names, *(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))]
     if not (likely or below) and (bundle := name_bundle(every, BUNDLES)) is not None:
         return f"a folder without a checkpoint of PyTorch in it: {bundle}"
     if not names:
         return "an empty folder; name a checkpoint file"
     if likely or below:
-        kind = "checkpoints" if sharded and not likely else "files"
+        kind = "checkpoints" if checkpoints and not likely else "files"
         return f"a folder, and no sharded checkpoint; name one of the {kind} in it: {_some(likely or below)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"

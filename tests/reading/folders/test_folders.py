@@ -74,6 +74,19 @@ def test_folders_of_others_are_named(tmp_path: Path, files: list[str], said: str
         ckptfix.open_checkpoint(tmp_path)
 
 
+def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    for name in (
+        *(f"checkpoint-2/global_step2/{rank}" for rank in ranks),
+        "checkpoint-2/rng_state_0.pth",
+        "a/b/.metadata",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UnreadableError, match="name one of the checkpoints in it: checkpoint-2, a/b$"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_shards_of_the_corpus(corpus: Path) -> None:
     whole = ckptfix.open_checkpoint(corpus / "modern" / "hf_sharded_bin")
     same = ckptfix.open_checkpoint(corpus / "modern" / "dcp_dir", weights="model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,11 +77,19 @@ def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | 
         named = file_inside(folder, file.read_text(encoding="utf-8", errors="replace").strip(), str(file))
         if named.is_dir() and is_one(named):
             return named
+        refuse_other(file, named, [child for child in folder.iterdir() if child.is_dir() and is_one(child)])
     tags = [child for child in sorted(folder.iterdir()) if child.is_dir() and is_one(child)]
     if len(tags) > 1:
         names = first_names([tag.name for tag in tags])
         raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
     return tags[0] if tags else None
+
+
+def refuse_other(latest: Path, named: Path, others: Sequence[Path]) -> None:
+    """Raise ``UnreadableError`` if checkpoints are there, and not the one that a file calls the latest."""
+    if others and not named.is_dir():
+        names = first_names(sorted(other.name for other in others))
+        raise UnreadableError(f"{latest}: names {named.name}, which is not there; fetch it, or name {names}")
 
 
 def unlike_most(told: Mapping[_Rank, object]) -> list[_Rank]:

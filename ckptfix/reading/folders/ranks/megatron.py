@@ -34,6 +34,7 @@ from ckptfix.reading.folders.ranks.files import (
     ReadContent,
     Reader,
     note_copies,
+    refuse_other,
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
@@ -126,6 +127,7 @@ def _iterations(folder: Path) -> list[Path]:
         named = file_inside(folder, name, str(latest))
         if named.is_dir() and _rank_files(named):
             return [named]
+        refuse_other(latest, named, [child for child in folder.iterdir() if child.is_dir() and _rank_files(child)])
     return sorted(child for child in folder.iterdir() if child.is_dir() and _rank_files(child))
 
 
