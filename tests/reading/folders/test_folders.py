@@ -83,7 +83,7 @@ def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UnreadableError, match="name one of the checkpoints in it: checkpoint-2, a/b$"):
+    with pytest.raises(UnreadableError, match=r"name one of the checkpoints in it: checkpoint-2, a/b$"):
         ckptfix.open_checkpoint(tmp_path)
 
 
