@@ -600,6 +600,6 @@ def test_model_states_of_another_rank_or_run_are_named(tmp_path: Path, change: s
 def test_a_latest_checkpoint_that_is_not_there_is_not_another(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path)
     (folder / "latest").write_text("global_step99")
-    with pytest.raises(UnreadableError, match="names global_step99, .*; fetch it, or name global_step2"):
+    with pytest.raises(UnreadableError, match=r"names global_step99, .*; fetch it, or name global_step2"):
         ckptfix.open_checkpoint(folder)
     assert ckptfix.open_checkpoint(folder / TAG).specs
