@@ -181,7 +181,8 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the folders below one that are checkpoints of several files, as far as their names say."""
-    found, pending = [], [(child, 1) for child in sorted(folder.iterdir()) if child.is_dir()]
+    found: list[Path] = []
+    pending = [(child, 1) for child in sorted(folder.iterdir()) if child.is_dir()]
     while pending and len(found) <= _MOST_NAMED:
         place, depth = pending.pop(0)
         try:
