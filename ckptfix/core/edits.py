@@ -173,7 +173,8 @@ class Delta(Struct, frozen=True):
     """What one layer of an adapter does to a tensor.
 
     ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
-    (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``experts`` (a product for each expert), ``hadamard``
+    (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``tucker`` (a convolution in three: the last factor has
+    the kernel), ``experts`` (a product for each expert), ``hadamard``
     and ``kronecker`` (LoHa and LoKr, whose factors are known by their names), ``bias`` (a tensor is added), ``scale``
     (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all of it is). ``transposed``:
     the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.

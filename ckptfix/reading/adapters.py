@@ -27,6 +27,8 @@ CONFIG = "adapter_config.json"
 # The matrices of LoHa, all of which a layer has, and those of LoKr: `w1` and `w2`, each whole or as a product.
 HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 KRONECKER = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+# Between the two matrices of a convolution, for its kernel (Tucker's form).
+CORES = ("hada_t1", "hada_t2", "lokr_t2", "lora_mid")
 
 # What a tensor of a layer is, by its name.
 _ROLES = {
@@ -37,7 +39,7 @@ _ROLES = {
     **{"ia3_l": "scale", "token_adapter.trainable_tokens_delta": "tokens", "alpha": "alpha"},
     "lora_B.bias": "bias",
     "dora_scale": "magnitude",
-    **{name: name for name in (*HADAMARD, *KRONECKER)},
+    **{name: name for name in (*HADAMARD, *KRONECKER, *CORES)},
     **{"diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b"},
 }
 # Names of these may be those of parameters of a model too, if the file is not one of a trainer.
@@ -55,9 +57,7 @@ _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
 )
-_FOREIGN = re.compile(
-    r"(?:^|[._])(hada_t\d|lokr_t2|oft_\w+|boft_\w+|vera_\w+|lora_mid|scalar|adapter\.linear_in)(?:\.|$)"
-)
+_FOREIGN = re.compile(r"(?:^|[._])(oft_\w+|boft_\w+|vera_\w+|scalar|adapter\.linear_in)(?:\.|$)")
 _BASE = "base_model.model."
 
 # Patterns of layers that take no more than some thousand steps, whatever they are matched with.
@@ -398,16 +398,23 @@ def _matrices(layer: AdapterLayer) -> Sequence[str]:
     """Return the roles of the matrices that a layer has to have."""
     if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
         return ()
+    has_core = CORES[2] in layer.keys
     if layer.is_kronecker or "lokr_w2" in layer.keys or "lokr_w2_a" in layer.keys:
         return [
             each
             for name in ("lokr_w1", "lokr_w2")
-            for each in ((name,) if name in layer.keys else (f"{name}_a", f"{name}_b"))
+            for each in (
+                (name,)
+                if name in layer.keys
+                else (f"{name}_a", f"{name}_b", *CORES[2:3] * (has_core and name == "lokr_w2"))
+            )
         ]
-    return HADAMARD if layer.keys.keys() & set(HADAMARD) else ("A", "B")
+    if layer.keys.keys() & set(HADAMARD):
+        return (*HADAMARD, *CORES[:2] * any(core in layer.keys for core in CORES[:2]))
+    return ("A", "B", *CORES[3:] * (CORES[3] in layer.keys))
 
 
-_MATRICES = ("A", "B", *HADAMARD, *KRONECKER)
+_MATRICES = ("A", "B", *HADAMARD, *KRONECKER, *CORES)
 
 
 def check_alone(adapter: Adapter) -> None:

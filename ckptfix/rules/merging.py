@@ -20,14 +20,23 @@ from ckptfix.core.target import Target
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.maps.library import aliases
 from ckptfix.maps.resolving import Move
-from ckptfix.reading.adapters import CONFIG, HADAMARD, KRONECKER, Adapter, AdapterLayer, config_beside, model_config
+from ckptfix.reading.adapters import (
+    CONFIG,
+    CORES,
+    HADAMARD,
+    KRONECKER,
+    Adapter,
+    AdapterLayer,
+    config_beside,
+    model_config,
+)
 
 # What peft puts into the names of a model in which it has wrapped layers.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
-_TAKEN_OFF = ("linear", "conv", "experts", "hadamard", "kronecker", "bias", "scale")
+_TAKEN_OFF = ("linear", "conv", "tucker", "experts", "hadamard", "kronecker", "bias", "scale")
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 _HEADS = ("lm_head", "embed_out")
 # Layers of diffusion models as their authors name them, and not diffusers.
@@ -591,17 +600,25 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
     form, is_turned, rounds = "linear", False, narrow
     norms = adapter.spec(layer, "magnitude")
-    if norms is not None and (norms.numel != two[0] or (norms.shape[0] != two[0] and not adapter.is_peft)):
-        raise AdapterError(
-            f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {two[0]} outputs, "
-            "as DoRA has; merge it with what trained it"
-        )
+    if norms is not None:
+        by_outputs = norms.numel == two[0] and (norms.shape[0] == two[0] or adapter.is_peft)
+        # LyCORIS may have [1, inputs, 1, 1], by its setting wd_on_out.
+        by_inputs = not adapter.is_peft and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
+        if not by_outputs and not by_inputs:
+            raise AdapterError(
+                f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {two[0]} "
+                "outputs, as DoRA has; merge it with what trained it"
+            )
     fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
     if layer.is_embedding and len(one) == 2:
         fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
     elif len(spec.shape) == 3 and len(one) == len(two) == 2 and leaf != "weight":
         fits = one[0] == two[1] == rank * spec.shape[0] and set(spec.shape[1:]) == {one[1], two[0]} != {one[1]}
         form, is_turned, rounds = "experts", spec.shape[1:] == (one[1], two[0]), True
+    elif (core := adapter.spec(layer, "lora_mid")) is not None:
+        fits = norms is None and core.shape == (rank, rank, *spec.shape[2:])
+        fits = fits and (prod(two), prod(one)) == (rank * spec.shape[0], rank * spec.shape[1])
+        form, factors = "tucker", (*factors, layer.keys["lora_mid"])
     elif len(spec.shape) > 2:
         fits = fits and (two[0], *one[1:]) == spec.shape and set(two[2:]) == {1}
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
@@ -618,7 +635,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
 
 def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
     """Return what the matrices of LoHa or LoKr do to a tensor. Raises ``AdapterError`` if they do not fit it."""
-    roles = KRONECKER if layer.is_kronecker else HADAMARD
+    roles = (*(KRONECKER if layer.is_kronecker else HADAMARD), *CORES)
     factors = tuple(layer.keys[role] for role in roles if role in layer.keys)
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
     wanted = (spec.shape[0], prod(spec.shape[1:]))
@@ -628,9 +645,10 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
         # With the kernel of a Conv1d as a whole, peft's product is another one than LyCORIS'.
         fits = fits and (len(two) == 2 or (len(two) == 4 and two[2:] == spec.shape[2:]))
     else:
-        fits = all(len(shape) == 2 for shape in shapes) and len(spec.shape) > 1
-        fits = fits and shapes[0] == shapes[2] == (wanted[0], adapter.rank(layer))
-        fits = fits and shapes[1] == shapes[3] == (adapter.rank(layer), wanted[1])
+        rank, cores = adapter.rank(layer), shapes[len(HADAMARD) :]
+        ends = [(rank, size) for size in spec.shape[:2]] if cores else [(wanted[0], rank), (rank, wanted[1])]
+        fits = len(spec.shape) > 1 and shapes[: len(HADAMARD)] == ends * 2
+        fits = fits and all(core[:2] == (rank, rank) and prod(core[2:]) == prod(spec.shape[2:]) for core in cores)
     if not fits or "magnitude" in layer.keys or turned.is_conv1d(key):
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {' and '.join(map(str, map(list, shapes)))}"
@@ -645,6 +663,9 @@ def _whole_shape(adapter: Adapter, layer: AdapterLayer, name: str) -> tuple[int,
     if (whole := adapter.spec(layer, name)) is not None:
         return whole.shape
     pair = [adapter.checkpoint.specs[layer.keys[f"{name}_{end}"]].shape for end in "ab"]
+    core = adapter.spec(layer, CORES[2]) if name == "lokr_w2" else None
+    if core is not None:
+        return (pair[0][1], pair[1][1], *core.shape[2:]) if core.shape[:2] == (pair[0][0], pair[1][0]) else ()
     fits = len(pair[0]) == len(pair[1]) == 2 and pair[0][1] == pair[1][0]
     return (pair[0][0], pair[1][1]) if fits else ()
 

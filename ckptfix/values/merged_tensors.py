@@ -240,8 +240,10 @@ class _Layer:
             factors = [one, two.view(two.shape[0], -1, experts)[begin:end, :, number]]
         if delta.form == "kronecker":
             named = list(zip(delta.factors, factors, strict=True))
-            pairs = ([factor for key, factor in named if f"lokr_w{which}" in key] for which in (1, 2))
-            factors = [pair[0] if len(pair) == 1 else pair[0] @ pair[1] for pair in pairs]
+            ones, twos = ([factor for key, factor in named if f"lokr_{end}" in key] for end in ("w1", "w2"))
+            cores = [factor for key, factor in named if "lokr_t2" in key]
+            two = _around(cores[0], *twos) if cores else twos[0] if len(twos) == 1 else twos[0] @ twos[1]
+            factors = [ones[0] if len(ones) == 1 else ones[0] @ ones[1], two]
         self.source, self.delta, self.factors = source, delta, factors
         self._norms: torch.Tensor | None = None
 
@@ -279,8 +281,16 @@ class _Layer:
             return one[first:last].reshape(last - first, *self.source.shape[1:]).clone()
         two = self.factors[1]
         if form == "hadamard":
-            products = (_rows(self.factors[at], self.factors[at + 1], first, last, False) for at in (0, 2))
+            parts = [(self.factors[at], self.factors[at + 1], *self.factors[4 + at // 2 :][:1]) for at in (0, 2)]
+            products = (
+                torch.einsum("ij...,jr,ip->pr...", part[2], part[1], part[0][:, first:last])
+                if len(part) == 3
+                else _rows(part[0], part[1], first, last, False)
+                for part in parts
+            )
             return torch.mul(*products).view(last - first, *self.source.shape[1:])
+        if form == "tucker":
+            return _around(self.factors[2], two.flatten(1).T[:, first:last], one.flatten(1))
         if form == "kronecker":
             blocks = _blocks(first, last, len(two))
             rows = [torch.kron(one[at : at + 1], two[begin:end].flatten(1)) for at, begin, end in blocks]
@@ -316,10 +326,11 @@ class _Layer:
 
         magnitude, source = self.factors[2], self.source
         dtype = torch_dtype(source.spec.dtype)
-        if self.delta.transposed:
+        # That of LyCORIS may have one for each input: [1, inputs, 1, 1].
+        if self.delta.transposed or (self.delta.is_narrow and magnitude.shape[0] == 1 < source.shape[0]):
             if self._norms is None:
                 self._norms = self._norms_of_columns(dtype).to(magnitude.dtype)
-            return (magnitude / self._norms).view(1, -1)
+            return (magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(source.shape) - 2))
         whole = self._whole(first, last, dtype)
         norms: torch.Tensor = torch.linalg.vector_norm(whole, dim=tuple(range(1, whole.ndim)))
         return (magnitude.flatten()[first:last] / norms).view(-1, *(1,) * (whole.ndim - 1))
@@ -332,11 +343,20 @@ class _Layer:
         float64: closer to the truth than peft's, and so perhaps not the same in the last bit."""
         source = self.source
         if source.spec.numel * 4 <= MOST:
-            norms: torch.Tensor = torch.linalg.vector_norm(self._whole(0, source.shape[0], dtype).T, dim=1)
+            norms: torch.Tensor = torch.linalg.vector_norm(
+                self._whole(0, source.shape[0], dtype).transpose(0, 1).flatten(1), dim=1
+            )
             return norms
         blocks = (self._whole(*source.bounds(number), dtype) for number in range(source.blocks))
-        squares: torch.Tensor = reduce(torch.add, (block.double().square().sum(0) for block in blocks))
+        squares: torch.Tensor = reduce(
+            torch.add, (block.double().square().view(*block.shape[:2], -1).sum((0, 2)) for block in blocks)
+        )
         return squares.sqrt()
+
+
+def _around(core: torch.Tensor, two: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    """Return the weight of a convolution from those of three, of which the core has the kernel."""
+    return torch.einsum("ij...,ip,jr->pr...", core, two, one)
 
 
 def _blocks(first: int, last: int, height: int) -> Iterator[tuple[int, int, int]]:

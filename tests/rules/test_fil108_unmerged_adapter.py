@@ -37,6 +37,8 @@ CASES = {
     "LoHa": peft.LoHaConfig(r=4, alpha=9, target_modules=LYCORIS, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}),
     "LoKr": peft.LoKrConfig(r=2, alpha=9, target_modules=LYCORIS),
     "LoKr of products": peft.LoKrConfig(r=2, alpha=9, target_modules=LYCORIS, decompose_both=True),
+    "LoHa around a kernel": peft.LoHaConfig(r=4, target_modules=["conv", "line"], use_effective_conv2d=True),
+    "LoKr around a kernel": peft.LoKrConfig(r=2, target_modules=["conv"], use_effective_conv2d=True),
     "LoKr of whole matrices": peft.LoKrConfig(r=64, alpha=9, target_modules=LYCORIS[:-1]),
     "rslora and patterns": LORA(
         r=4, lora_alpha=9, use_rslora=True, rank_pattern={"q": 2}, alpha_pattern={"fc": 3}, target_modules=LINEAR

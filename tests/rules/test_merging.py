@@ -408,21 +408,27 @@ def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
 PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 
 
-@pytest.mark.parametrize("name", ["hada_t1", "lokr_t2", "lora_mid.weight", "oft_blocks"])
-def test_what_other_trainers_have_is_refused_by_its_name(name, tmp_path):
-    tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", name)}
+def test_what_other_trainers_have_is_refused_by_its_name(tmp_path):
+    tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", "oft_blocks")}
     save_file(tensors, tmp_path / "trained.safetensors")
-    with pytest.raises(AdapterError, match=f"an adapter of the type {name.removesuffix('.weight')};"):
+    with pytest.raises(AdapterError, match="an adapter of the type oft_blocks;"):
         ckptfix.repair_state_dict({"q.weight": torch.ones(4, 4)}, adapter=tmp_path / "trained.safetensors")
+
+
+PAIR = {"lora_down.weight": (1, 8), "lora_up.weight": (8, 1)}
 
 
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        pytest.param({"dora_scale": (1, 8)}, r"dora_scale \[1, 8\] has no norm for each of 8 outputs", id="by inputs"),
+        pytest.param(
+            {"dora_scale": (1, 7)}, r"dora_scale \[1, 7\] has no norm for each of 8 outputs", id="other norms"
+        ),
         pytest.param({"hada_w1_a": (8, 2)}, "has only 1 of its 4 matrices", id="LoHa in part"),
         pytest.param({"lokr_w1": (2, 2)}, "has only 1 of its 3 matrices", id="LoKr in part"),
         pytest.param({"lokr_w1": (2, 2), "lokr_w2": (3, 4)}, r"which do not fit q\.weight", id="LoKr of others"),
+        pytest.param({"hada_t1": (2, 2), "lora_down.weight": (2, 8)}, "of two types", id="a core of another type"),
+        pytest.param({"lora_mid.weight": (2, 2), **PAIR}, r"which do not fit q\.weight", id="a core of no kernel"),
         pytest.param({"diff": (8, 4)}, r"for which the base has q\.weight \[8, 8\]", id="a difference of others"),
         pytest.param({"diff_b": (8,)}, r"for which the base has no q\.bias", id="no bias"),
         pytest.param({"lokr_w1": (2, 2), "lokr_w2": (4, 4), "lora_down.weight": (2, 8)}, "of two types", id="mixed"),
@@ -461,6 +467,34 @@ def test_what_lycoris_saves_is_what_it_adds_in_training(tmp_path):
     }
     for key, change in want.items():
         assert torch.equal(got[key], base[key] + change), key
+
+
+@pytest.mark.parametrize("most", [0, merged_tensors.MOST])
+@pytest.mark.parametrize("kernel", [(), (3, 3)])
+def test_dora_by_inputs(kernel, most, tmp_path, monkeypatch):
+    """The norms are those of the columns, as LyCORIS has them without ``wd_on_out``."""
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
+    monkeypatch.setattr("ckptfix.values.merged_tensors.MOST", most)
+    base, ones = torch.randn(40, 6, *kernel), (1,) * len(kernel)
+    down, up, norms = torch.randn(2, 6, *kernel), torch.randn(40, 2, *ones), torch.rand(1, 6, *ones)
+    names = {"lora_down.weight": down, "lora_up.weight": up, "dora_scale": norms, "alpha": torch.tensor(2.0)}
+    save_file({f"lora_unet_q.{name}": value for name, value in names.items()}, tmp_path / "x.safetensors")
+    got, _ = ckptfix.repair_state_dict({"q.weight": base}, adapter=tmp_path / "x.safetensors", select="FIL108")
+    whole = base + (up.flatten(1) @ down.flatten(1)).view_as(base)
+    columns = whole.transpose(0, 1).flatten(1).norm(dim=1).view(1, 6, *ones)
+    torch.testing.assert_close(got["q.weight"], whole * norms / columns)
+
+
+def test_a_convolution_in_three_parts(tmp_path):
+    """Those of kohya and LyCORIS follow one another in training: 1x1, the kernel, and 1x1."""
+    base, rows = torch.randn(33, 5, 3, 3), torch.randn(1, 5, 7, 7)
+    down, mid, up = torch.randn(4, 5, 1, 1), torch.randn(4, 4, 3, 3), torch.randn(33, 4, 1, 1)
+    names = {"lora_down.weight": down, "lora_mid.weight": mid, "lora_up.weight": up, "alpha": torch.tensor(2.0)}
+    save_file({f"lora_unet_q.{name}": value for name, value in names.items()}, tmp_path / "x.safetensors")
+    got, _ = ckptfix.repair_state_dict({"q.weight": base}, adapter=tmp_path / "x.safetensors", select="FIL108")
+    conv = torch.nn.functional.conv2d
+    want = conv(rows, base) + conv(conv(conv(rows, down), mid), up) * 0.5
+    torch.testing.assert_close(conv(rows, got["q.weight"]), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_parameter_named_as_a_difference_is_no_adapter():
