@@ -202,14 +202,20 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
         return list(found.values())
     wide = replace(change, is_wide=True)
     for read in (change, wide) if wide.parameters().keys() != change.parameters().keys() else (change,):
-        new = read.new
-        for scope in scopes(read):
-            for naming in namings(optimizer, scope.layout, new):
-                made = follow(optimizer, naming, read, scope)
-                if made is None:
-                    return []
-                found.setdefault(made.outcome, made)
+        for scope, naming in _read(optimizer, read):
+            made = follow(optimizer, naming, read, scope)
+            if made is None:
+                return []
+            found.setdefault(made.outcome, made)
     return list(found.values())
+
+
+def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
+    """Return the recipes that fit, only those of the trainer whose file it is if there are any."""
+    new = change.new
+    found = [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new)]
+    own = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.file in optimizer.path[:1]]
+    return own or found
 
 
 ORDERS = 20
@@ -224,9 +230,7 @@ def is_named(optimizer: Optimizer, change: Change) -> bool:
 
 def readings(optimizer: Optimizer, change: Change) -> list[Naming]:
     """Return the names that its positions may have had before the change."""
-    return named_by_itself(optimizer, change.before) or [
-        naming for scope in scopes(change) for naming in namings(optimizer, scope.layout)
-    ]
+    return named_by_itself(optimizer, change.before) or [naming for _, naming in _read(optimizer, change)]
 
 
 def _inside(optimizer: Optimizer, naming: Naming) -> str:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, islice, permutations, product
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.maps.names import concepts, kind, segments
 from ckptfix.maps.positions import Layout
+from ckptfix.reading.adapters import model_config
 from ckptfix.rules.key106_renamed_layers import renamed_layers
 
 Shape = tuple[int, ...]
@@ -112,6 +115,8 @@ class Change(Struct, frozen=True, dict=True):
     """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
+    is_current: bool = False
+    """Whether the file is of the same release of transformers as the model, which only saves it under other names."""
     is_wide: bool = False
     """Whether what is only named like a buffer (``masked_spec_embed``) counts as a parameter."""
     is_tied: bool = False
@@ -130,7 +135,8 @@ class Change(Struct, frozen=True, dict=True):
             for source in origin.sources
             if target is not None and target.modules is not None and key in target.slots
         }
-        return cls(before.specs, after.specs, known, target, kinds, not before.format.endswith("safetensors"))
+        is_ordered = not before.format.endswith("safetensors")
+        return cls(before.specs, after.specs, known, target, kinds, is_ordered, is_current=_is_current(before, target))
 
     @property
     def model(self) -> Target | None:
@@ -204,7 +210,7 @@ class Change(Struct, frozen=True, dict=True):
         kept = {parent for key in result for parent in _parents(key)}
         for key in result:
             sources, place = self.origins[key].sources, rank[key]
-            if len(sources) > 1 or not all(_is_renamed_alike(source, key) for source in sources):
+            if len(sources) > 1 or not (self.is_current or all(_is_renamed_alike(one, key) for one in sources)):
                 return []
             for source in sources:
                 places.setdefault(source, []).append(place)
@@ -264,6 +270,14 @@ class Change(Struct, frozen=True, dict=True):
         place = {key: number for number, key in enumerate(self.parameters())}
         found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
+
+
+def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:
+    if target is None or target.converts is None:
+        return False
+    with suppress(PackageNotFoundError):
+        return model_config(checkpoint).get("transformers_version") == version("transformers")
+    return False
 
 
 def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], list[str]]:
