@@ -30,6 +30,7 @@ FSDP = "fsdp"
 _PLAIN_PARTS = (
     (re.compile(r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors"), "vLLM", b""),
     (re.compile(r"rank(\d{1,5})\.safetensors"), "TensorRT-LLM", b'"tp_size"'),
+    (re.compile(r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt"), "metaseq", b""),
 )
 _PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
 _CONFIG_LIMIT = 1 << 20

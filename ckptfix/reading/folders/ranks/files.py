@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,6 +148,8 @@ class RankFiles:
             self._saved_as[file] = _saved_as(content)
             document = self._read(content, self.salvage)
         except UnreadableError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
+                raise  # nothing is wrong with the file
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
             return None
         self.names |= document.names

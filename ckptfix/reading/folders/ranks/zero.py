@@ -64,6 +64,9 @@ _EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
 # AutoEP has the weights of all experts of a layer in one; a rank has some of them, a file of an expert one.
 _STACK = re.compile(r".*\.experts\.w[123]")
 _STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
+# Before version 1 of its checkpoints, Megatron had all queries of a rank before all keys and all values, as
+# SwissArmyTransformer has (GLM-130B, CogVLM).
+_IN_THIRDS = re.compile(r"((?:.*\.)?transformer\.layers\.\d+\.\w*attention\.)(query_)?key_value\.(?:weight|bias)")
 _PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
 _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
@@ -125,6 +128,8 @@ def _document(files: RankFiles) -> Document:
     if tensor != list(range(degree if type(degree) is int and 0 < degree <= MOST_RANKS else len(tensor))):
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
     experts = by_rank(files.folder, ZERO_EXPERT)
+    if type(degree) is not int and len(tensor) > 1:
+        _check_degree(path, roots[0]["module"], len(tensor))
     for (_, expert, rank), file in experts.items():
         roots[rank]["module"].update(_of_expert(files, file, expert))
     counts = roots[0].get("num_experts") if experts and not optim else None
@@ -213,7 +218,10 @@ def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Spl
     What the converter is told nothing of is divided by rows. ``state`` is a state_dict of one rank."""
     info = root.get("universal_checkpoint_info")
     if not isinstance(info, dict):
-        return _of_parameters(megatron.splits_of(state, table))
+        version = root.get("checkpoint_version")
+        by_name = megatron.splits_of(state, table)
+        in_thirds = not isinstance(version, (int, float)) or version < 1
+        return _of_parameters(partial(_split_in_thirds, by_name, state) if in_thirds else by_name)
     literal: dict[str, Split] = {}
     patterns: list[tuple[re.Pattern[str], Split]] = []
     for key, split in _DIVIDED.items():
@@ -234,6 +242,29 @@ def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Spl
         return literal.get(name) or next(found, Split(0))
 
     return _of_parameters(split_of)
+
+
+def _split_in_thirds(
+    split_of: Splits, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]
+) -> Split | None:
+    """Return the same for queries, keys and values that are one after another in each rank; None if it has fewer keys
+    than queries."""
+    if (match := _IN_THIRDS.fullmatch(name)) is None:
+        return split_of(name, parts)
+    count, dense = 3 if match[2] else 2, state.get(f"{match[1]}dense.weight")
+    is_equal = isinstance(dense, TensorSpec) and parts[0].shape[0] == count * dense.shape[1]
+    return Split(0, count) if is_equal else None
+
+
+def _check_degree(path: str, state: Mapping[str, Any], ranks: int) -> None:
+    """Raise ``UnreadableError`` if the layers of ranks that do not say how many there are have heads for more."""
+    for name, spec in state.items():
+        if name.endswith("attention.dense.weight") and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
+            rows, columns = spec.shape
+            if columns and rows > columns * ranks and rows % columns == 0:
+                raise UnreadableError(
+                    f"{path}: has files of {ranks} of {rows // columns} tensor-parallel ranks; fetch the others"
+                )
 
 
 _DIVIDED = {

@@ -603,3 +603,48 @@ def test_a_latest_checkpoint_that_is_not_there_is_not_another(tmp_path: Path) ->
     with pytest.raises(UnreadableError, match=r"names global_step99, .*; fetch it, or name global_step2"):
         ckptfix.open_checkpoint(folder)
     assert ckptfix.open_checkpoint(folder / TAG).specs
+
+
+def _of_sat(folder: Path, ranks: int, groups: int = 3) -> dict[str, torch.Tensor]:
+    """Write the ranks of a layer as SwissArmyTransformer divides it; return the whole."""
+    torch.manual_seed(0)
+    layer = "transformer.layers.0.attention."
+    whole = {
+        "transformer.word_embeddings.weight": torch.randn(16, 8),
+        f"{layer}query_key_value.weight": torch.randn(8 * groups, 8),
+        f"{layer}query_key_value.bias": torch.randn(8 * groups),
+        f"{layer}dense.weight": torch.randn(8, 8),
+        f"{layer}dense.bias": torch.randn(8),
+        "transformer.layers.0.cross_attention.key_value.weight": torch.randn(16, 8),
+        "transformer.layers.0.cross_attention.dense.weight": torch.randn(8, 8),
+        "transformer.layers.0.mlp.dense_h_to_4h.weight": torch.randn(32, 8),
+        "transformer.layers.0.mlp.dense_4h_to_h.weight": torch.randn(8, 32),
+    }
+    for rank in range(ranks):
+        part = {}
+        for key, value in whole.items():
+            stacked = value.chunk(groups if "query_" in key else 2 if "key_value" in key else 1)
+            axis = 1 if key.endswith(("dense.weight", "4h_to_h.weight")) else 0
+            pieces = [piece.chunk(ranks, axis)[rank] for piece in stacked]
+            part[key] = value if key.endswith("dense.bias") else torch.cat(pieces, axis).clone()
+        folder.mkdir(exist_ok=True)
+        torch.save({"module": part}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    return whole
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_queries_keys_and_values_of_sat_are_joined_each_by_themselves(tmp_path: Path, ranks: int) -> None:
+    whole = _of_sat(tmp_path / "100", ranks)
+    got = ckptfix.open_checkpoint(tmp_path / "100").state_dict()
+    assert list(got) == list(whole)
+    assert all(bytes_of(got[key]) == bytes_of(value) for key, value in whole.items())
+    (tmp_path / "100" / f"mp_rank_{ranks - 1:02d}_model_states.pt").unlink()
+    if ranks > 2:
+        with pytest.raises(UnreadableError, match="files of 3 of 4 tensor-parallel ranks"):
+            ckptfix.open_checkpoint(tmp_path / "100")
+
+
+def test_fewer_keys_than_queries_of_sat_are_not_guessed(tmp_path: Path) -> None:
+    _of_sat(tmp_path, 2, groups=2)
+    with pytest.raises(UnreadableError, match=r"query_key_value.weight, and no rule says how it is divided"):
+        ckptfix.open_checkpoint(tmp_path)
