@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import bare
 from ckptfix.errors import UsageError
 
 PLAIN = "plain"  # what the set is called that stands under no prefix, beside one that does
@@ -40,9 +41,11 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     such set. The name may leave out what stands in front of most keys: `teacher` for `module.teacher.`."""
     if name == PLAIN:
         copies = copied_under(keys)
+        names = {key: key if copies else bare(key) for key in keys}  # a wrapper is no set
+        copies = copies or copied_under(set(names.values()))
         averaged = {} if copies else {key for key, plain in _mangled(keys, MANGLED).items() if key != plain}
         return (
-            {key: key for key in keys if key not in averaged and not key.startswith(copies or ("\0",))}
+            {key: key for key in keys if key not in averaged and not names[key].startswith(copies or ("\0",))}
             if (copies or averaged)
             else {}
         )
@@ -137,10 +140,10 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
             may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
             if may_be_alike and _are_alike(_under(specs, leader), _under(specs, prefix)):
                 return (leader[:-1], prefix[:-1])
-    copies = _copied_under(specs, sizes)
+    copies = _copied_under(specs, sizes) or copied_under({bare(key) for key in specs})
     if len(copies) != 1 or not is_follower(copies[0][:-1]):
         return ()
-    plain = {key: specs[key].shape for key in keys_of_set(specs, PLAIN)}
+    plain = {bare(key): specs[key].shape for key in keys_of_set(specs, PLAIN)}
     return (PLAIN, copies[0][:-1]) if _are_alike(plain, _under(specs, copies[0])) else ()
 
 

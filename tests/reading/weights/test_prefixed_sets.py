@@ -94,6 +94,13 @@ def test_no_set_of_the_name(name):
     assert keys_of_set(under("student.", "teacher."), name) == {}
 
 
+def test_a_wrapper_is_no_set():
+    keys = under("module.", "ema.")
+    assert sets_of(specs(keys)) == ("plain", "ema")
+    assert keys_of_set(keys, "plain") == {f"module.{key}": f"module.{key}" for key in NET}, "KEY102 strips it"
+    assert keys_of_set(keys, "ema") == {f"ema.{key}": key for key in NET}
+
+
 def test_copies():
     assert copied_under(under("", "module.")) == ("module.",)
     assert copied_under(under("block.", "block.block.")) == ()
