@@ -81,12 +81,12 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _is_of_sectors(spec: TensorSpec, hole: Hole) -> bool:
-    """Return whether a hole begins and ends where sectors of the file do. It is known to a word."""
+    """Return whether a hole begins and ends where sectors of the file do, or the file itself. It is known to a word."""
     place = located(spec.storage.source) if spec.storage is not None else None
     if place is None:
         return False
     start, stop = place.offset + hole.start, place.offset + hole.stop
-    return start % SECTOR < WORD and -stop % SECTOR < WORD
+    return start % SECTOR < WORD and min(-stop % SECTOR, abs(place.file.size - stop)) < WORD
 
 
 def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:

@@ -108,7 +108,7 @@ def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
     shape = spec.shape
     if len(shape) < 2 or spec.numel < 2:
         return False
-    if len([size for size in shape if size > 1]) < 2 and not (shape[0] == 1 and is_layers_own(key)):
+    if len([size for size in shape if size > 1]) < 2 and not (shape[0] == 1 < shape[1] and is_layers_own(key)):
         return False
     if spec.layout != "strided" or spec.dtype not in _FLOATING or "bias" in split_key(key)[1]:
         return False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptfix
 from ckptfix.core.finding import Level
@@ -92,3 +93,13 @@ def test_lost_sectors_are_a_warning(tmp_path: Path, length: int, shift: int) -> 
     (tmp_path / "file.safetensors").write_bytes(raw)
     (finding,) = ckptfix.check(tmp_path / "file.safetensors", select=("FIL202",)).findings
     assert (finding.code, finding.level, finding.keys) == ("FIL202", Level.WARNING, ("weight",))
+
+
+def test_the_file_may_end_within_the_last_sector(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(8, 1290)}, tmp_path / "file.safetensors")
+    raw = bytearray((tmp_path / "file.safetensors").read_bytes())
+    start = (len(raw) - 3000) // 512 * 512
+    assert len(raw) % 512 > 8
+    (tmp_path / "file.safetensors").write_bytes(raw[:start] + bytes(len(raw) - start))
+    (finding,) = ckptfix.check(tmp_path / "file.safetensors").findings
+    assert (finding.code, finding.level) == ("FIL202", Level.WARNING)

@@ -71,6 +71,7 @@ def test_healthy_models_are_quiet(name):
         pytest.param({**scaled(1), "conv3.weight": torch.zeros(8, 8, 3, 3)}, id="exact-zeros-are-for-another-rule"),
         pytest.param({**scaled(1), "gamma": torch.full((96,), 1e-9)}, id="vector"),
         pytest.param({**scaled(1), "gamma": torch.full((1, 96, 1, 1), 1e-9)}, id="vector-in-disguise"),
+        pytest.param({**scaled(1), "grn.weight": torch.full((1, 1, 1, 96), 1e-9)}, id="scale-of-the-last-axis"),
         pytest.param({**scaled(1), "w": torch.full((7, 9), 1e-9)}, id="too-small-to-say"),
         pytest.param({**scaled(1), "bn3.running_mean": torch.full((8, 8), 1e-9)}, id="buffer"),
         pytest.param({**scaled(1), "attn_mask": torch.full((8, 8), 1e-9)}, id="mask"),
