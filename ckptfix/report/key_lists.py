@@ -84,6 +84,8 @@ def _merged(
 ) -> dict[Pattern, int]:
     """Return the patterns after merging those that differ in this position alone, where both slots are of one kind."""
     groups: dict[tuple[str | None, Pattern], list[Pattern]] = {}
+    if len({pattern[position] for pattern in patterns}) == 1:
+        return patterns
     for pattern in patterns:
         of_kind = kind(pattern[position])
         rest = pattern if of_kind is None else (*pattern[:position], *pattern[position + 1 :])

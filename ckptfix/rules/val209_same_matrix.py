@@ -22,10 +22,9 @@ https://arxiv.org/abs/1909.11942 (layers that share their weights)"""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.tensors import contiguous_blocks
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule, rule
@@ -44,13 +43,9 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
         if spec.numel >= SMALLEST and not figures.is_constant and is_layers_own(key):
             # Equal bytes have an equal smallest and largest value, and other matrices hardly ever have.
             alike[spec.dtype, spec.shape, figures.zeros, figures.minimum, figures.maximum].append(key)
-    groups = [keys for keys in alike.values() if len(keys) > 1]
-    if not groups or sets_of(specs) or copied_under(specs):
-        return
-    path = context.checkpoint.path
-    same = [group for keys in groups if len(group := _same(keys, specs, path)) > 1]
-    same = [group for group in same if is_matrix(group[0], specs[group[0]], context.target)]
-    if same:
+    groups = (_same(keys, context) for keys in alike.values() if len(keys) > 1)
+    same = [group for group in groups if len(group) > 1 and is_matrix(group[0], specs[group[0]], context.target)]
+    if same and not sets_of(specs) and not copied_under(specs):
         yield rule.finding(
             Level.NOTE,
             f"{counted(sum(map(len, same)), 'tensor')} in {counted(len(same), 'group')} with the same bytes",
@@ -59,19 +54,18 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _same(keys: list[str], specs: Mapping[str, TensorSpec], path: str) -> list[str]:
+def _same(keys: list[str], context: Context) -> list[str]:
     """Return those of the keys that hold the bytes of the first, and are stored apart from it."""
+    specs, figures, path = context.checkpoint.specs, context.statistics, context.checkpoint.path
     first = specs[keys[0]]
-    if first.storage is None:
-        return []
-    others = [
-        key
-        for key in keys[1:]
-        if specs[key].storage is not None and specs[key].view != first.view and _is_equal(first, specs[key], path)
-    ]
-    return [keys[0], *others]
 
+    def is_same(key: str) -> bool:
+        other = specs[key]
+        if first.storage is None or other.storage is None or other.view == first.view:
+            return False
+        if first.strides == other.strides and figures[keys[0]].sample != figures[key].sample:
+            return False  # without another look at the file
+        blocks = zip(contiguous_blocks(first, path), contiguous_blocks(other, path), strict=True)
+        return all(mine == theirs for mine, theirs in blocks)
 
-def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
-    blocks = zip(contiguous_blocks(one, path), contiguous_blocks(other, path), strict=True)
-    return all(mine == theirs for mine, theirs in blocks)
+    return [keys[0], *filter(is_same, keys[1:])]

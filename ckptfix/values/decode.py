@@ -40,7 +40,7 @@ class Encoding(Struct, frozen=True, dict=True):
     smallest_normal: float
     part: str
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """The bytes of one stored number."""
         return struct.calcsize(self.code)

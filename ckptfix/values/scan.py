@@ -62,7 +62,10 @@ class Scanner:
         if found.first is not None:
             found.first = self._index(found.first) if self._order is None else self._least_index(block)
         self._position += block.nbytes // self._encoding.itemsize // self._encoding.units
-        self.tally.add(found)
+        if self.tally.numel:
+            self.tally.add(found)
+        else:  # as of nearly all tensors
+            self.tally = found
 
     def result(self) -> TensorStatistics:
         """Return the statistics of everything that was fed."""

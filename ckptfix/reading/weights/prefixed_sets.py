@@ -79,7 +79,8 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
         forms = [("", f"{name}_", "_")]
     else:
         forms = [(leader, f"{name}.", "") for leader in _leaders(f"{name}.")]
-    own = {key for key in keys if any(key.startswith(front) for _, front, _ in forms)}
+    fronts = tuple(front for _, front, _ in forms)
+    own = {key for key in keys if key.startswith(fronts)}
     for leader, front, sign in forms if len(own) > 1 else ():
         names = [key[len(leader) :] for key in keys if key.startswith(leader) and key not in own]
         found = {key: plain for plain in names if (key := front + plain.replace(".", sign)) in own}
