@@ -32,7 +32,7 @@ def load_configuration(start: Path | None = None) -> Configuration:
         if own.is_file():
             return _configuration(own, parse_toml(own))
         if shared.is_file():
-            tool = parse_toml(shared).get("tool")
+            tool = parse_toml(shared, "ckptfix").get("tool")
             table = tool.get("ckptfix") if isinstance(tool, dict) else None
             if isinstance(table, dict):
                 return _configuration(shared, table)
@@ -41,8 +41,17 @@ def load_configuration(start: Path | None = None) -> Configuration:
     return Configuration()
 
 
-def parse_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises ``UsageError`` that names the file and the place in it."""
+def parse_toml(path: Path, word: str = "") -> dict[str, Any]:
+    """Return the content of a TOML file, nothing of one without ``word``: to import the parser takes longer than many a
+    look at a checkpoint. Raises ``UsageError`` that names the file and the place in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: a TOML file has to be UTF-8: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: the configuration cannot be read: {error.strerror}") from error
+    if word not in text:
+        return {}
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -50,13 +59,9 @@ def parse_toml(path: Path) -> dict[str, Any]:
         import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
     try:
-        document: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: invalid TOML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: a TOML file has to be UTF-8: {error.reason} at byte {error.start}") from error
-    except OSError as error:
-        raise UsageError(f"{path}: the configuration cannot be read: {error.strerror}") from error
     return document
 
 

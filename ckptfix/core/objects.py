@@ -146,7 +146,9 @@ def has_optimizer(root: Any, depth: int = DEPTH) -> bool:
             or (
                 (len(root) <= MANY or depth == DEPTH)  # it may be among weights, of which there are many
                 and depth > 0
-                and any(has_optimizer(member, depth - 1) for member in root.values() if isinstance(member, (dict, list)))
+                and any(
+                    has_optimizer(member, depth - 1) for member in root.values() if isinstance(member, (dict, list))
+                )
             )
         )
     return isinstance(root, list) and depth > 0 and any(has_optimizer(member, depth - 1) for member in root[:MANY])

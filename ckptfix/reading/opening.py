@@ -18,7 +18,7 @@ from ckptfix.core.objects import holds_tensors, tensors_in
 from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
-from ckptfix.reading.folders.ranks.names import may_be_rank
+from ckptfix.reading.folders.rank_shards import may_be_rank
 from ckptfix.reading.formats import may_be_wrapped, read_document
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document

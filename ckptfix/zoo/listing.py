@@ -34,7 +34,8 @@ from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.folders.ranks.names import RANK_NAMES, RankNames, may_be_rank
+from ckptfix.reading.folders.rank_shards import may_be_rank
+from ckptfix.reading.folders.ranks.names import RANK_NAMES, RankNames
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC

@@ -19,7 +19,6 @@ from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
-from ckptfix.reading.tensors import row_major_bytes
 
 
 class Box(Struct, frozen=True):
@@ -96,6 +95,8 @@ class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
             return source.read(first, last)
         if self.spec.storage is None:
             raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
+        from ckptfix.reading.tensors import row_major_bytes  # a look at names puts no tensor together
+
         return memoryview(row_major_bytes(self.spec, self.path)).cast("B")[start:stop]
 
 

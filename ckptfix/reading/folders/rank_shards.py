@@ -18,7 +18,6 @@ from msgspec import Struct
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
-from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
 
 # Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
@@ -28,9 +27,9 @@ FSDP = "fsdp"
 
 # What the files of those are called that write plain tensors, and what the config.json beside them says.
 _PLAIN_PARTS = (
-    (re.compile(r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors"), "vLLM", b""),
-    (re.compile(r"rank(\d{1,5})\.safetensors"), "TensorRT-LLM", b'"tp_size"'),
-    (re.compile(r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt"), "metaseq", b""),
+    (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", b""),
+    (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", b'"tp_size"'),
+    (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", b""),
 )
 _PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
 _CONFIG_LIMIT = 1 << 20
@@ -85,16 +84,24 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     return None
 
 
+def may_be_rank(path: str) -> bool:
+    """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
+    return re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/)", path) is not None
+
+
 def named_part(path: Path) -> RankShard | None:
     """Return what a file of plain tensors is by its name: a part of a model that vLLM (``sharded_state``), TensorRT-LLM
     or NeMo divided; None if it is none, or has no others beside it."""
-    if path.name == NEMO and MEGATRON_RANK.fullmatch(path.parent.name):
-        return RankShard(_PART.format("NeMo"), f"unpack all of it; {RANKS_REMEDY}")
+    if may_be_rank(str(path)):
+        from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO  # a dozen patterns, for few files
+
+        if path.name == NEMO and MEGATRON_RANK.fullmatch(path.parent.name):
+            return RankShard(_PART.format("NeMo"), f"unpack all of it; {RANKS_REMEDY}")
     for pattern, maker, says in _PLAIN_PARTS:
-        if pattern.fullmatch(path.name) and path.is_file():
+        if re.fullmatch(pattern, path.name) and path.is_file():
             config = path.with_name("config.json")
             held = config.read_bytes() if config.is_file() and config.stat().st_size < _CONFIG_LIMIT else b""
-            numbers = {found[1] for other in path.parent.iterdir() if (found := pattern.fullmatch(other.name))}
+            numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
             if says in held and numbers - {"0"}:
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made of"
                 return RankShard(_PART.format(maker), remedy)

@@ -21,14 +21,11 @@ NUMBERED = re.compile(
     r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
 
-_WORD = re.compile(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/)")
-
 
 class RankNames(Struct, frozen=True):
     """One kind of files that several ranks write, by their paths below the folder that is the checkpoint.
 
-    The groups of the pattern tell one from another. A file for which a word of ``_WORD`` does not speak is of no kind.
-    """
+    The groups of the pattern tell one from another. ``may_be_rank`` is true of each such file."""
 
     files: re.Pattern[str]
     depth: int = 1  # how many names the path has
@@ -46,8 +43,3 @@ RANK_NAMES = (
     RankNames(LLAMA_SHARD, beside=re.compile(re.escape(LLAMA_PARAMS))),
     RankNames(NUMBERED, marks=(b"torch.distributed", b"shard_metadata")),
 )
-
-
-def may_be_rank(path: str) -> bool:
-    """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
-    return _WORD.search(path) is not None
