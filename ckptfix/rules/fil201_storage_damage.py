@@ -31,7 +31,6 @@ from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.maps.positions import parts_beside
 from ckptfix.rules.fil203_damaged_file import donor_fill
-from ckptfix.rules.opt101_stale_optimizer import DROP
 from ckptfix.rules.rule import Context, Rule, rule
 
 REMEDIES = (
@@ -89,6 +88,8 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
             continue
         context.figures_of({str(number): spec for number, spec in enumerate(specs)}).values()
         if bad := soundness(list(storages.values())).count(False):
+            from ckptfix.rules.opt101_stale_optimizer import DROP  # with all that follows parameters, for few files
+
             yield rule.finding(
                 Level.ERROR,
                 f"{counted(bad, 'storage')} of {place}, beside the weights, with other bytes than were saved",
