@@ -19,6 +19,7 @@ from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
+from ckptfix.reading.tensors import contiguous_blocks, row_major_bytes
 
 
 class Box(Struct, frozen=True):
@@ -95,8 +96,6 @@ class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
             return source.read(first, last)
         if self.spec.storage is None:
             raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
-        from ckptfix.reading.tensors import row_major_bytes  # a look at names puts no tensor together
-
         return memoryview(row_major_bytes(self.spec, self.path)).cast("B")[start:stop]
 
 
@@ -232,8 +231,6 @@ def is_same(one: Any, other: Any, path: str) -> bool:
         return bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    from ckptfix.reading.tensors import contiguous_blocks
-
     return all(
         first == second
         for before, after in zip(one.strided_parts(), other.strided_parts(), strict=True)
