@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
@@ -90,10 +91,18 @@ class _Reading:
         }
         if (optimizer := self._optimizer(root["param_shapes"], moments)) is not None:
             merged["optimizer"] = optimizer
+        elif any(moments.values()):
+            self.files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+        held = {f"{name}/{field}.pt": tensor for name, found in moments.items() for field, tensor in found.items()}
+        self.files.note_repeated({file: [tensor] for file, tensor in held.items() if not file.endswith("/step.pt")})
         zero.note_masters(self.files, root["module"], trained)
         version = root.get("ds_version")
         release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
-        return self.files.document(NAME, merged, f"{release}, universal")
+        halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
+        copies = {
+            name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
+        }  # none of stage 3, nor of tensor-parallel ranks
+        return self.files.document(NAME, merged, f"{release}, universal", copies)
 
     def _folders(self) -> list[str]:
         return [child.name for child in (self.files.folder / PARAMETERS).iterdir() if child.is_dir()]
@@ -106,9 +115,13 @@ class _Reading:
         if Path(name).name != name or not folder.is_dir():
             return
         for file in sorted(folder.glob("*.pt")):
-            value = self.files.root(file)
+            value = root = self.files.root(file)
             value = value.get("param") if isinstance(value, dict) else value
-            if isinstance(value, TensorSpec) and value.shape != shape and file.stem != "step":
+            is_step = file.stem == "step"
+            is_number = value.numel == 1 if isinstance(value, TensorSpec) else type(value) in (int, float)
+            if root is not None and not (is_number if is_step else isinstance(value, TensorSpec)):
+                raise UnreadableError(f"{file}: holds no {'number' if is_step else 'tensor'}; fetch it again")
+            if isinstance(value, TensorSpec) and value.shape != shape and not is_step:
                 flat = len(value.shape) == 1 and value.is_contiguous
                 if flat and value.numel == math.prod(shape):
                     value = replace(value, shape=shape, strides=contiguous_strides(shape))

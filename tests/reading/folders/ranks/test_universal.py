@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,23 @@ def test_tensors_of_other_shapes_are_refused(tmp_path: Path, file: str, shape: t
     said = re.escape(f"has the shape {list(shape)}, and the model states say [11, 7]")
     with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [("optimizer_state.pt", "ln.bias/exp_avg_sq.pt"), ("l1.weight/exp_avg.pt", "bn.bias/step.pt")],
+)
+def test_files_that_hold_something_else_are_refused(tmp_path: Path, source: str, file: str) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    shutil.copy(folder / TAG / "zero" / source, folder / TAG / "zero" / file)
+    with pytest.raises(UnreadableError, match=f"{file}: holds no"):
+        ckptfix.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "exp_avg"])
+def test_files_of_another_parameter_are_named(tmp_path: Path, kind: str) -> None:
+    folder, _ = unpacked(STAGES[0], tmp_path)
+    shutil.copy(*(folder / TAG / "zero" / name / f"{kind}.pt" for name in ("l2.bias", "ln.bias")))
+    (odd,) = (finding for finding in ckptfix.check(folder).findings if finding.level)
+    assert odd.code == "FIL105"
+    assert "ln.bias" in (odd.keys[0] if kind == "fp32" else odd.message)
