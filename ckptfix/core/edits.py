@@ -165,8 +165,7 @@ class Adapt(Edit, frozen=True, tag="adapt"):
     @property
     def untrained(self) -> int:
         """How many elements of the new tensor are the model's initial values."""
-        new = self.shape[0] - self.before[0] if self.recipe == PAD_TARGET else 0
-        return max(new, 0) * prod(self.shape[1:])
+        return max(prod(self.shape) - prod(self.before), 0) if self.recipe == PAD_TARGET else 0
 
 
 class Delta(Struct, frozen=True):

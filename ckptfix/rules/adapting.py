@@ -226,7 +226,13 @@ def _vocabulary(shapes: Shapes, target: Target, given: Sequence[Adaptation]) -> 
         for key, (old, new) in by_rows.items()
         if len(old) == 2 and (key in named or _is_of_words(key, new[0], target))
     }
-    return {key: (old, new) for key, (old, new) in by_rows.items() if (old[0], new[0]) in sizes}
+    # Models such as BART have a bias [1, words].
+    return {
+        key: (old, new)
+        for key, (old, new) in shapes.items()
+        if (key in by_rows and (old[0], new[0]) in sizes)
+        or (len(old) == len(new) == 2 and old[0] == new[0] == 1 and (old[1], new[1]) in sizes)
+    }
 
 
 def _heads(
@@ -263,7 +269,7 @@ def _is_of_words(key: str, rows: int, target: Target) -> bool:
 
 
 _SIZES: Mapping[str, Callable[[Shape], Shape]] = {
-    VOCAB: lambda shape: shape[:1],
+    VOCAB: lambda shape: shape[-1:] if shape[0] == 1 else shape[:1],
     HEAD: lambda shape: shape[:1],
     IN_CHANS: lambda shape: shape[1:2],
     PATCH_EMBED: patch,
@@ -276,11 +282,11 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
     groups: dict[tuple[Shape, Shape], dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
         groups.setdefault((_SIZES[name](old), _SIZES[name](new)), {})[key] = (old, new)
-    for group in groups.values():
+    for (stored, wanted), group in groups.items():
         (old, new), *_ = group.values()
         recipes = RECIPES[name]
         if name == VOCAB:
-            words = f"a vocabulary of {old[0]} in the file and of {new[0]} in the model"
+            words = f"a vocabulary of {stored[0]} in the file and of {wanted[0]} in the model"
             recipes = recipes[:1] if new < old else recipes[1:]
         elif name == HEAD:
             kind = "outputs" if _is_of_boxes(next(iter(group))) or len(old) > 2 else "classes"

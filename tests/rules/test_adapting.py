@@ -464,6 +464,24 @@ def llava(vocab: int) -> Any:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=3))
 
 
+def bart(vocab: int) -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
+    return BartForConditionalGeneration(BartConfig(d_model=32, vocab_size=vocab, **sides))
+
+
+@pytest.mark.parametrize(("old", "new", "recipe"), [(99, 104, "pad:zeros"), (99, 104, "pad:target"), (104, 99, "cut")])
+def test_the_bias_of_bart_has_its_words_last(old, new, recipe):
+    """As in transformers, whose own function resizes it with the embeddings."""
+    file, model = bart(old), bart(new)
+    file.final_logits_bias.normal_()
+    after, _ = ckptfix.repair_state_dict(file.state_dict(), model, adapt=f"vocab={recipe}", select="FIT103")
+    file.resize_token_embeddings(new)
+    assert torch.equal(after["final_logits_bias"], file.final_logits_bias)
+    assert after["lm_head.weight"].shape == (new, 32)
+
+
 class Quantizer(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
