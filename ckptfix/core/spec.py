@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -294,33 +294,33 @@ FAINT = 1e-20
 DISK_BLOCK = 4096  # bytes that file systems and disks move together
 
 
-class TensorStatistics(NamedTuple):
-    """What the numbers of a tensor look like.
+class TensorStatistics(Struct):
+    """What the numbers of a tensor, or of a run of them, look like.
 
-    ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``minimum`` to
-    ``rms`` are over the finite numbers, and 0.0 if there are none. ``first_nonfinite`` is the flat row-major index
-    of the first element that is NaN or infinite; None if there is none, and for sparse tensors. ``overflowing`` and
-    ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
+    ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``overflowing``
+    and ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
+    ``minimum`` to ``rms`` are over the finite numbers, and 0.0 if there are none; the moments are kept as averages,
+    which cannot overflow. ``first_nonfinite`` is the flat row-major index of the first element that is NaN or infinite;
+    None if there is none, and for sparse tensors.
     ``words`` are the 8 bytes at each multiple of 4 KiB of the file, of a row-major tensor in a file without checksums:
     equal ones lead to blocks that were copied. ``has_faint_rows`` says whether a row of a matrix begins with a number
     below ``FAINT`` that is not zero. ``sample`` are some 256 of the numbers, at equal distances, as float32; empty for
     sparse tensors.
     ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6."""
 
-    numel: int
+    numel: int = 0
     nan: int = 0
     pos_inf: int = 0
     neg_inf: int = 0
     zeros: int = 0
     subnormals: int = 0
+    overflowing: int = 0
+    vanishing: int = 0
     minimum: float = 0.0
     maximum: float = 0.0
-    absmax: float = 0.0
     mean: float = 0.0
     rms: float = 0.0
     first_nonfinite: int | None = None
-    overflowing: int = 0
-    vanishing: int = 0
     words: bytes = b""
     has_faint_rows: bool = False
     sample: bytes = b""
@@ -329,6 +329,16 @@ class TensorStatistics(NamedTuple):
     def nonfinite(self) -> int:
         """How many numbers are NaN or infinite."""
         return self.nan + self.pos_inf + self.neg_inf
+
+    @property
+    def finite(self) -> int:
+        """How many are neither."""
+        return self.numel - self.nonfinite
+
+    @property
+    def absmax(self) -> float:
+        """The largest magnitude of the finite numbers."""
+        return max(0.0, -self.minimum, self.maximum)
 
     @property
     def all_zero(self) -> bool:

@@ -21,7 +21,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, FAINT, Storage, TensorSpec, TensorStatistics
 from ckptfix.values.decode import Array, Encoding, Narrowing, encoding
-from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_codes, tally_integers, tally_units
+from ckptfix.values.tally import BLOCK, join, nonfinite_units, tally_codes, tally_integers, tally_units
 from ckptfix.values.walk import Walk
 
 PART = 1 << 23  # bytes of a part, which one thread looks at
@@ -50,7 +50,7 @@ class Scanner:
         self._order = order
         self._narrowing = narrowing
         self._position = position
-        self.tally = Tally()
+        self.found = TensorStatistics()  # of everything that was fed
 
     def feed(self, block: memoryview) -> None:
         """Take in the next bytes. Raises ``ValueError`` if they are not a whole number of elements."""
@@ -59,17 +59,13 @@ class Scanner:
         if not block.nbytes:
             return
         found = _tally(block, self._encoding, self._narrowing)
-        if found.first is not None:
-            found.first = self._index(found.first) if self._order is None else self._least_index(block)
+        if (unit := found.first_nonfinite) is not None:
+            found.first_nonfinite = self._index(unit) if self._order is None else self._least_index(block)
         self._position += block.nbytes // self._encoding.itemsize // self._encoding.units
-        if self.tally.numel:
-            self.tally.add(found)
+        if self.found.numel:
+            join(self.found, found)
         else:  # as of nearly all tensors
-            self.tally = found
-
-    def result(self) -> TensorStatistics:
-        """Return the statistics of everything that was fed."""
-        return statistics_of(self.tally)
+            self.found = found
 
     def _index(self, unit: int) -> int:
         return self._position + unit // self._encoding.units
@@ -82,8 +78,8 @@ class Scanner:
         return int(self._order(found).min())
 
 
-def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = None) -> Tally:
-    """Return the figures of the numbers of a block; ``first`` counts units."""
+def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = None) -> TensorStatistics:
+    """Return the figures of the numbers of a block; ``first_nonfinite`` counts units."""
     compiled = kernel()
     if compiled is not None and encoding.part in KINDS:
         return compiled.tally(block, encoding, narrowing)
@@ -94,30 +90,6 @@ def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = 
         return tally_codes(units, compiled.count(block), encoding, narrowing)
     with np.errstate(all="ignore"):  # NaN, infinities and subnormals are what we look for
         return tally_units(units, encoding, narrowing)
-
-
-def statistics_of(tally: Tally) -> TensorStatistics:
-    """Return what was counted as the figures of a tensor."""
-    minimum, maximum = (tally.minimum + 0.0, tally.maximum + 0.0) if tally.finite else (0.0, 0.0)  # -0.0 is 0.0
-    return TensorStatistics(  # in its order, which takes half the time of names
-        tally.numel,
-        tally.nan,
-        tally.pos_inf,
-        tally.neg_inf,
-        tally.zeros,
-        tally.subnormals,
-        minimum,
-        maximum,
-        max(0.0, -minimum, maximum),
-        tally.mean,
-        tally.rms,
-        tally.first,
-        tally.overflowing,
-        tally.vanishing,
-        tally.words,
-        tally.has_faint_rows,
-        tally.sample,
-    )
 
 
 class Part(NamedTuple):
@@ -136,7 +108,7 @@ class Part(NamedTuple):
     row: int = 0
     distance: int = 0
 
-    def look(self) -> Tally:
+    def look(self) -> TensorStatistics:
         """Return the figures. Raises ``UnreadableError`` if the bytes are not in the file."""
         order = None if self.walk.is_row_major else self.walk.logical_order
         scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
@@ -154,9 +126,9 @@ class Part(NamedTuple):
             at += block.nbytes
         if self.proved is not None:
             note_checksum(self.proved, crc)
-        scanner.tally.words, scanner.tally.has_faint_rows = b"".join(words), is_faint
-        scanner.tally.sample = b"".join(sample)
-        return scanner.tally
+        scanner.found.words, scanner.found.has_faint_rows = b"".join(words), is_faint
+        scanner.found.sample = b"".join(sample)
+        return scanner.found
 
 
 _UNSIGNED: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -225,7 +197,7 @@ def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int]:
     return None if file is None else file.offset + spec.offset * spec.itemsize, row
 
 
-def looks(parts: Sequence[Part]) -> Iterator[Tally]:
+def looks(parts: Sequence[Part]) -> Iterator[TensorStatistics]:
     """Yield the figures of parts, of one or of many tensors, in their order."""
     batches = list(batched(parts, lambda part: part.nbytes, BATCH))
     return chain.from_iterable(side_by_side(lambda batch: [part.look() for part in batch], batches))
@@ -332,12 +304,12 @@ class Kernel:
             KINDS[dtype], address, two.ctypes.data, one.ctypes.data, len(two), width, two.shape[1], scaling, rounds
         )
 
-    def tally(self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-        """Return the figures of the floats of a block, of one of the ``KINDS``; ``first`` counts units."""
+    def tally(self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
+        """Return the figures of the floats of a block, of one of the ``KINDS``; ``first_nonfinite`` counts units."""
         cast = _NO_CAST if narrowing is None else _Cast(*narrowing.bounds, 1)
         found, count = _Figures(), block.nbytes // encoding.itemsize
         self._scan(KINDS[encoding.part], _aligned(block, encoding.itemsize), count, cast, found)
-        return Tally(
+        return TensorStatistics(
             count,
             found.nan,
             found.pos_inf,
@@ -346,8 +318,8 @@ class Kernel:
             found.subnormals,
             found.overflowing,
             found.vanishing,
-            found.minimum,
-            found.maximum,
+            found.minimum if found.finite else 0.0,
+            found.maximum if found.finite else 0.0,
             found.sum / found.finite if found.finite else 0.0,
             math.sqrt(found.squares / found.finite) if found.finite else 0.0,
             None if found.first < 0 else found.first,

@@ -6,14 +6,16 @@ import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import chain, islice
 
+from msgspec.structs import replace
+
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import np
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
-from ckptfix.values.scan import Part, looks, parts_of, statistics_of
-from ckptfix.values.tally import COUNTS, Tally
+from ckptfix.values.scan import Part, looks, parts_of
+from ckptfix.values.tally import COUNTS, join
 from ckptfix.values.walk import Walk
 
 AT_ONCE = 1 << 12  # tensors that are looked at side by side: what is kept of each meanwhile takes more than its figures
@@ -155,11 +157,12 @@ def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     return parts_of(values, narrowing) if values.numel else []
 
 
-def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[Tally]) -> TensorStatistics:
-    whole = next(looks) if parts else Tally()
+def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[TensorStatistics]) -> TensorStatistics:
+    figures = next(looks) if parts else TensorStatistics()
     for _, found in zip(parts[1:], looks, strict=False):  # the rest is of other tensors
-        whole.add(found)
-    figures = _repeated(statistics_of(whole), parts[0].walk) if parts else TensorStatistics(0)
+        join(figures, found)
+    figures.minimum, figures.maximum = figures.minimum + 0.0, figures.maximum + 0.0  # -0.0 is 0.0
+    figures = _repeated(figures, parts[0].walk) if parts else figures
     if not spec.parts:
         return figures
     numbers = spec.numel * (2 if DTYPES[spec.dtype].is_complex else 1)
@@ -171,7 +174,8 @@ def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
     times, first = walk.repetition, figures.first_nonfinite
     if times == 1 and first is None:
         return figures
-    return figures._replace(
+    return replace(
+        figures,
         **{name: getattr(figures, name) * times for name in COUNTS},
         first_nonfinite=None if first is None else walk.flat_index(first),
     )
@@ -179,9 +183,9 @@ def _repeated(figures: TensorStatistics, walk: Walk) -> TensorStatistics:
 
 def _with_implicit_zeros(figures: TensorStatistics, implicit: int) -> TensorStatistics:
     """Return the statistics of a sparse tensor from those of its stored values and the number of other zeros."""
-    finite = figures.numel - figures.nonfinite
-    share = finite / (finite + implicit) if finite + implicit else 0.0
-    return figures._replace(
+    share = figures.finite / (figures.finite + implicit) if figures.finite + implicit else 0.0
+    return replace(
+        figures,
         numel=figures.numel + implicit,
         zeros=figures.zeros + implicit,
         minimum=min(figures.minimum, 0.0) if implicit else figures.minimum,

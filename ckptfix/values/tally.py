@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from msgspec import Struct
-from msgspec.structs import asdict
-
 from ckptfix.core.lazy import np
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.values.decode import Array, Encoding, Narrowing
 
 # Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache.
@@ -26,63 +24,27 @@ SAFE_TO_SQUARE = (1e-140, 1e140)
 COUNTS = "numel nan pos_inf neg_inf zeros subnormals overflowing vanishing".split()
 
 
-class Tally(Struct):
-    """What was counted in ``numel`` numbers. ``minimum`` to ``rms`` are over the finite ones; the moments are kept as
-    averages, which cannot overflow. ``first`` is the index of the first element that is not finite."""
-
-    numel: int = 0
-    nan: int = 0
-    pos_inf: int = 0
-    neg_inf: int = 0
-    zeros: int = 0
-    subnormals: int = 0
-    overflowing: int = 0
-    vanishing: int = 0
-    minimum: float = math.inf
-    maximum: float = -math.inf
-    mean: float = 0.0
-    rms: float = 0.0
-    first: int | None = None
-    words: bytes = b""
-    has_faint_rows: bool = False
-    sample: bytes = b""
-
-    @property
-    def nonfinite(self) -> int:
-        """How many numbers are NaN or infinite."""
-        return self.nan + self.pos_inf + self.neg_inf
-
-    @property
-    def finite(self) -> int:
-        """How many are neither."""
-        return self.numel - self.nonfinite
-
-    def add(self, other: Tally) -> None:
-        """Join the figures of another run; indices count from one place."""
-        if not self.numel:
-            for name, value in asdict(other).items():
-                setattr(self, name, value)
-            return
-        before, here = self.finite, other.finite
-        if not before:
-            self.mean, self.rms = other.mean, other.rms
-        elif here:
-            before_share, share = before / (before + here), here / (before + here)
-            self.mean = self.mean * before_share + other.mean * share
-            self.rms = math.hypot(self.rms * math.sqrt(before_share), other.rms * math.sqrt(share))
-        for name in (*COUNTS, "words", "sample"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.has_faint_rows |= other.has_faint_rows
-        self.minimum = min(self.minimum, other.minimum)
-        self.maximum = max(self.maximum, other.maximum)
-        if other.first is not None:
-            self.first = other.first if self.first is None else min(self.first, other.first)
+def join(whole: TensorStatistics, other: TensorStatistics) -> None:
+    """Add the figures of another run to those of one; indices count from one place."""
+    before, here = whole.finite, other.finite
+    if not before:
+        whole.minimum, whole.maximum, whole.mean, whole.rms = other.minimum, other.maximum, other.mean, other.rms
+    elif here:
+        before_share, share = before / (before + here), here / (before + here)
+        whole.minimum, whole.maximum = min(whole.minimum, other.minimum), max(whole.maximum, other.maximum)
+        whole.mean = whole.mean * before_share + other.mean * share
+        whole.rms = math.hypot(whole.rms * math.sqrt(before_share), other.rms * math.sqrt(share))
+    for name in (*COUNTS, "words", "sample"):
+        setattr(whole, name, getattr(whole, name) + getattr(other, name))
+    whole.has_faint_rows |= other.has_faint_rows
+    places = [place for place in (whole.first_nonfinite, other.first_nonfinite) if place is not None]
+    whole.first_nonfinite = min(places, default=None)
 
 
-def tally_integers(numbers: Sequence[float]) -> Tally:
+def tally_integers(numbers: Sequence[float]) -> TensorStatistics:
     """Return the figures of a few integers."""
     count = len(numbers)
-    return Tally(
+    return TensorStatistics(
         count,
         zeros=numbers.count(0),
         minimum=float(min(numbers)),
@@ -92,24 +54,25 @@ def tally_integers(numbers: Sequence[float]) -> Tally:
     )
 
 
-def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-    """Return the figures of a 1-d array of the encoding's unit, by numpy; ``first`` counts units."""
+def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
+    """Return the figures of a 1-d array of the encoding's unit, by numpy; ``first_nonfinite`` counts units."""
     if units.dtype.itemsize == 1:
         return tally_codes(units, np.bincount(units.view(np.uint8), minlength=256), encoding, narrowing)
-    whole = Tally()
+    whole = TensorStatistics()
     for start in range(0, len(units), BLOCK):
         found = _tally_values(encoding.decode(units[start : start + BLOCK]), encoding, narrowing)
-        found.first = None if found.first is None else start + found.first
-        whole.add(found)
+        if found.first_nonfinite is not None:
+            found.first_nonfinite += start
+        join(whole, found)
     return whole
 
 
-def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
+def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
     """Return the figures of numbers of 8 bits, of which it is known how often each code is there."""
     times = counts.astype(np.float64)  # exact up to 2^53
     values, codes = encoding.code_values, encoding.finite_codes
     nan, pos_inf, neg_inf, zeros, subnormals = map(int, encoding.code_kinds @ times)
-    whole = Tally(int(times.sum()), nan, pos_inf, neg_inf, zeros, subnormals)
+    whole = TensorStatistics(int(times.sum()), nan, pos_inf, neg_inf, zeros, subnormals)
     if narrowing is not None:
         magnitude = np.abs(values)
         whole.overflowing = int(times[codes & (magnitude > narrowing.largest)].sum())
@@ -121,7 +84,7 @@ def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narr
         whole.mean = float(np.dot(values[codes], weights))
         whole.rms = math.sqrt(float(np.dot(values[codes] ** 2, weights)))
     if whole.nonfinite:
-        whole.first = int(encoding.strange_codes[units.view(np.uint8)].argmax())
+        whole.first_nonfinite = int(encoding.strange_codes[units.view(np.uint8)].argmax())
     return whole
 
 
@@ -143,8 +106,8 @@ def magnitudes(values: Array) -> Array:
     return doubled
 
 
-def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None) -> Tally:
-    found = Tally(len(values))
+def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
+    found = TensorStatistics(len(values))
     magnitude = magnitudes(values)
     smallest, largest = magnitude.min(), magnitude.max()
     infinity, normal = (magnitudes(np.asarray(bound, values.dtype)) for bound in (math.inf, encoding.smallest_normal))
@@ -162,7 +125,7 @@ def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None
         found.nan = int(np.count_nonzero(magnitude > infinity))
         found.pos_inf = int(np.count_nonzero(values == math.inf))
         found.neg_inf = int(np.count_nonzero(values == -math.inf))
-        found.first = int((magnitude >= infinity).argmax())
+        found.first_nonfinite = int((magnitude >= infinity).argmax())
         finite = values[magnitude < infinity]
     if len(finite):
         found.minimum, found.maximum = float(finite.min()), float(finite.max())

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding, narrowing_to
 from ckptfix.values.scan import KINDS, LIBRARY, kernel, strips
-from ckptfix.values.tally import Tally, tally_codes, tally_units
+from ckptfix.values.tally import tally_codes, tally_units
 from tests.values.exact import HALVES, assert_same_tally
 
 compiled = kernel()
@@ -26,7 +27,7 @@ CHUNK = 4096
 BYTE_DTYPES = sorted(name for name in DTYPES if (form := encoding(name)) is not None and form.itemsize == 1)
 
 
-def by_kernel(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> Tally:
+def by_kernel(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> TensorStatistics:
     form = encoding(dtype)
     assert form is not None
     assert compiled is not None
@@ -36,7 +37,7 @@ def by_kernel(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None)
     return tally_codes(units, compiled.count(block), form, narrowing)
 
 
-def by_numpy(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> Tally:
+def by_numpy(units: np.ndarray, dtype: str, narrowing: Narrowing | None = None) -> TensorStatistics:
     form = encoding(dtype)
     assert form is not None
     with np.errstate(all="ignore"):

@@ -36,7 +36,6 @@ def eager(tensor: torch.Tensor) -> TensorStatistics:
         subnormals=int(((flat != 0) & (np.abs(flat) < tiny)).sum()),
         minimum=low,
         maximum=high,
-        absmax=max(abs(low), abs(high)),
         mean=scale * (math.fsum(finite / scale) / len(finite)) if len(finite) else 0.0,
         rms=scale * math.sqrt(math.fsum((finite / scale) ** 2) / len(finite)) if len(finite) else 0.0,
         first_nonfinite=int(bad[0]) // (2 if tensor.is_complex() else 1) if len(bad) else None,

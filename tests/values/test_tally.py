@@ -10,46 +10,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.values.decode import Encoding, Narrowing, encoding
-from ckptfix.values.tally import BLOCK, Tally, nonfinite_units, tally_units
+from ckptfix.values.tally import BLOCK, join, nonfinite_units, tally_units
 from tests.values.exact import assert_same_tally, exact_tally
 
 
 def test_nothing_joined_to_nothing_is_nothing():
-    whole = Tally()
-    whole.add(Tally())
-    assert whole == Tally()
+    whole = TensorStatistics()
+    join(whole, TensorStatistics())
+    assert whole == TensorStatistics()
 
 
 def test_what_is_joined_to_nothing_stays_bit_for_bit():
-    part = Tally(3, zeros=1, minimum=-0.1, maximum=0.3, mean=0.1, rms=0.7, first=None)
-    whole = Tally()
-    whole.add(part)
+    part = TensorStatistics(3, zeros=1, minimum=-0.1, maximum=0.3, mean=0.1, rms=0.7, first_nonfinite=None)
+    whole = TensorStatistics()
+    join(whole, part)
     assert whole == part
-    whole.add(Tally(2, nan=2, first=7))
-    assert (whole.mean, whole.rms, whole.first, whole.finite, whole.nonfinite) == (0.1, 0.7, 7, 3, 2)
+    join(whole, TensorStatistics(2, nan=2, first_nonfinite=7))
+    assert (whole.mean, whole.rms, whole.first_nonfinite, whole.finite, whole.nonfinite) == (0.1, 0.7, 7, 3, 2)
 
 
 def test_the_moments_are_averages_by_count():
-    whole = Tally(1, mean=4.0, rms=4.0, minimum=4.0, maximum=4.0)
-    whole.add(Tally(3, mean=0.0, rms=2.0, minimum=-2.0, maximum=2.0))
+    whole = TensorStatistics(1, mean=4.0, rms=4.0, minimum=4.0, maximum=4.0)
+    join(whole, TensorStatistics(3, mean=0.0, rms=2.0, minimum=-2.0, maximum=2.0))
     assert (whole.mean, whole.minimum, whole.maximum) == (1.0, -2.0, 4.0)
     assert math.isclose(whole.rms, math.sqrt((16 + 3 * 4) / 4))
 
 
 def test_the_largest_numbers_do_not_overflow():
     largest = math.nextafter(math.inf, 0)
-    whole = Tally(1, mean=largest, rms=largest)
-    whole.add(Tally(1, mean=largest, rms=largest))
+    whole = TensorStatistics(1, mean=largest, rms=largest)
+    join(whole, TensorStatistics(1, mean=largest, rms=largest))
     assert whole.mean == largest
     assert math.isclose(whole.rms, largest)
 
 
 @pytest.mark.parametrize(("mine", "other", "first"), [(None, 4, 4), (4, None, 4), (9, 4, 4), (4, 9, 4)])
 def test_the_first_place_of_both_counts(mine, other, first):
-    whole = Tally(1, nan=1, first=mine)
-    whole.add(Tally(1, nan=1, first=other))
-    assert whole.first == first
+    whole = TensorStatistics(1, nan=1, first_nonfinite=mine)
+    join(whole, TensorStatistics(1, nan=1, first_nonfinite=other))
+    assert whole.first_nonfinite == first
 
 
 NUMERIC = sorted(name for name in DTYPES if encoding(name) is not None)
@@ -61,7 +62,7 @@ def form_of(dtype: str) -> Encoding:
     return form
 
 
-def tally(units: np.ndarray, dtype: str) -> Tally:
+def tally(units: np.ndarray, dtype: str) -> TensorStatistics:
     with np.errstate(all="ignore"):
         return tally_units(units, form_of(dtype), None)
 

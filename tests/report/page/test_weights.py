@@ -8,7 +8,7 @@ from tests.report.samples import report
 
 SAMPLE = struct.pack("<4f", -2.0, 0.0, 0.1, 1.5)
 FIGURES = {
-    "a": TensorStatistics(6, zeros=1, minimum=-2.0, maximum=1.5, absmax=2.0, rms=0.5, sample=SAMPLE),
+    "a": TensorStatistics(6, zeros=1, minimum=-2.0, maximum=1.5, rms=0.5, sample=SAMPLE),
     "b": TensorStatistics(4, nan=2, pos_inf=1),
 }
 LAYOUT = {"a": ("float32", (2, 3)), "b": ("float16", (4,))}
