@@ -24,7 +24,7 @@ from ckptfix.modules import named
 from ckptfix.modules.factory import build_module, resolve, target_from_factory
 from ckptfix.modules.named import Name
 from ckptfix.smoke.exam import Job, examine
-from tests.cli.programs import run, run_here
+from tests.cli.programs import run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -313,7 +313,7 @@ def test_one_command_repairs_a_file_by_name(tmp_path):
     model = build_module("timm:mobilenetv3_small_050[num_classes=10]", seed=1)
     torch.save({"model": nn.DataParallel(model).state_dict(), "epoch": 3}, tmp_path / "model.pth")
     name = "timm:mobilenetv3_small_050[num_classes=10]"
-    done = run("repair", "model.pth", "--model", name, cwd=tmp_path, PYTHONPATH=os.environ["PYTHONPATH"])
+    done = run_here("repair", "model.pth", "--model", name, cwd=tmp_path, PYTHONPATH=os.environ["PYTHONPATH"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "forward test: passed" in done.stdout
     assert "meta device" not in done.stdout
