@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ckptfix.core.checkpoint import path_name
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Blocks, Level, counted
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.objects import Opaque
 from ckptfix.core.report import Report
 from ckptfix.core.target import target_from_module
+from ckptfix.engine.diagnosis import with_fitting_set
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import HostileError, Opt, TargetError, UsageError
-from ckptfix.reading.opening import Source
+from ckptfix.maps.positions import optimizers_of
+from ckptfix.reading.opening import Source, open_source
+from ckptfix.reading.tensors import revive_tree
 from ckptfix.repairing import Repair, repair
 from ckptfix.report.advice import remedies_text
 from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
@@ -94,12 +98,7 @@ def _with_state(
     source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings
 ) -> tuple[Repair, dict[str, Any], list[str]]:
     """Return the repaired checkpoint, the state for an optimizer, and the options of its groups that stay its own."""
-    from ckptfix.core.checkpoint import path_name
-    from ckptfix.engine.diagnosis import with_fitting_set
     from ckptfix.engine.optimizers import regrouped
-    from ckptfix.maps.positions import optimizers_of
-    from ckptfix.reading.opening import open_source
-    from ckptfix.reading.tensors import revive_tree
     from ckptfix.rules.following import ways
     from ckptfix.rules.opt101_stale_optimizer import stale_optimizer, with_owners
     from ckptfix.rules.origins import Change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,7 +88,6 @@ def _checking(
         yield (partial(_check, path, arguments) for path in paths)
         return
     import multiprocessing
-    import signal
     from concurrent.futures import ProcessPoolExecutor
 
     pool = ProcessPoolExecutor(

@@ -16,10 +16,10 @@ from msgspec import Struct, field
 
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
-from ckptfix.core.report import Report
+from ckptfix.core.report import Report, envelope, error_to_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import UsageError
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Telling, suggested
 
 
 class _Document(Protocol):
@@ -136,8 +136,6 @@ class _JsonDocument:
         self._entries: list[Mapping[str, Any]] = []
 
     def add(self, report: Report, telling: Telling) -> None:
-        from ckptfix.report.advice import suggested
-
         commands = [
             {"words": list(words), "text": typed(words), **({"price": price} if price else {})}
             for words, price in suggested(report, telling)
@@ -146,13 +144,9 @@ class _JsonDocument:
         self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
 
     def add_error(self, source: str, message: str, runs_code: bool) -> None:
-        from ckptfix.core.report import error_to_json
-
         self._entries.append(error_to_json(source, message))
 
     def text(self) -> str:
-        from ckptfix.core.report import envelope
-
         known = environment()
         torch = None if known["torch"] == NOT_INSTALLED else known["torch"]
         versions = {"ckptfix": known["ckptfix"], "torch": torch, "python": known["Python"]}

@@ -14,7 +14,7 @@ from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.edits import Adapt, Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix
-from ckptfix.core.plan import Plan
+from ckptfix.core.plan import Plan, Step
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import CkptfixError, InternalError, Opt
@@ -87,7 +87,6 @@ def diagnose(
             edit for finding in cured if finding.fix is not None for edit in finding.fix.edits
         )
         if edits:
-            from ckptfix.core.plan import Step
             from ckptfix.engine.applying import apply_step
             from ckptfix.engine.changes import Supplies
 

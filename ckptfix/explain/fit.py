@@ -263,7 +263,8 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
     """Yield what the rules on names recognise."""
     if finding := findings.get("KEY101"):
         parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
-        yield f"{_share(finding, mismatch)} {_hold(finding)} the name of a wrapper ({_wrapper_names(parts)}).", ()
+        hold = "holds" if len(finding.keys) == 1 else "hold"
+        yield f"{_share(finding, mismatch)} {hold} the name of a wrapper ({_wrapper_names(parts)}).", ()
     if finding := findings.get("KEY102"):
         yield (
             f"{_share(finding, mismatch)} {_begin(finding)} with `module.`: the file was saved from a model inside of"
@@ -433,10 +434,6 @@ def _share(finding: Finding, mismatch: Mismatch) -> str:
     if number == total:
         return f"All {total} unexpected keys" if total > 1 else "The unexpected key"
     return f"{number} of {total} unexpected keys" if number < total else counted(number, "key")
-
-
-def _hold(finding: Finding) -> str:
-    return "holds" if len(finding.keys) == 1 else "hold"
 
 
 def _begin(finding: Finding) -> str:

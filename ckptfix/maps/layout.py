@@ -331,10 +331,12 @@ def _moved(
     before = [[name for name in group if name != "1"] for group in axes.before]
     after = [[name for name in group if name != "1"] for group in axes.after]
     names = [name for group in before for name in group]
-    for one in product(*(_ranges(*edges, [sizes[n] for n in group]) for edges, group in zip(box, before, strict=True))):
+    for one in product(
+        *(boxes_of(*edges, [sizes[n] for n in group]) for edges, group in zip(box, before, strict=True))
+    ):
         mine = dict(zip(names, (each for ranges in one for each in ranges), strict=True))
         for two in product(
-            *(_ranges(*edges, [sizes[n] for n in group]) for edges, group in zip(into, after, strict=True))
+            *(boxes_of(*edges, [sizes[n] for n in group]) for edges, group in zip(into, after, strict=True))
         ):
             theirs = zip((name for group in after for name in group), (each for rs in two for each in rs), strict=True)
             common = {name: (max(mine[name][0], a), min(mine[name][1], b)) for name, (a, b) in theirs}
@@ -345,7 +347,7 @@ def _moved(
                     yield _simple(Part(key, _within(bounds[0], box, own), _within(bounds[1], into, out), view, order))
 
 
-def _ranges(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+def boxes_of(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
     """Take a range of an axis apart into boxes of the axes that it consists of."""
     if not sizes:
         return [()]
@@ -357,7 +359,7 @@ def _ranges(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[tuple[int
         row, within = divmod(start, inner)
         if within or stop - start < inner:
             end = min(stop, (row + 1) * inner)
-            boxes += [((row, row + 1), *rest) for rest in _ranges(within, end - row * inner, sizes[1:])]
+            boxes += [((row, row + 1), *rest) for rest in boxes_of(within, end - row * inner, sizes[1:])]
         else:
             end = stop - (stop - start) % inner
             boxes.append(((row, end // inner), *((0, size) for size in sizes[1:])))

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ckptfix.core.parts import Part, Parts, Shape, merged, used_in_full
-from ckptfix.maps.layout import normal
+from ckptfix.maps.layout import boxes_of, normal
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter
@@ -120,21 +120,11 @@ class _Piece(Struct, frozen=True):
 
 def _cut(axis: Axis, start: int, stop: int) -> Iterator[tuple[int, int, Axis]]:
     """Yield the ranges of an axis between two places: where each begins there, and its offset in the source."""
-    if not axis:
-        yield 0, 0, ()
-        return
-    (_, stride), *rest = axis
-    inner = prod(size for size, _ in rest)
-    at = start
-    while at < stop:
-        row, within = divmod(at, inner)
-        end = min(stop, (row + 1) * inner) if within or stop - at < inner else stop - stop % inner
-        if within or end - at < inner:
-            for begin, offset, some in _cut(tuple(rest), within, end - row * inner):
-                yield at - start + begin, row * stride + offset, some
-        else:
-            yield at - start, row * stride, (((end - at) // inner, stride), *rest)
-        at = end
+    at = 0
+    for box in boxes_of(start, stop, [size for size, _ in axis]):
+        factors = tuple((end - begin, stride) for (begin, end), (_, stride) in zip(box, axis, strict=True))
+        yield at, sum(begin * stride for (begin, _), (_, stride) in zip(box, axis, strict=True)), factors
+        at += prod(size for size, _ in factors)
 
 
 def _regrouped(factors: list[tuple[int, int]], sizes: Sequence[int]) -> Iterator[Axis]:

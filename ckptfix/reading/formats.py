@@ -15,7 +15,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import sniffing
-from ckptfix.reading.archives.zip_directory import is_torch_save, member_names
+from ckptfix.reading.archives.zip_directory import is_torch_export, is_torch_package, is_torch_save, member_names
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
@@ -37,9 +37,9 @@ class Format(Struct, frozen=True):
 
 # Every format, in the order in which they are tried.
 FORMATS = (
-    Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.is_torch_package_zip),
+    Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.zip_of(is_torch_package)),
     Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
-    Format("torch-export", "ckptfix.reading.torch_files.torch_export", sniffing.is_torch_export_zip),
+    Format("torch-export", "ckptfix.reading.torch_files.torch_export", sniffing.zip_of(is_torch_export)),
     Format("torch-zip", "ckptfix.reading.torch_files.torch_zip", sniffing.is_zip),
     Format("safetensors", "ckptfix.reading.safetensors", sniffing.is_safetensors),
     Format("torch-tar", "ckptfix.reading.torch_files.torch_tar", sniffing.is_torch_tar),

@@ -20,8 +20,10 @@ from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.reading import sniffing
 from ckptfix.reading.folders.rank_shards import may_be_rank
 from ckptfix.reading.formats import may_be_wrapped, read_document
+from ckptfix.reading.tensors import open_state_dict
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
+from ckptfix.reading.weights.prefixed_sets import with_pick
 
 # What only some files need is imported when one of them comes, so that the first answer is quick.
 
@@ -41,9 +43,6 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
         raise UsageError(
             Opt("compare", "source"), ": a state_dict in memory is not a file; name a file to compare with"
         )
-    from ckptfix.reading.tensors import open_state_dict
-    from ckptfix.reading.weights.prefixed_sets import with_pick
-
     checkpoint = open_state_dict(source)
     if any(isinstance(entry, Mapping) and holds_tensors(entry) for entry in checkpoint.entries.values()):
         # A container, as torch.load returns it.

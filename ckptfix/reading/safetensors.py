@@ -47,15 +47,18 @@ def read(content: Content, nesting: int = 0) -> Document:
             f"{content.path}: the header's __metadata__ is not a map of texts; the file is damaged: fetch it again"
         )
     nbytes = check_layout(content, header)
-    if padding_behind(content, start, len(content) - start - nbytes):
-        start = len(content) - nbytes
+    last = len(content) - nbytes  # where the tensors begin if the padding of the header was left out of its length
+    if start < last < start + ALIGNMENT and not last % ALIGNMENT and not bytes(content.buffer[start:last]).strip(b" "):
+        start = last
         damage.append(Fact(Kind.HEADER_PADDING))
     end = start + nbytes
     specs = {key: _spec(record) for key, record in header.items()}
     placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
     zeros = unfilled_from(content, placed)
-    if end != len(content):
-        damage.append(_misfit(nbytes, len(content) - start))
+    if end > len(content):
+        damage.append(Fact.of(Kind.DATA_CUT, needed=nbytes, there=len(content) - start))
+    elif end < len(content):
+        damage.append(Fact.of(Kind.DATA_SURPLUS, surplus=len(content) - end))
     if zeros is not None:
         damage.append(Fact.of(Kind.UNFILLED, nbytes=len(content), zeros=len(content) - zeros))
     state_dict: OrderedDict[str, Any] = OrderedDict()
@@ -96,13 +99,6 @@ def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> boo
         content.buffer[at : min(at + BLOCK, stop)] != content.buffer[at + surplus : min(at + BLOCK, stop) + surplus]
         for at in range(begin, stop, BLOCK)
     )
-
-
-def _misfit(needed: int, there: int) -> Fact:
-    """Return that a file does not end where its tensors do."""
-    if needed > there:
-        return Fact.of(Kind.DATA_CUT, needed=needed, there=there)
-    return Fact.of(Kind.DATA_SURPLUS, surplus=there - needed)
 
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
@@ -305,12 +301,3 @@ def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
     if begin > end:
         raise _violated(path, key, "data_offsets in order", f"it begins at {begin} and ends at {end}")
     return begin, end
-
-
-def padding_behind(content: Content, start: int, surplus: int) -> bool:
-    """Return whether the bytes that a file has too many are the padding of a header that declares itself without it."""
-    return (
-        0 < surplus < ALIGNMENT
-        and (start + surplus) % ALIGNMENT == 0
-        and bytes(content.buffer[start : start + surplus]) == b" " * surplus
-    )

@@ -5,14 +5,10 @@ This is asked of every file, so it imports no reader before the first bytes spea
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_directory import (
-    is_torch_export,
-    is_torch_package,
-    is_torchscript,
-    member_names,
-)
+from ckptfix.reading.archives.zip_directory import is_torchscript, member_names
 
 SAFETENSORS_HEADER_LIMIT = 100_000_000  # bytes of the longest header that the library of safetensors reads
 _SPACES = b" \t\r\n"
@@ -49,14 +45,9 @@ def is_torchscript_zip(content: Content) -> bool:
     return names_code(content)
 
 
-def is_torch_package_zip(content: Content) -> bool:
-    """Return whether the content is a zip archive with the members of torch.package."""
-    return is_zip(content) and is_torch_package(member_names(content))
-
-
-def is_torch_export_zip(content: Content) -> bool:
-    """Return whether the content is a zip archive with the members of torch.export."""
-    return is_zip(content) and is_torch_export(member_names(content))
+def zip_of(are_its: Callable[[list[str]], bool]) -> Callable[[Content], bool]:
+    """Return what tells whether a content is a zip archive with such members."""
+    return lambda content: is_zip(content) and are_its(member_names(content))
 
 
 def is_safetensors(content: Content) -> bool:

@@ -222,7 +222,7 @@ def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterat
     evidence = plain(finding.evidence)
     if telling.verbose and evidence:
         yield (Span(f"  evidence: {'; '.join(evidence_items(evidence))}", "faint"),)
-    elif shown := _evidence_text(evidence):
+    elif shown := _figures_text(evidence):
         yield (Span(f"  {shown}", "faint"),)
 
 
@@ -246,7 +246,7 @@ def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:
     if isinstance(shapes, dict):
         return lambda key: _shapes_text(shapes.get(key))
     if isinstance(figures, dict):
-        return lambda key: _figures_text(figures.get(key))
+        return lambda key: _figures_text(figures.get(key) or {})
     return None
 
 
@@ -268,17 +268,9 @@ def _shape(shape: Any) -> str:
     return "not a tensor" if shape is None else str(shape)
 
 
-def _figures_text(figures: Any) -> str:
-    return _joined(_words(figures)) if isinstance(figures, dict) else ""
-
-
-def _evidence_text(evidence: dict[str, Any]) -> str:
-    """Return the plain figures of the evidence in words; what is nested is shown beside the keys, or with ``-v``."""
-    return _joined(_words({name: value for name, value in evidence.items() if not isinstance(value, dict)}))
-
-
-def _joined(words: Iterator[str]) -> str:
-    return ", ".join(words).replace(", of ", " of ")  # `dead 3, of 64` is one figure
+def _figures_text(figures: Mapping[str, Any]) -> str:
+    """Return plain figures in words; what is nested is shown beside the keys, or with ``-v``."""
+    return ", ".join(_words(figures)).replace(", of ", " of ")  # `dead 3, of 64` is one figure
 
 
 def _words(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from ckptfix.core.edits import Edit, Replace
 from ckptfix.core.finding import FILE, Applicability, Fix, Placeholder, Remedy
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.reading.tensors import spec_of_tensor
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import is_plain
 from ckptfix.values.statistics import tensor_statistics
@@ -116,8 +117,6 @@ class Replacements(Struct, frozen=True, dict=True):
         initial = target.initial() if target is not None and target.initial else {}
         if key not in initial:
             return None
-        from ckptfix.reading.tensors import spec_of_tensor
-
         return spec_of_tensor(initial[key].detach())
 
 

@@ -34,6 +34,7 @@ from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import CkptfixError, Opt, TargetError
 from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
+from ckptfix.reading.tensors import open_state_dict
 from ckptfix.rules import FOR_LOADING
 from ckptfix.rules.rule import Twin
 from ckptfix.smoke.derive import derive_inputs, is_transformers_model
@@ -155,7 +156,6 @@ class _Pair:
     def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give the source model the values of the file, by safe repairs or as transformers itself loads it."""
         from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which a forward test does not need
-        from ckptfix.reading.tensors import open_state_dict
 
         source, settings = self.source, Settings(select=FOR_LOADING, values=False)
         self.stored = open_state_dict(values)

@@ -87,7 +87,8 @@ def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
     finally:
-        _kill_group(process)  # whatever the model has left running goes too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whatever the model has left running goes too
         process.wait()
         reader.join(1)  # a process that left the group may hold the pipe open for ever
     return process.returncode, timed_out, bytes(printed).decode(errors="replace").strip()
@@ -102,12 +103,6 @@ def _environment() -> dict[str, str]:
     path = [str(entry) for entry in found if entry != Path.cwd()]
     home = str(Path(__file__).resolve().parents[2])  # of ckptfix, which may be the user's folder itself
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, home]), "PYTHONUNBUFFERED": "1"}
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the child and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache, reduce
 
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.reading.folders.chunks import RowMajorBytes
-from ckptfix.reading.tensors import is_range
+from ckptfix.reading.tensors import bytes_of, is_range, one_thread, torch_dtype
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
 
@@ -103,12 +103,10 @@ class MergedBytes:
             products = _products(self)
             # The last block takes the rows that are too few for one of their own.
             ends = (min(row // self.height, self.blocks - 1) for row in (start // self.row, (stop - 1) // self.row))
-            with _one_thread() if products is None else nullcontext():
+            with one_thread() if products is None else nullcontext():
                 yield from side_by_side(piece, range(next(ends), next(ends) + 1))
 
     def _by_torch(self, first: int, last: int) -> memoryview:
-        from ckptfix.reading.tensors import bytes_of
-
         return bytes_of(self.merged(first, last).contiguous().flatten().view(torch.uint8))
 
     def _by_kernel(self, products: Sequence[tuple[Array, Array]], first: int, last: int) -> memoryview:
@@ -136,8 +134,6 @@ class MergedBytes:
 
     def weight(self, first: int, last: int) -> torch.Tensor:
         """Return rows of the tensor as they are in the file."""
-        from ckptfix.reading.tensors import torch_dtype
-
         row = self.row // self.spec.itemsize * self.stored.itemsize
         rows = _numbers(self.stored, self.path, first * row, last * row)
         return rows.view(last - first, *self.shape[1:]).to(torch_dtype(self.spec.dtype))
@@ -155,12 +151,6 @@ class MergedBytes:
                 if changed is not rows:
                     rows.copy_(changed)
         return weight
-
-
-def _one_thread() -> AbstractContextManager[None]:
-    from ckptfix.reading.tensors import one_thread
-
-    return one_thread()
 
 
 @lru_cache(maxsize=2)
@@ -204,8 +194,6 @@ def _layers(source: MergedBytes) -> list[_Layer]:
 @lru_cache(maxsize=4)  # the matrices of stacked experts are those of many tensors, one after another
 def _factor(spec: TensorSpec, path: str, base: str, is_narrow: bool) -> torch.Tensor:
     """Return a factor in the precision in which peft computes: that of an adapter that it has loaded."""
-    from ckptfix.reading.tensors import torch_dtype
-
     values, dtype = _numbers(spec, path, 0, spec.nbytes).view(spec.shape), torch_dtype(base)
     if is_narrow:
         values = values.to(dtype)
@@ -213,8 +201,6 @@ def _factor(spec: TensorSpec, path: str, base: str, is_narrow: bool) -> torch.Te
 
 
 def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor:
-    from ckptfix.reading.tensors import torch_dtype
-
     return torch.frombuffer(_stored(spec, path, start, stop), dtype=torch_dtype(spec.dtype))
 
 
@@ -322,8 +308,6 @@ class _Layer:
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
         """DoRA's magnitude by the norm that each output has in the tensor of the file with this layer alone."""
-        from ckptfix.reading.tensors import torch_dtype
-
         magnitude, source = self.factors[2], self.source
         dtype = torch_dtype(source.spec.dtype)
         # That of LyCORIS may have one for each input: [1, inputs, 1, 1].

@@ -22,6 +22,7 @@ from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.zoo.engine import TICK, patience
 from ckptfix.zoo.job import Done, Job, Workplace, failed
 from ckptfix.zoo.manifest import version
+from ckptfix.zoo.places import open_place
 from ckptfix.zoo.resources import cost_of
 
 _PATIENCE, _RECOUNT = 10.0, 10.0  # seconds that a cluster has to answer, and after which its nodes are counted again
@@ -192,7 +193,6 @@ class RayEngine(Struct):
 def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
     """Do a job on a node. ``scratch`` is a path, or the name of a temporary folder of the node."""
     from ckptfix.zoo.performing import perform
-    from ckptfix.zoo.places import open_place
 
     if version() != expected:
         return failed(

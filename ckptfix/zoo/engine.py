@@ -24,7 +24,8 @@ from typing import Protocol
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.errors import UsageError
+from ckptfix.core.options import key_text
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.smoke.launch import die_with, signal_name
 from ckptfix.zoo.job import Done, Job, Workplace, failed
 from ckptfix.zoo.resources import Budget, Cost, cost_of, memory_of
@@ -306,8 +307,6 @@ def main() -> None:
 
 def _fault_of_model(model: str) -> str | None:
     """Return why a model line of a table names nothing; None if it names something."""
-    from ckptfix.core.options import key_text
-    from ckptfix.errors import CkptfixError
     from ckptfix.modules.factory import resolve
 
     try:

@@ -189,11 +189,8 @@ class Item(Struct, frozen=True):
     @property
     def beside(self) -> tuple[Entry, ...]:
         """The optimizer and the scheduler that a trainer saved beside the model, which a repair of it may change."""
-        return tuple(part for part in self.parts if _is_beside(part, self.name))
-
-
-def _is_beside(entry: Entry, model: str) -> bool:
-    return OF_TRAINERS.fullmatch(_last(entry.name)) is not None and _last(model) in MODELS
+        parts = self.parts if _last(self.name) in MODELS else ()
+        return tuple(part for part in parts if OF_TRAINERS.fullmatch(_last(part.name)))
 
 
 class Files:

@@ -24,7 +24,7 @@ from msgspec import Struct, field
 
 from ckptfix.errors import UsageError
 from ckptfix.zoo.committing import Committer
-from ckptfix.zoo.engine import Engine
+from ckptfix.zoo.engine import Engine, LocalEngine, check_models
 from ckptfix.zoo.job import Done, Others
 from ckptfix.zoo.listing import ABSENT, Item, list_zoo
 from ckptfix.zoo.manifest import Outcome, Record, read_manifest
@@ -166,8 +166,6 @@ def migrate(
     items = [item for item in list_zoo(old, patterns, listed) if not table.excludes(item.name)]
     _check_chosen(source, items, patterns, listed, decided)
     if engine is None:  # the nodes of a cluster may have packages that this machine has not
-        from ckptfix.zoo.engine import check_models
-
         check_models(table.models() | (decided.models() if decided is not None else {}))
     summary = Summary(files=len(items), bytes=sum(item.size for item in items))
     with opened(new, dry_run) as workspace:
@@ -247,8 +245,6 @@ def _check_chosen(
 
 
 def _local(scratch: Path, jobs: int | None, memory: int | None, temporary: int | None) -> Engine:
-    from ckptfix.zoo.engine import LocalEngine  # one engine of several
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return LocalEngine(jobs or cores, Budget(memory or memory_at_hand(), temporary or room_at(scratch)), scratch)
 

@@ -74,23 +74,16 @@ def stopping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.mkfifo(folder / "never")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STOPPING", str(folder))
+        patch.setenv("PROCESSES", str(folder / "processes"))
         yield folder
 
 
 @pytest.fixture(scope="module")
 def cluster(s3_server: Bucket, stopping: Path) -> Iterator[None]:
-    """Ray with two workers on this machine."""
+    """Ray with two workers on this machine: the cluster that a run without an address gets."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or every worker compiles all of torch anew
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=80 << 20,
-        )
+        assert RayEngine(stopping, workers=2).connect()
     yield
     ray.shutdown()
 
@@ -315,13 +308,26 @@ def test_what_a_killed_attempt_left_on_the_node_is_no_hindrance(zoo, tmp_path):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_the_command_line_and_files_that_take_their_worker_with_them(zoo, tmp_path):
-    """A cluster of its own, which ends with the run."""
+def test_the_command_line_and_files_that_take_their_worker_with_them(cluster, stopping, zoo, tmp_path):
+    address = ray.get_runtime_context().gcs_address
     table_of(tmp_path, fine="dying", misfit="exhausted")
     done = subprocess.run(
-        [sys.executable, "-m", "ckptfix", "migrate", "old", "new", "--engine", "ray", "--jobs", "1"],
+        [
+            sys.executable,
+            "-m",
+            "ckptfix",
+            "migrate",
+            "old",
+            "new",
+            "--engine",
+            "ray",
+            "--address",
+            address,
+            "--jobs",
+            "1",
+        ],
         cwd=tmp_path,
-        env={**os.environ, "NO_COLOR": "1", "PROCESSES": str(tmp_path / "processes")},
+        env={**os.environ, "NO_COLOR": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -336,7 +342,7 @@ def test_the_command_line_and_files_that_take_their_worker_with_them(zoo, tmp_pa
     assert "the process that worked on it was killed, or crashed" in told["fine.pth"]["error"]
     assert (told["misfit.pth"]["outcome"], told["misfit.pth"]["attempts"]) == ("failed", 2)
     assert "MemoryError" in told["misfit.pth"]["error"]
-    assert len(set((tmp_path / "processes").read_text().split())) == 2  # the first did nothing more
+    assert len(set((stopping / "processes").read_text().split())) == 2  # the first did nothing more
     assert told["deep/wrapped.pth"]["outcome"] == "repaired"
     assert (tmp_path / "new" / WEIGHTS).exists()
     assert not (tmp_path / "new" / ".ckptfix-tmp").exists()

@@ -21,7 +21,7 @@ from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
 from ckptfix.reading.archives.zip_directory import Member as ZipMember
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
-from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, is_part, name_bundle
+from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar
 
 DEPTH_LIMIT = 4  # how many wrappers may be around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
@@ -108,7 +108,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     if any(member.name.rpartition("/")[2] == "policy.pth" for member in likely):
         likely = [member for member in likely if not _BESIDE_POLICY.search(member.name)]
     present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
-    whole = name_bundle(present, PARTS) if all(is_part(member.name) for member in likely) else None
+    whole = name_bundle(present, PARTS) if all(PART.search(member.name) for member in likely) else None
     if wanted is None and whole is not None:
         raise UnreadableError(f"{path}: an archive that holds {whole}")
     choices = [Opt("member", member.name) for member in likely[:_NAMED] if len(member.name) <= _PATH_LIMIT]

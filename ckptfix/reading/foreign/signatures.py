@@ -25,7 +25,7 @@ _SHORT = {
     "<META>": rf"\n{_NUMBER}.{{0,64}}?\x12{_NUMBER}{_NODE}{_LETTER}",
 }
 
-_PART = re.compile(
+PART = re.compile(
     r"(^|/)(\.metadata|[^/]*\.distcp|[^/]*\.pkl|[^/]*(_states|_rng)\.pt|serialized_\w+\.\w+|data/.*|constants/.*|code/.*)$"
 )
 
@@ -63,11 +63,6 @@ def _pattern(text: str) -> re.Pattern[bytes]:
     for short, pattern in _SHORT.items():
         text = text.replace(short, pattern)
     return re.compile(text.encode("ascii"), re.DOTALL)
-
-
-def is_part(name: str) -> bool:
-    """Return whether a file is named like a part of one of ``PARTS``, whatever its first bytes look like."""
-    return _PART.search(name) is not None
 
 
 def name_bundle(names: Collection[str], table: str) -> str | None:

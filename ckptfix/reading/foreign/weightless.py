@@ -44,7 +44,9 @@ def why_weightless(document: Document) -> str:
             f"{document.path}: a file of torch.distributed.checkpoint, one of several; name its folder instead, which"
             " has to hold .metadata too"
         )
-    unnamed = 0 if isinstance(root, TensorSpec) else sum(map(_may_be_weight, tensors_in(root, _is_state)))
+    weights = tensors_in(root, lambda value: isinstance(value, dict) and is_optimizer(value))
+    is_bare = isinstance(root, TensorSpec)
+    unnamed = 0 if is_bare else sum(spec.numel > 1 and not is_random_state(spec) for spec in weights)
     if not unnamed and (state := _state_of(root)):
         return (
             f"{document.path}: the file holds {state} and no model weights;"
@@ -75,14 +77,6 @@ def is_random_state(value: Any) -> bool:
     if isinstance(value, NumpyArray):
         return value.shape == (624,) and numpy_type(value.dtype)[0] == "u4"
     return isinstance(value, TensorSpec) and value.dtype == "uint8" and value.shape in _RANDOM
-
-
-def _may_be_weight(spec: TensorSpec) -> bool:
-    return spec.numel > 1 and not is_random_state(spec)
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, dict) and is_optimizer(value)
 
 
 def _holds_optimizer(root: Any) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptfix.bytes.limits import STORAGE, Bounds, shown
-from ckptfix.bytes.sources import SwappedBytes
+from ckptfix.bytes.sources import SwappedBytes, WindowBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
@@ -189,8 +189,6 @@ class StoragePickle:
     def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
         # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
         # view.
-        from ckptfix.bytes.sources import WindowBytes
-
         view_key, offset, size = view
         if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
             raise MalformedError("a view of a storage that is placed by no number")

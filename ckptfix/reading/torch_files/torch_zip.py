@@ -211,7 +211,9 @@ class Archive(Struct, dict=True):
 
     def damage(self, root: Any) -> list[Fact]:
         """Return what is wrong with the archive itself, whose tensors are those in the tree ``root``."""
-        told = [*self.listing.damage, *self._gone_damage()]
+        told = list(self.listing.damage)
+        if self.gone:
+            told.append(Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1))
         # A .distcp file is a row of such archives, each with one tensor or object that has no name.
         if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
             return [Fact.of(Kind.ZIP_DISPLACED, nbytes=self.listing.displaced), *told]
@@ -220,9 +222,6 @@ class Archive(Struct, dict=True):
         zeros = self.nbytes - self.found.zeros
         zeros = zeros if zeros > _PADDING else 0
         return [Fact.of(Kind.TORCH_ZIP_CUT, nbytes=self.nbytes, zeros=zeros, missing=missing_bytes(root))]
-
-    def _gone_damage(self) -> list[Fact]:
-        return [Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1)] if self.gone else []
 
     def crc32(self, name: str) -> int | None:
         """Return the checksum of a member; None if the archive has none.

@@ -74,7 +74,7 @@ class Entries:
             record.get("numel"),
             record.get("size"),
             None if coverage is None else round(float(coverage["share"]), 6),
-            None if smoke is None else _verdict(smoke["passed"]),
+            None if smoke is None else _VERDICTS[smoke["passed"]],
             round(float(record.get("seconds") or 0), 3),
             record.get("output"),
             cut(error.removeprefix(f"{record['source']}: "), _ERROR_LENGTH) if error else None,
@@ -109,8 +109,7 @@ class Entries:
         return {**told, "same": same} if same else told
 
 
-def _verdict(passed: bool | None) -> str:
-    return "no verdict" if passed is None else "passed" if passed else "failed"
+_VERDICTS = {None: "no verdict", True: "passed", False: "failed"}
 
 
 def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
