@@ -36,7 +36,7 @@ SLOW = (
 """Modules that take long, or bring many others with them, and that no look at names needs."""
 
 OTHER_WORK = (
-    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo "
+    "ckptfix.comparison ckptfix.explain ckptfix.smoke ckptfix.values ckptfix.zoo ckptfix.reading.tensors "
     "ckptfix.engine.delivery ckptfix.engine.applying ckptfix.engine.optimizers "
     "ckptfix.modules.factory ckptfix.smoke.measuring ckptfix.core.target ckptfix.writing.output "
     "ckptfix.reading.folders.folders ckptfix.reading.folders.ranks.fsdp "

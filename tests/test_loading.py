@@ -13,7 +13,7 @@ from torch import nn
 import ckptfix
 from ckptfix.errors import TargetError, UsageError
 from ckptfix.loading import _left_empty, _prepare, load_strictly
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from tests.checks import bytes_of, is_mapped
 
 

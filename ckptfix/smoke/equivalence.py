@@ -34,7 +34,7 @@ from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import CkptfixError, Opt, TargetError
 from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import FOR_LOADING
 from ckptfix.rules.rule import Twin
 from ckptfix.smoke.derive import derive_inputs, is_transformers_model

@@ -18,7 +18,7 @@ from ckptfix.bytes.checksums import is_sound, prove_ahead
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
-from ckptfix.reading.tensors import LazyTensors
+from ckptfix.reading.weights.containers import LazyTensors
 from ckptfix.values.casting import cast_spec
 from tests.checks import assert_same, bytes_of
 

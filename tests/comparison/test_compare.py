@@ -15,7 +15,7 @@ from torch import nn
 import ckptfix
 from ckptfix.comparison.compare import find_renames
 from ckptfix.comparison.difference import difference_lines, difference_to_json
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.report.style import Paper
 
 

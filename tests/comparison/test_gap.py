@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptfix.comparison.difference import Gap
 from ckptfix.comparison.gap import Tolerance, measure_gap
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 
 NAN, INF = math.nan, math.inf
 

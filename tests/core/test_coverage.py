@@ -9,7 +9,7 @@ from torch import nn
 from ckptfix.core.coverage import measure_coverage, obstacles
 from ckptfix.core.edits import Fill
 from ckptfix.core.target import target_from_module
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 
 
 class Tied(nn.Module):

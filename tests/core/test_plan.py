@@ -45,7 +45,7 @@ from ckptfix.core.wrappers import bare
 from ckptfix.engine.applying import apply_plan
 from ckptfix.engine.changes import Supplies
 from ckptfix.errors import PlanError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from tests.checks import assert_same
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.target import BUFFER, PARAMETER, Slot, target_from_checkpoint, target_from_module
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 
 
 class Tied(nn.Module):

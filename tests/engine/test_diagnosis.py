@@ -17,7 +17,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.diagnosis import diagnose, is_enabled
 from ckptfix.errors import InternalError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import Listed
 from ckptfix.rules.rule import Context, Rule
 

@@ -21,7 +21,7 @@ from tests.reading.state_dicts import KINDS, STRIDED, ordered
 )
 def test_what_the_writers_write_is_found_equal(kind, form, tmp_path):
     if kind in ("two dtypes of one storage", "conjugated and negated views"):
-        from ckptfix.reading.tensors import open_state_dict
+        from ckptfix.reading.opening import open_state_dict
 
         checkpoint = open_state_dict(ordered(KINDS[kind]()))
     else:
@@ -129,7 +129,7 @@ def test_one_wrong_byte_anywhere_is_found(key, tmp_path):
 @pytest.mark.usefixtures("in_small_steps")
 @pytest.mark.parametrize("place", [0, 15, 16, 4999])
 def test_one_wrong_byte_of_what_is_no_range_of_a_file_is_found(place, tmp_path):
-    from ckptfix.reading.tensors import open_state_dict
+    from ckptfix.reading.opening import open_state_dict
 
     state_dict = many_sizes()
     expected = open_state_dict(many_sizes())

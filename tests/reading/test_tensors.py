@@ -18,7 +18,8 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.tensors import build_state_dict, build_tensor, open_state_dict, row_major_bytes, spec_of_tensor
+from ckptfix.reading.opening import open_state_dict
+from ckptfix.reading.tensors import build_state_dict, build_tensor, row_major_bytes, spec_of_tensor
 from tests.checks import bytes_of, is_mapped
 from tests.reading.state_dicts import STRIDED, ordered, pattern, same
 

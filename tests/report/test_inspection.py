@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Candidate, Checkpoint
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
-from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 from ckptfix.report.style import Paper
 

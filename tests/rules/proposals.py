@@ -15,7 +15,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.target import Target, target_from_module
 from ckptfix.engine.applying import apply_plan
 from ckptfix.engine.changes import Supplies
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.statistics import Statistics
 

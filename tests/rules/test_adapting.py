@@ -18,7 +18,7 @@ from ckptfix.core.adaptations import adaptation
 from ckptfix.core.finding import Applicability
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.errors import UsageError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.fit103_shape_mismatch import shape_mismatch
 from tests.checks import assert_same
 from tests.rules.proposals import propose, repaired

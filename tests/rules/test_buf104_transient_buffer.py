@@ -14,7 +14,7 @@ import ckptfix
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint, target_from_module
 from ckptfix.errors import TargetError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.buf104_transient_buffer import transient_buffer
 from tests.checks import bytes_of
 from tests.rules.proposals import propose, repaired

@@ -12,7 +12,7 @@ from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.engine.applying import apply_plan
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.fil103_device_tag import device_tag
 from ckptfix.rules.rule import Context
 

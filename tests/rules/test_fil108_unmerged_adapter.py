@@ -20,7 +20,7 @@ from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import AdapterError, UsageError
 from ckptfix.maps.library import shipped
 from ckptfix.reading.adapters import open_adapter
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.report.edits import edit_lines
 from ckptfix.rules.fil108_unmerged_adapter import unmerged_adapter
 from ckptfix.rules.merging import find_merge, merge_edits

@@ -14,7 +14,7 @@ import ckptfix
 from ckptfix.core.edits import Fill, Tie
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.report.advice import remedies_text
 from ckptfix.rules.fit101_missing_key import missing_key, other_layout
 from tests.rules.proposals import context, propose, repaired

@@ -10,7 +10,7 @@ from torch import nn
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.fit104_dtype_mismatch import LARGEST, dtype_mismatch
 from tests.rules.proposals import context, propose, repaired
 

@@ -9,8 +9,7 @@ import ckptfix
 from ckptfix.core.checkpoint import Candidate
 from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Level
-from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.report.advice import remedies_text
 from ckptfix.report.style import Paper
 from ckptfix.report.terminal import headline

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import ckptfix
 from ckptfix.core.finding import Applicability, Finding, Level
 from ckptfix.errors import TargetError, UsageError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import key106_renamed_layers
 from ckptfix.smoke.equivalence import TOLERANCE, _units, unobservable
 from tests.cli.programs import run_here

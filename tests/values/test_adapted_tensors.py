@@ -16,7 +16,7 @@ from ckptfix.core.edits import Adapt
 from ckptfix.core.plan import Plan, Step
 from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import PlanError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from tests import checks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -5,8 +5,8 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import open_state_dict, spec_of_tensor
+from ckptfix.reading.opening import open_file, open_state_dict
+from ckptfix.reading.tensors import spec_of_tensor
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings, was_stepped
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.target import target_from_module
-from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.values.twins import entry_at, twin_sets, twins_beside
 
 STATE = {"conv.weight": torch.ones(4, 2), "fc.weight": torch.ones(3, 4), "fc.bias": torch.ones(3)}

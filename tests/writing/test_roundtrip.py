@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.errors import WriteError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from tests.checks import bytes_of
 from tests.reading.files import WRITERS, opened, read_all, saved, tensors, write
 from tests.reading.state_dicts import KINDS, STRIDED, ordered, overlaps, same

@@ -15,7 +15,7 @@ import ckptfix
 from ckptfix.core.settings import Settings
 from ckptfix.engine import delivery
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.writing import output as shard_write
 from ckptfix.writing.output import ShardNames, split
 from tests.checks import assert_same

@@ -135,7 +135,7 @@ def test_a_file_of_another_name_that_was_written_says_nothing(tmp_path):
 
 
 def test_a_file_without_a_source_has_no_place_to_keep(tmp_path):
-    from ckptfix.reading.tensors import open_state_dict
+    from ckptfix.reading.opening import open_state_dict
 
     path = write(open_state_dict(mixed()), "zip", Path(tmp_path))
     assert {place.offset % ALIGNMENT for place in places(opened(path)).values()} == {0}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name, value_at
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
@@ -17,7 +18,6 @@ from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_of_training, is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
-from ckptfix.reading.tensors import LazyTensors
 from ckptfix.reading.weights.document import Document, split_entries, without_torn
 from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
@@ -27,6 +27,23 @@ from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_cl
 SEARCH_DEPTH = 64  # containers around each other that are searched; `NODE_LIMIT` bounds how many there are in all
 NODE_LIMIT = 1_000_000
 LIST_LIMIT = 64  # items of a list up to which each is looked at; longer ones hold numbers or samples
+
+
+class LazyTensors:
+    """The ``TensorReader`` of every checkpoint that is opened. What builds tensors is imported for the first one."""
+
+    def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
+        """Read one tensor; a ``DamageWarning`` says if its storage fails its checksum."""
+        from ckptfix.bytes.checksums import warning
+        from ckptfix.reading.tensors import build_tensor
+
+        return build_tensor(checkpoint.specs[key], checkpoint.path, warning(checkpoint))
+
+    def state_dict(self, checkpoint: Checkpoint, mapped: Collection[str]) -> dict[str, Any]:
+        """Build the whole state_dict. Raises ``UnreadableError`` if bytes fail their checksum."""
+        from ckptfix.reading.tensors import build_state_dict
+
+        return build_state_dict(checkpoint, mapped)
 
 
 def open_document(

@@ -56,7 +56,7 @@ def _safetensors(state_dict: StateDict) -> bytes:
 
 
 def _own_zip(state_dict: StateDict) -> bytes:
-    from ckptfix.reading.tensors import open_state_dict
+    from ckptfix.reading.opening import open_state_dict
     from ckptfix.writing.torch_files import write_zip
 
     file = io.BytesIO()

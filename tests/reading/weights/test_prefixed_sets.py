@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptfix
-from ckptfix.reading.tensors import open_state_dict
+from ckptfix.reading.opening import open_state_dict
 from ckptfix.reading.weights.prefixed_sets import copied_under, is_follower, keys_of_set, narrowed, sets_of, with_pick
 
 NET = ("conv.weight", "bn.weight", "bn.bias", "fc.weight")
