@@ -160,7 +160,7 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
         return document
     common = read(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))), salvage)
     if not isinstance(common.root, dict):
-        return document
+        raise UnreadableError(f"{folder / file.name}: does not hold what it has beside the chunks; fetch it again")
     damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
     root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
     copies: dict[str, TensorSpec] = {}

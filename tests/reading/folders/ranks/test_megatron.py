@@ -52,6 +52,9 @@ def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
     for key, value in truth.items():
         got = checkpoint.read(key)
         assert (got.shape, bytes_of(got)) == (value.shape, bytes_of(value)), key
+    torch.save([1, 2], folder / "common.pt")
+    with pytest.raises(UnreadableError, match="common.pt: does not hold what it has beside the chunks"):
+        ckptfix.open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("change", ["other-depth", "numbered", "other-arguments"])
