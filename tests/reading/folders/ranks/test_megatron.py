@@ -53,7 +53,7 @@ def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
         got = checkpoint.read(key)
         assert (got.shape, bytes_of(got)) == (value.shape, bytes_of(value)), key
     torch.save([1, 2], folder / "common.pt")
-    with pytest.raises(UnreadableError, match="common.pt: does not hold what it has beside the chunks"):
+    with pytest.raises(UnreadableError, match=r"common\.pt: does not hold what it has beside the chunks"):
         ckptfix.open_checkpoint(folder)
 
 
