@@ -13,10 +13,11 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from copy import deepcopy
 from functools import lru_cache
 from inspect import signature
-from io import StringIO
+from io import TextIOBase
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from threading import RLock, get_ident
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from msgspec import Struct
@@ -384,13 +385,35 @@ def _loaded(model: Any, shapes: Mapping[str, Shape]) -> dict[str, tuple[Part, ..
     return {}
 
 
+_REDIRECTED = RLock()  # two threads that put back what they found would leave each other's stream in its place
+
+
+class _OfOthers(TextIOBase):
+    """A stream that leaves out what this thread writes, and passes on what others do."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.thread = stream, get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if get_ident() == self.thread else self.stream.write(text)
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the library from reporting on a load that is none."""
-    before = logging.root.manager.disable
-    logging.disable()
+    """Keep the library from reporting on a load that is none; other threads print and log as before."""
+    mine = get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    handlers = {each for logger in (logging.root, *loggers) for each in logger.handlers}
+    handlers |= {logging.lastResort} if logging.lastResort else set()
+    for handler in handlers:
+        handler.addFilter(is_of_others)
     try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        with _REDIRECTED, redirect_stdout(_OfOthers(sys.stdout)), redirect_stderr(_OfOthers(sys.stderr)):
             yield
     finally:
-        logging.disable(before)
+        for handler in handlers:
+            handler.removeFilter(is_of_others)

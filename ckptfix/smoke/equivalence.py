@@ -66,7 +66,9 @@ Alignment = tuple[tuple[int, int, int, int, int], ...]
 
 def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settings) -> Twin:
     """Return the file's model, and what proves a map from it to the target: in a process of its own, or on copies of
-    models that are given as such. Raises ``TargetError`` if the model cannot be built."""
+    models that are given as such. Raises ``TargetError`` if the model cannot be built, ``UsageError`` for inputs that
+    are not written as such."""
+    parse_inputs(settings.input)
     try:
         twin = target_of(source, None, (), settings.seed)
     except TargetError as error:
@@ -127,11 +129,11 @@ def compare_twins(job: Mapping[str, Any]) -> Equivalence:
         pair = _Pair(models[0].double().eval(), models[1].double().eval(), shapes, plans, job["seed"])
         with torch.no_grad():
             return pair.examine(plans, parse_inputs(job["inputs"]), until)
-    except _DoubtError as doubt:
-        return Equivalence(doubt=str(doubt))
     except NotLoadedError as error:
         among = f", {error.keys[0]} among them" if error.keys else ""
         return Equivalence(doubt=f"the file does not fit the source model: {error}{among}")
+    except CkptfixError as doubt:
+        return Equivalence(doubt=str(doubt))
     except (Exception, SystemExit) as error:  # noqa: BLE001  the models' code may raise anything
         return Equivalence(doubt=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     finally:

@@ -2,10 +2,13 @@
 release 5, and those of a model's authors for timm, diffusers and open_clip."""
 
 import importlib
+import logging
 import os
 import re
+import sys
 from functools import reduce
 from math import prod
+from threading import Thread
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from transformers.models.auto import modeling_auto
 
 import ckptfix
 from ckptfix.core.parts import check_bijection, inverse
-from ckptfix.modules.converting import Traced, converter_of
+from ckptfix.modules.converting import Traced, _silent, converter_of
 
 A_FEW = ("mixtral", "qwen3_vl_moe", "kimi_k25", "Dinov2Model", "mistral_large4_text", "jamba", "inkling2_text",
          "ernie4_5_vl_moe")  # fmt: skip
@@ -301,6 +304,20 @@ def test_traced_elements_are_those_of_the_tensors(moved):
         place = tuple(slice(*bounds) for bounds in part.place)
         made[place] = values.reshape(made[place].shape)
     assert torch.equal(made, wanted)
+
+
+def test_only_the_thread_that_asks_a_library_is_mute(capsys, caplog):
+    def report() -> None:
+        sys.stdout.write("printed\n")
+        logging.getLogger("timm").warning("logged")
+
+    with _silent():
+        report()
+        other = Thread(target=report)
+        other.start()
+        other.join()
+    assert capsys.readouterr().out == "printed\n"
+    assert caplog.messages == ["logged"]
 
 
 def test_what_is_computed_is_not_traced():

@@ -471,6 +471,11 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert run_here(*command, "--source-model", f"{__name__}:nothing", cwd=tmp_path).returncode == 2
 
 
+def test_an_input_that_is_not_written_as_one_is_an_error_of_the_caller():
+    with pytest.raises(UsageError, match="neither a shape nor a file"):
+        ckptfix.repair_state_dict(towers().state_dict(), towers(), source_model=towers(), input="2 by 3")
+
+
 def test_a_source_model_needs_a_model():
     with pytest.raises(UsageError, match="add"):
         ckptfix.check(towers().state_dict(), source_model=towers())
