@@ -217,7 +217,16 @@ def _match(
         or {module(segments(parts[0].source)), module(segments(key))} in ROTATED
     ):
         label = Label.AMBIGUOUS
+    is_fused = len(parts) > 1 or parts[0].numel != prod(source[parts[0].source])
+    if is_fused and any(_is_unnamed_gate(part.source, key) for part in parts):
+        label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
+
+
+def _is_unnamed_gate(source: str, key: str) -> bool:
+    """Tell whether a gate and what it gates are fused under a name that does not say which of them comes first."""
+    named = roles(segments(source)), roles(segments(key))
+    return {*named[0], *named[1]} <= {"gate", "up"} and max(map(len, named)) == 1
 
 
 def _may_be_permuted(source: str, key: str) -> bool:

@@ -194,7 +194,8 @@ EXCLUSIVE = (
 )
 
 # Concepts of the layers that a U-Net, a pyramid or a generator has on its way back up.
-BACKWARD = frozenset({"decoder", "up", "upsample", "deconv", "lateral", "fpn", "synthesis"})
+BACKWARD = frozenset("decoder up upsample upconv deconv lateral fpn pyramid fusion refine refinenet synthesis".split())
+FROM_THE_TOP = "refinenet"  # MiDaS runs the last of them first, and all others count them in that order
 
 STATISTICS = {"running_mean": "mean", "running_var": "variance"}
 

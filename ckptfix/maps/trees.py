@@ -21,6 +21,7 @@ from ckptfix.core.parts import Bounds, Shape
 from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import (
     BACKWARD,
+    FROM_THE_TOP,
     STATISTICS,
     bag,
     conflicts,
@@ -210,16 +211,18 @@ class Matcher(Struct):
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
             ours, theirs = _by_number(source), _by_number(target)
             is_shown = self.order_weight > REORDERED_WEIGHT  # keys that are sorted count up in any case
+            lists = [_list(ours, pool.source), _list(theirs, pool.target)]
             if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
                 theirs.reverse()
                 label = min(label, Label.LIKELY)
-            elif not is_shown and _may_count_down(_list(ours, pool.source), _list(theirs, pool.target)):
+            elif _may_count_down(lists):
                 label = min(label, Label.LIKELY)
             straight, mirrored = (
                 {(key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}
                 for side in (theirs, theirs[::-1])
             )
-            if len(mirrored) > 2 and mirrored <= self._shown and not (straight - mirrored) & self._shown:
+            is_mirrored = len(mirrored) > 2 and mirrored <= self._shown and not (straight - mirrored) & self._shown
+            if is_mirrored or sum(FROM_THE_TOP in bag(path[-1:]) for path in lists) == 1:
                 theirs.reverse()
                 label = min(label, Label.LIKELY)
             for one, other in zip(ours, theirs, strict=True):
@@ -375,10 +378,10 @@ def _list(nodes: Sequence[Node], leaves: Sequence[Pooled]) -> Path:
     return one[: at + (not one[at].isdigit())]
 
 
-def _may_count_down(one: Path, other: Path) -> bool:
+def _may_count_down(lists: Sequence[Path]) -> bool:
     """Tell whether lists of other names are on the way back up, where some libraries count from the deepest module."""
-    is_named = template(".".join(one)) == template(".".join(other))
-    return not is_named and not BACKWARD.isdisjoint(bag([*one[-1:], *other[-1:]]))
+    is_named = len({template(".".join(path)) for path in lists}) == 1
+    return not is_named and not BACKWARD.isdisjoint(bag(path[-1] for path in lists if path))
 
 
 def _same_end(one: Node, other: Node) -> bool:

@@ -578,3 +578,22 @@ def test_blocks_counted_from_another_number_are_shifted():
     target = {key: shape for key, shape in shifted[1].items() if not key.startswith("layers.0.")}
     match = infer(shifted[0], target).matches["layers.1.mlp.fc1.weight"]
     assert (match.parts[0].source, match.label) == ("layers.0.mlp.fc1.weight", Label.LIKELY)
+
+
+@pytest.mark.parametrize(("name", "first"), [("refinenet", "3"), ("fusion", "0")])
+def test_equal_blocks_on_the_way_back_up_are_not_certain(name, first):
+    """MiDaS numbers them from the largest image on, and transformers from the smallest."""
+    unit = {**linear("conv1", 8, 8), **linear("conv2", 8, 8), **linear("out_conv", 4, 8)}
+    source = {f"scratch.{name}{at + 1}.{key}": shape for at in range(4) for key, shape in unit.items()}
+    found = infer(source, {f"neck.{key}": shape for key, shape in stack("fusion_stage.layers", [unit] * 4).items()})
+    match = found.matches[f"neck.fusion_stage.layers.{first}.conv1.weight"]
+    assert (match.parts[0].source, match.label) == (f"scratch.{name}1.conv1.weight", Label.LIKELY)
+
+
+def test_a_gate_and_what_it_gates_fused_under_a_name_that_does_not_say_the_order():
+    ours = stack("blocks", [{"ff_proj.weight": (64, 8), "ff_out.weight": (8, 32), "q_proj.weight": (8, 8)}] * 3)
+    block = {"gate_proj.weight": (32, 8), "up_proj.weight": (32, 8), "down_proj.weight": (8, 32)}
+    theirs = stack("layers", [{**block, "query.weight": (8, 8)}] * 3)
+    labels = {key: match.label for key, match in infer(ours, theirs).matches.items()}
+    assert labels["layers.1.up_proj.weight"] is Label.AMBIGUOUS
+    assert labels["layers.1.down_proj.weight"] > Label.AMBIGUOUS
