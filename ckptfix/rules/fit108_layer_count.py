@@ -16,7 +16,8 @@ shallower (distillation, pruning) or deeper (layers that are repeated), which st
 Unsafe, and only with `--adapt depth=LAYERS`: the layers of the file in the order of the model, one for each of its
 layers, such as `depth=0-5,8-11` or `depth=0,0,1,1,2,2`. Each keeps its values bit for bit, with the rest of the model
 they were not trained like this. A layer that is named twice is copied, and one that is not named is dropped.
-`depth@encoder.*=0-5` is for the stacks below that path only.
+`depth@encoder.*=0-5` is for the stacks below that path only. Without it, `--unsafe-fixes` drops the last layers that
+the model does not have, and `--fill` fills those that the file does not have: that is a note.
 
 ## Example
 
@@ -70,9 +71,12 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
         asked = next((each for each in given if fnmatchcase(f"{path}.", each.keys)), None)
         used.append(asked)
         edits = tuple(_edits(stack, _layers(asked, stack), context.checkpoint.specs)) if asked else ()
+        is_settled = context.settings.unsafe_fixes if new < old else bool(context.settings.fill)
+        what = "moved" if edits else "the last ones are dropped" if new < old else "the last ones are filled"
         yield rule.finding(
-            Level.ERROR,
-            f"{counted(old, 'layer')} of `{path}` in the file and {new} in the model{', moved' if edits else ''}",
+            Level.NOTE if is_settled and not edits else Level.ERROR,
+            f"{counted(old, 'layer')} of `{path}` in the file and {new} in the model"
+            f"{f', {what}' if edits or is_settled else ''}",
             evidence={"file": old, "model": new},
             fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
             remedies=(

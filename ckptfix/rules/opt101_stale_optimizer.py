@@ -332,6 +332,10 @@ def _what(way: Followed) -> str:
     ]
     if any(step.shape and step.source is not None for group in way.groups for step in group):
         words.append("other shapes")
+    if (emptied := len(way.optimizer.groups) - len(way.groups)) > 0:
+        words.append(
+            f"{counted(emptied, 'group')} left out with all its parameters, which the script must not keep empty"
+        )
     return ", ".join(words) or "other names or another order of parameters"
 
 

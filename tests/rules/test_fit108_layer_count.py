@@ -52,6 +52,13 @@ def test_named_and_not_chosen():
     assert not finding.remedies[0].is_complete
 
 
+@pytest.mark.parametrize(("depth", "asked"), [(3, {"unsafe_fixes": True}), (8, {"fill": "target"})])
+def test_what_other_fixes_settle_is_a_note(depth, asked):
+    for settings, level in ((asked, Level.NOTE), ({}, Level.ERROR)):
+        (finding,) = propose(layer_count, model(6).state_dict(), model(depth), **settings)
+        assert (finding.level, finding.fix) == (level, None)
+
+
 @pytest.mark.parametrize(
     ("recipe", "old", "expected"),
     [

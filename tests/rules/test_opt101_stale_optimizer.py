@@ -852,3 +852,13 @@ def test_a_model_of_this_release_is_in_its_order_whatever_its_file_calls_it(tmp_
         for number, name in enumerate(order):
             kept = optimizer.state[before.get_parameter(name)]["exp_avg"]
             assert torch.equal(state["state"][number]["exp_avg"], kept)
+
+
+def test_a_group_that_goes_with_its_parameters_is_named(tmp_path):
+    before = layers("a", "wide")
+    groups = [{"params": list(before[name].parameters()), "lr": lr} for name, lr in (("a", 0.1), ("wide", 0.2))]
+    path, _ = trained(tmp_path, before, groups)
+    report = ckptfix.repair(path, layers("a"), unsafe_fixes=True, output=tmp_path / "fixed.pth").report
+    (found,) = (finding for finding in report.findings if finding.code == "OPT101")
+    assert "1 group left out with all its parameters" in found.message
+    torch.optim.AdamW(layers("a").parameters()).load_state_dict(torch.load(tmp_path / "fixed.pth")["optimizer"])
