@@ -204,7 +204,7 @@ class Layout(Struct, frozen=True):
         return "Embedding" in known if known is not None else re.search("emb|wte|wpe", bare(key)) is not None
 
 
-_HF_FILE = "optimizer.pt"
+HF_FILE = "trainer_state.json"
 _HF_PATTERNS = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 _UNDECAYED = r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
 _MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
@@ -279,8 +279,8 @@ class Recipe(Struct, frozen=True):
     second, and which of the two counts more. Numbers count as they are, all else from its first appearance."""
     is_own: bool = False
     """Whether it is that of no trainer: its labels are a part of the model and a kind of parameter."""
-    file: str = ""
-    """What its trainer calls the file of an optimizer, if no other one does."""
+    sign: str = ""
+    """A file that its trainer leaves beside the optimizer, if no other one does."""
     rises: Callable[[Any], tuple[float, float]] | None = None
     """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
 
@@ -346,6 +346,7 @@ def _decaying(label: Any) -> tuple[float, float]:
 
 
 PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
+PARTS = Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0])
 
 
 def _is_decayed_in_mingpt(layout: Layout, key: str) -> bool:
@@ -354,9 +355,9 @@ def _is_decayed_in_mingpt(layout: Layout, key: str) -> bool:
 
 RECIPES = (
     PLAIN,
-    Recipe("Hugging Face Trainer", _decays_in_hf, (True, False), file=_HF_FILE, rises=_decaying),
+    Recipe("Hugging Face Trainer", _decays_in_hf, (True, False), sign=HF_FILE, rises=_decaying),
     Recipe(
-        "Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False), file=_HF_FILE, rises=_decaying
+        "Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False), sign=HF_FILE, rises=_decaying
     ),
     Recipe(
         "decay for matrices, none for the rest",
@@ -366,6 +367,7 @@ RECIPES = (
     ),
     Recipe("timm", _decays_in_timm, (False, True), rises=_decaying),
     Recipe("timm with no_weight_decay", _decays_in_vit, (False, True), rises=_decaying),
+    PARTS,
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
     Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
     Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), is_sorted=True, rises=_decaying),
@@ -569,7 +571,7 @@ def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> 
     outcomes: list[Hashable] = []
     # A script may have made the groups from the top down, or others, which only moments show.
     is_shown = moments and len(sizes) > 1
-    own = own_groups(layout, optimizer, new) if is_shown and max(sizes) > 1 else ()
+    own = own_groups(layout, optimizer, new) if is_shown else ()
     for recipe in chain(RECIPES, own):
         if recipe.is_mixed and not is_mixed:
             continue
@@ -585,7 +587,7 @@ def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> 
             if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
                 if not recipe.is_own:
                     outcomes.append(outcome)
-                    known += [] if each.is_reversed else [order]
+                    known += [] if each.is_reversed or recipe is PARTS else [order]  # these two are no trainer's
                 yield Naming(dict(zip(optimizer.ids, order, strict=True)), each.name, each, moments, unique)
 
 

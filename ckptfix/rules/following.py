@@ -120,7 +120,7 @@ class Followed(Struct, frozen=True):
         """What tells two ways to follow apart: equal for two recipes that lead to the same state."""
         if not self.optimizer.state:
             return self.like, tuple(map(len, self.groups))  # there is nothing that could go astray
-        return self.like, self.groups
+        return self.like, tuple(map(frozenset, self.groups)) if self.optimizer.is_keyed else self.groups
 
 
 class Scope(Struct, frozen=True):
@@ -211,10 +211,10 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 
 
 def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
-    """Return the recipes that fit, only those of the trainer whose file it is if there are any."""
+    """Return the recipes that fit, only those of the trainer that has left a file of its own if there are any."""
     new = change.new
     found = [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new)]
-    own = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.file in optimizer.path[:1]]
+    own = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
     return own or found
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, islice, permutations, product
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -23,7 +24,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.maps.names import concepts, kind, segments
-from ckptfix.maps.positions import Layout
+from ckptfix.maps.positions import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.key106_renamed_layers import renamed_layers
 
@@ -115,6 +116,8 @@ class Change(Struct, frozen=True, dict=True):
     """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
+    signs: Collection[str] = ()
+    """The files beside it that only one trainer leaves there."""
     is_current: bool = False
     """Whether the file is of the same release of transformers as the model, which only saves it under other names."""
     is_wide: bool = False
@@ -136,7 +139,9 @@ class Change(Struct, frozen=True, dict=True):
             if target is not None and target.modules is not None and key in target.slots
         }
         is_ordered = not before.format.endswith("safetensors")
-        return cls(before.specs, after.specs, known, target, kinds, is_ordered, is_current=_is_current(before, target))
+        is_current = _is_current(before, target)
+        signs = [HF_FILE] if Path(before.path).with_name(HF_FILE).is_file() else []
+        return cls(before.specs, after.specs, known, target, kinds, is_ordered, signs=signs, is_current=is_current)
 
     @property
     def model(self) -> Target | None:

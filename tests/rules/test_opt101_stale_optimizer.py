@@ -821,6 +821,7 @@ def test_the_file_of_the_trainer_is_read_by_its_recipe_alone(tmp_path, is_of_tra
         path = tmp_path / "pytorch_model.bin"
         torch.save(before.state_dict(), path)
         torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        (tmp_path / "trainer_state.json").write_text("{}")
     (tmp_path / "out").mkdir()
     assert codes_of(path, block(has_bias=True), output=tmp_path / "out" / path.name) == ["OPT101"] * (not is_of_trainer)
 
@@ -862,3 +863,16 @@ def test_a_group_that_goes_with_its_parameters_is_named(tmp_path):
     (found,) = (finding for finding in report.findings if finding.code == "OPT101")
     assert "1 group left out with all its parameters" in found.message
     torch.optim.AdamW(layers("a").parameters()).load_state_dict(torch.load(tmp_path / "fixed.pth")["optimizer"])
+
+
+def test_names_in_the_place_of_numbers_follow_a_rename_whatever_sorts_them(tmp_path):
+    """minGPT's recipe, which sorts by name, fits too; but the order of what is named means nothing."""
+    before, wanted = layers("a", "b", "wide"), layers("a", "z", "wide")
+    optimizer = torch.optim.AdamW(matrices_and_rest(before, is_sorted=True))
+    for one in before.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    state = get_optimizer_state_dict(before, optimizer)
+    torch.save({"model": before.state_dict(), "optimizer": state}, tmp_path / "run.pth")
+    assert codes_of(tmp_path / "run.pth", wanted, output=tmp_path / "fixed.pth", rename=("b.*=z.*",)) == []
+    assert torch.load(tmp_path / "fixed.pth")["optimizer"]["state"].keys() == dict(wanted.named_parameters()).keys()
