@@ -571,7 +571,7 @@ def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> 
     outcomes: list[Hashable] = []
     # A script may have made the groups from the top down, or others, which only moments show.
     is_shown = moments and len(sizes) > 1
-    own = own_groups(layout, optimizer, new) if is_shown else ()
+    own = own_groups(layout, optimizer, new) if is_shown and max(sizes) > 1 else ()
     for recipe in chain(RECIPES, own):
         if recipe.is_mixed and not is_mixed:
             continue
