@@ -64,7 +64,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
     joining = Joining(str(folder))
     with files.merging():
         weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
-    note_copies(files.remarks, joining.differing)
+    note_copies(files.remarks, joining.differing, may_drift=False)  # the norms of Meta's files are the same in all
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 
 

@@ -140,6 +140,13 @@ class Joining(Struct):
                 yield key, made[views]
                 continue
             made[views] = joined(key, parts, split or WHOLE, self.path)
+            holders = split.holders if split is not None else 1
+            same = [parts[first : first + holders] for first in range(0, len(parts), holders) if holders > 1]
+            if not all(agree(copies, self.path) for copies in same):
+                raise UnreadableError(
+                    f"{self.path}: {holders} ranks each should hold the same part of {key}, and do not; put the files"
+                    " of one save together, with the sizes of their model"
+                )
             if (split is None or split.axis is None) and not agree(parts, self.path):
                 if split is None:
                     raise UnreadableError(

@@ -100,6 +100,14 @@ def test_a_norm_that_differs_is_that_of_the_first(tmp_path: Path) -> None:
     got = ckptfix.open_checkpoint(tmp_path)
     assert torch.equal(got.read("norm.weight"), whole["norm.weight"])
     assert [mark.place for mark in got.remarks if mark.kind is Kind.RANK_COPIES] == ["norm.weight"]
+    assert [bool(finding.level) for finding in ckptfix.check(tmp_path).findings] == [True]
+
+
+def test_copies_of_keys_that_are_none_are_refused(tmp_path: Path) -> None:
+    """By what ``params.json`` says, pairs of ranks have the same keys and values."""
+    write_llama(tmp_path, 4, groups=4, n_kv_heads=2)
+    with pytest.raises(UnreadableError, match=r"should hold the same part of layers\.0\.attention\.wk\.weight"):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 def test_a_tensor_that_no_rule_knows_is_not_guessed(tmp_path: Path) -> None:
