@@ -139,7 +139,7 @@ def repair(
     be flushed to the disk. ``plan`` applies saved edits instead of proposing any. If a target is given and a strict
     load would still fail, if the forward test fails, or if the file is built as an attack, nothing is written
     and ``report.exit_code`` is 1."""
-    from ckptfix.engine.delivery import deliver
+    from ckptfix.engine.delivery import deliver, weighed
     from ckptfix.engine.destination import Destination, differs, state_of
     from ckptfix.reading.adapters import adapter_paths
 
@@ -178,6 +178,8 @@ def repair(
     is_changed = differs(checkpoint, diagnosis.plan, checked)
     if not is_changed and (only_changes or output is None):
         destination = None
+    if is_changed or destination is not None:
+        report = weighed(report)
     if dry_run:
         report = replace(report, is_dry_run=True)
     else:

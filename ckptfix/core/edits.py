@@ -215,6 +215,18 @@ class MergeAdapter(Edit, frozen=True, tag="merge-adapter"):
     undo: bool = False
 
 
+class Fold(Edit, frozen=True, tag="fold"):
+    """Compute a weight from its parts: ``key`` has its shape, and ``sources`` are the others of that ``form``, the name
+    of a parametrization of torch, whose norm leaves the axis ``dim``; -1 for a norm over all."""
+
+    key: str
+    dtype: str
+    shape: Shape
+    form: str
+    sources: tuple[str, ...]
+    dim: int = 0
+
+
 class Plain(Edit, frozen=True, tag="plain"):
     """Turn an object of a class into plain data that ``torch.load(weights_only=True)`` accepts.
 
@@ -300,6 +312,7 @@ EDITS: Mapping[str, type[Edit]] = {
         Assemble,
         MergeAdapter,
         Adapt,
+        Fold,
         Plain,
         Retag,
         Rewrite,

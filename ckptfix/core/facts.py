@@ -127,6 +127,7 @@ class Kind(Enum):
     CONSTANTS = "constants"
     GUESSED_BUFFERS = "guessed-buffers"
     TENSOR_ATTRIBUTE = "tensor-attribute"
+    ATTRIBUTE_OF_TENSOR = "attribute-of-tensor"
     MOST_IN_ATTRIBUTES = "most-in-attributes"
 
 

@@ -82,15 +82,8 @@ class Report(Displayed, Struct, frozen=True):
 
     @property
     def left(self) -> list[Finding]:
-        """The warnings and errors that remain, and that the user does not accept; a note, too, if it is why edits were
-        not carried out."""
-        is_undone = self.is_refused and bool(self.edits)
-        return [
-            each
-            for each in self.remaining
-            if each.level > Level.NOTE or (is_undone and Blocks.WRITING in each.blocks)
-            if not self.is_accepted(each)
-        ]
+        """The warnings and errors that remain, and that the user does not accept."""
+        return [each for each in self.remaining if each.level > Level.NOTE and not self.is_accepted(each)]
 
     @property
     def failed_forward(self) -> bool:

@@ -280,6 +280,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.CONSTANTS: _constants,
     Kind.GUESSED_BUFFERS: "every tensor that is not a parameter counts as a buffer",
     Kind.TENSOR_ATTRIBUTE: "neither parameter nor buffer",
+    Kind.ATTRIBUTE_OF_TENSOR: "an attribute of a tensor",
     Kind.MOST_IN_ATTRIBUTES: _most_in_attributes,
 }
 

@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, MergeAdapter, Replace, Zero
+from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, Fold, MergeAdapter, Replace, Zero
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import Opt, PlanError
@@ -102,6 +102,14 @@ def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, supplies: Supplie
     return adapted_spec(spec, edit, checkpoint.path)
 
 
+def _folded(checkpoint: Checkpoint, spec: TensorSpec, edit: Fold, supplies: Supplies) -> TensorSpec:
+    from ckptfix.values.adapted_tensors import folded_spec
+
+    _expect_form(checkpoint, spec, edit)
+    beside = [_of_adapter(checkpoint, "", key, supplies) for key in edit.sources]
+    return folded_spec(spec, beside, edit, checkpoint.path)
+
+
 def _replaced(checkpoint: Checkpoint, spec: TensorSpec, edit: Replace, supplies: Supplies) -> TensorSpec:
     """Return the values that take the place of a tensor's, in its dtype."""
     _expect_form(checkpoint, spec, edit)
@@ -130,6 +138,7 @@ CHANGES: Mapping[type[Edit], Callable[[Checkpoint, TensorSpec, Any, Supplies], T
     Adapt: adapted,
     Cast: _cast,
     Dequantise: _dequantised,
+    Fold: _folded,
     MergeAdapter: _merged,
     Replace: _replaced,
     Zero: _zeroed,
@@ -195,8 +204,8 @@ def _expect_dtype(checkpoint: Checkpoint, spec: TensorSpec, edit: Cast | Dequant
         raise _foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
 
 
-def _expect_form(checkpoint: Checkpoint, spec: TensorSpec, edit: MergeAdapter | Replace) -> None:
-    has_data = not isinstance(edit, MergeAdapter) or spec.storage is not None
+def _expect_form(checkpoint: Checkpoint, spec: TensorSpec, edit: Fold | MergeAdapter | Replace) -> None:
+    has_data = isinstance(edit, Replace) or spec.storage is not None
     if (spec.dtype, spec.shape) != (edit.dtype, edit.shape) or not has_data:
         raise _foreign(checkpoint, f"{edit.key} is {spec.dtype} {spec.shape} and not {edit.dtype} {edit.shape}")
 

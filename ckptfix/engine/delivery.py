@@ -72,6 +72,15 @@ def refusal(report: Report, settings: Settings) -> str:
     return ""
 
 
+def weighed(report: Report) -> Report:
+    """Return the report of what is to be written: what forbids that is more than a note."""
+    findings = (
+        replace(each, level=max(each.level, Level.WARNING)) if Blocks.WRITING in each.blocks else each
+        for each in report.findings
+    )
+    return replace(report, findings=tuple(findings))
+
+
 def deliver(
     result: Checkpoint,
     report: Report,
@@ -108,7 +117,7 @@ def deliver(
         smoke, findings = test(temporary, result)
         if smoke is not None and smoke.passed is False:
             return _delivered(report, None, smoke, findings)
-        destination.refuse_replaced()
+        destination.refuse_replaced(settings.force)
         with _beside(result, report, destination, settings) as files:
             remarks = _deliver_beside(files, destination)
             deliver_file(temporary, destination.output, destination.backup_of, destination.flush)

@@ -154,9 +154,11 @@ class Destination(Struct, frozen=True):
         """Raise ``UsageError`` if the output is one of the files that are read, by the option that names each."""
         refuse_inputs(self.output, inputs)
 
-    def refuse_replaced(self) -> None:
-        """Raise ``WriteError`` if the file to be replaced is not the one that was read: a training run that saves anew
-        renames its file over the old one, and that one would be lost."""
+    def refuse_replaced(self, force: bool) -> None:
+        """Raise an error if the file to be replaced is not the one that was read, or one that came there meanwhile: a
+        training run that saves anew renames its file over the old one, and that one would be lost."""
+        if self.before is None and self.output != self.like:
+            refuse_output(self.output, force)
         if self.before is not None and state_of(self.output) != self.before:
             raise WriteError(
                 f"{self.output}: is another file than the one that was read, or is gone; run the same command again"

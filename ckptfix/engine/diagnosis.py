@@ -14,6 +14,7 @@ from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.edits import Adapt, Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
@@ -204,8 +205,13 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
 
 
 def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the names of what may be weights as well, by its size, and is neither the state_dict nor an optimizer."""
+    """Yield the names of what may be weights as well, by its size, and is neither a tensor of the state_dict nor an
+    optimizer."""
     least = sum(spec.numel for spec in checkpoint.specs.values()) / SHARE
+    for key, entry in checkpoint.entries.items():
+        inner = [] if key in checkpoint.specs else [spec.numel for spec in tensors_in(entry)]
+        if inner and sum(inner) >= least:
+            yield key
     for place, specs, is_optimizer in parts_beside(checkpoint):
         if sum(spec.numel for spec in specs) >= least and not is_optimizer:
             yield place

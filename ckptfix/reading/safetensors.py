@@ -151,7 +151,15 @@ def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
     size = len(content)
     length = int.from_bytes(content.buffer[:8], "little")
     if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-        return _header_by_its_end(content, length)
+        try:
+            return _header_by_its_end(content, length)
+        except UnreadableError:
+            if HEADER_LIMIT < length <= size - 8 and content.buffer[7 + length] in b"} ":
+                raise UnreadableError(
+                    f"{content.path}: the header has {length} bytes, and safetensors reads at most {HEADER_LIMIT} "
+                    "(HeaderTooLarge); save the tensors again in several files"
+                ) from None
+            raise
     try:
         return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length, []
     except UnreadableError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.bytes.files import is_url
-from ckptfix.core.edits import Assemble, Fill, Rename, RenameModule, Replace
+from ckptfix.core.edits import Assemble, Fill, Fold, Rename, RenameModule, Replace
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
@@ -239,14 +239,19 @@ def _may_destroy(remedy: Remedy) -> bool:
 
 def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
     """Return the keys to which a fix that was not asked for gives another name or layout, with the code of its rule."""
-    return {
-        name: finding.code
-        for finding in remaining
-        if Blocks.FILLING in finding.blocks and finding.fix is not None and finding.is_fixable
-        for edit in finding.fix.edits
-        if isinstance(edit, (Rename, Assemble))
-        for name in ((edit.key, edit.to) if isinstance(edit, Rename) else (edit.key, *(p.source for p in edit.parts)))
-    }
+    explained: dict[str, str] = {}
+    for finding in remaining:
+        for edit in (
+            finding.fix.edits if Blocks.FILLING in finding.blocks and finding.fix and finding.is_fixable else ()
+        ):
+            if isinstance(edit, Rename):
+                names: tuple[str, ...] = (edit.key, edit.to)
+            elif isinstance(edit, Assemble):
+                names = (edit.key, *(part.source for part in edit.parts))
+            else:
+                names = edit.sources if isinstance(edit, Fold) else ()
+            explained |= dict.fromkeys(names, finding.code)
+    return explained
 
 
 def _text(finding: Finding, telling: Telling) -> str:

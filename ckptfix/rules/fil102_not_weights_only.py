@@ -29,7 +29,8 @@ that is left says so.
 Attributes that the user's class keeps in a module (class names, strides, a configuration) are listed in a note: they
 are in no state_dict.
 
-Keys of the state_dict that are numbers or tuples are a note: torch.load reads them. So are nested tensors, which
+Keys of the state_dict that are bytes become text if there is a model, which has text. Keys that are numbers or tuples
+are a note: torch.load reads them. So are nested tensors, which
 ckptfix cannot write: it leaves the file alone.
 
 Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
@@ -43,11 +44,12 @@ SketchKit#90, ultralytics#19778."""
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Iterator
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, value_at
-from ckptfix.core.edits import Plain
+from ckptfix.core.edits import Plain, renames
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
@@ -164,13 +166,31 @@ def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:
         )
 
 
+def _text_of(name: str) -> str:
+    """Return the text of a key that is bytes, by what stands for it among the keys; empty if it is none."""
+    try:
+        found = literal_eval(name)
+        return found.decode() if isinstance(found, bytes) else ""
+    except (ValueError, SyntaxError):
+        return ""
+
+
 @rule
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
     checkpoint = context.checkpoint
     yield from _not_carried(rule, checkpoint)
     names = [clause(remark) for remark in checkpoint.remarks if remark.kind is Kind.NON_STRING_KEY]
-    if names:
+    names = [name for name in names if name in checkpoint.entries]
+    texts = {name: text for name in names if (text := _text_of(name)) and text not in checkpoint.entries}
+    if texts and len(texts) == len(names) and context.target is not None:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(names), 'key')} that are bytes, as pickles of Python 2 have them, where modules have text",
+            keys=tuple(names),
+            fix=Fix(renames(texts), Applicability.SAFE),
+        )
+    elif names:
         yield rule.finding(
             Level.NOTE,
             f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load "
@@ -181,6 +201,13 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"{counted(len(attributes), 'attribute')} of the module that no state_dict has, nor a file written from it",
             evidence={"left_out": attributes},
+        )
+    if on_tensors := [remark.place for remark in checkpoint.remarks if remark.kind is Kind.ATTRIBUTE_OF_TENSOR]:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(on_tensors), 'attribute')} that code has set on tensors, which a file written from this one "
+            "does not have",
+            evidence={"left_out": on_tensors},
         )
     conversions = list(plain_root(checkpoint)[1])
     yield from _left_alone(rule, conversions)

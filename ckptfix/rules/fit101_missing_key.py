@@ -234,9 +234,11 @@ def other_layout(context: Context, target: Target) -> str:
         )
     for norm in _PARTS:
         if number := sum(_has_parts(left, key, norm) for key in gone):
+            lacks = norm == "spectral_norm" and any(_is_singular(f"{key[:-2]}_v", left) for key in left)
+            how = " with strict=False (`_v` is missing), run it once in training mode" if lacks else ""
             return (
                 f"the file has {counted(number, 'weight')} as {norm} splits it up: load it into the model with {norm} "
-                f"applied, remove that from the model, and save it again"
+                f"applied{how}, remove that from the model, and save it again"
             )
         if number := sum(_has_parts(gone, key, norm) for key in left):
             return (

@@ -240,7 +240,7 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], 
         Level.ERROR,
         f"{counted(len(matches), 'key')} with more than one way to fit the target: {shown}",
         keys=tuple(matches),
-        evidence={"choices": [list(prefixes) for prefixes in choices]},
+        evidence={"choices": [_describe(prefixes) for prefixes in choices]},
         remedies=_remedies(choices, is_most=2 * len(matches) > missing),
         blocks=Blocks.FILLING,
     )

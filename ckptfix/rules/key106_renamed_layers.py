@@ -73,6 +73,7 @@ from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, 
 from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
+from ckptfix.rules.fit109_reparametrised_weight import in_parts
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.values.alike import by_values
 
@@ -253,11 +254,12 @@ def _decided(inference: Inference) -> Inference:
 
 def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
     """Return the shapes of what can be moved: floats with values that the target does not compute itself, and counters
-    of batches."""
+    of batches. A part of a weight is none, unless the target has such parts too."""
+    parts = set() if in_parts(target.slots) else {key for keys in in_parts(checkpoint.specs).values() for key in keys}
     return {
         key: spec.shape
         for key, spec in checkpoint.specs.items()
-        if spec.storage is not None and not spec.quantizer and _takes_part(key, spec.dtype)
+        if key not in parts and spec.storage is not None and not spec.quantizer and _takes_part(key, spec.dtype)
         if not is_superfluous(key, checkpoint, target)
     }
 

@@ -30,13 +30,14 @@ torch/nn/modules/batchnorm.py"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfix.core.checkpoint import is_inside
 from ckptfix.core.edits import Edit, Zero
 from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.lazy import np
+from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.maps.positions import parts_beside
 from ckptfix.reading.weights.containers import is_averaged
@@ -72,6 +73,15 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
                 fix=fix,
                 remedies=() if fix else _remedies(rule, tuple(keys), context, replacements),
             )
+    for key, entry in context.checkpoint.entries.items():
+        if key not in context.checkpoint.specs and (inner := _not_finite_in(list(tensors_in(entry)), context)):
+            yield rule.finding(
+                Level.ERROR,
+                f"in the packed weights of {key}, {_message(inner)}",
+                keys=(key,),
+                evidence={"tensors": len(inner)},
+                remedies=advise("take an earlier checkpoint, or pack the weights of the float model again"),
+            )
     yield from _beside(rule, context)
 
 
@@ -84,11 +94,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     for place, specs, is_optimizer in parts_beside(checkpoint):
         if is_optimizer:
             continue
-        wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
-        bad = {
-            number: figures for number, figures in context.figures_of(wanted).items() if figures.nan or figures.pos_inf
-        }
-        if bad:
+        if bad := _not_finite_in(specs, context):
             is_set = any(is_inside(each.name, place) for each in checkpoint.candidates) or is_averaged(place)
             is_meant = context.target is None and context.settings.weights is None
             yield rule.finding(
@@ -97,6 +103,13 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
                 evidence={"part": place, "tensors": len(bad)},
                 remedies=advise(f"do not load {place} from this file"),
             )
+
+
+def _not_finite_in(specs: Sequence[TensorSpec], context: Context) -> dict[str, TensorStatistics]:
+    """Return the figures of the tensors with NaN or +Inf, by number."""
+    wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
+    found = context.figures_of(wanted) if wanted else {}
+    return {number: figures for number, figures in found.items() if figures.nan or figures.pos_inf}
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level | None:

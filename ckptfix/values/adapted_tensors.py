@@ -6,7 +6,7 @@ embeddings, which takes a pseudoinverse, to a relative tolerance of 1e-4."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import PAD_TARGET, Adapt
+from ckptfix.core.edits import PAD_TARGET, Adapt, Fold
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import PlanError
@@ -44,7 +44,41 @@ def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | N
         return _of_rows(spec, edit, path, fresh, refusal)
     if edit.recipe not in FORMULAS:
         raise refusal
-    return _made(spec, edit, _Computed(spec, edit, path))
+    return _made(spec, edit, _Computed(spec, edit.shape, lambda: _adapted(spec, edit, path)))
+
+
+def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
+    try:
+        made = FORMULAS[edit.recipe](_tensor(spec, path), edit)
+    except RuntimeError as error:  # torch's word for shapes that do not go together
+        raise PlanError(f"{path}: {edit.source} cannot be adapted by {edit.recipe}: {error}") from error
+    if tuple(made.shape) != edit.shape:
+        raise PlanError(f"{path}: {edit.recipe} makes {list(made.shape)} of {edit.source}; write the plan again")
+    return made
+
+
+WEIGHT_NORM, SPECTRAL_NORM, PRUNING = "weight_norm", "spectral_norm", "pruning"
+
+
+def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path: str) -> TensorSpec:
+    """Return the weight of a reparametrised one, with the bits that torch gives it when it removes the
+    parametrization."""
+
+    def compute() -> Tensor:
+        weight, *others = (_tensor(each, path) for each in (spec, *beside))
+        if edit.form == WEIGHT_NORM:
+            return torch._weight_norm(weight, others[0], edit.dim)
+        if edit.form == PRUNING:
+            return others[0].to(weight.dtype) * weight
+        left, right = others
+        return weight / torch.dot(left, torch.mv(weight.movedim(edit.dim, 0).reshape(len(left), -1), right))
+
+    storage = Storage(
+        edit.form,
+        _Computed(spec, edit.shape, compute),
+        parts=tuple(part for each in (spec, *beside) for part in each.storages),
+    )
+    return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
 
 
 def is_adaptable(spec: TensorSpec) -> bool:
@@ -61,9 +95,9 @@ def _made(spec: TensorSpec, edit: Adapt, source: Any) -> TensorSpec:
 class _Computed:
     """The bytes of a tensor that a formula gives."""
 
-    def __init__(self, spec: TensorSpec, edit: Adapt, path: str) -> None:
-        self.spec, self.edit, self.path = spec, edit, path
-        self.nbytes = replace(spec, shape=edit.shape).nbytes
+    def __init__(self, spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> None:
+        self.compute = compute
+        self.nbytes = replace(spec, shape=shape).nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the result."""
@@ -73,16 +107,7 @@ class _Computed:
 @lru_cache(maxsize=2)
 def _result(computed: _Computed) -> memoryview:
     """Return the bytes of the whole result; the last ones are kept, as they are read in pieces."""
-    edit = computed.edit
-    try:
-        made = FORMULAS[edit.recipe](_tensor(computed.spec, computed.path), edit)
-    except RuntimeError as error:  # torch's word for shapes that do not go together
-        raise PlanError(f"{computed.path}: {edit.source} cannot be adapted by {edit.recipe}: {error}") from error
-    if tuple(made.shape) != edit.shape:
-        raise PlanError(
-            f"{computed.path}: {edit.recipe} makes {list(made.shape)} of {edit.source}; write the plan again"
-        )
-    return _bytes_of(made)
+    return _bytes_of(computed.compute())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -39,6 +39,7 @@ _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.ckptfix-tmp", re.DOTALL)
 _PLACING = "placing"
 
 # The extended attributes that a file keeps when its content is replaced; an ACL is one of them.
+_ACL = "system.posix_acl_access"
 _ATTRIBUTES = ("user.", "system.posix_acl_", "security.selinux")
 
 # Seconds after which a folder is searched for leftovers again: a zoo may have a hundred thousand files in one.
@@ -318,15 +319,16 @@ def _undo(folder: Path) -> None:
 
 
 def _take_after(model: Path, handle: int, is_replaced: bool) -> None:
-    """Give a new file the permissions of another one; of the one that it will replace also owner and attributes."""
+    """Give a new file the permissions of another one; of the one that it will replace also owner and attributes. An ACL
+    is one of the permissions: without it, its mask would be what the group may do."""
     found = model.stat()
     if is_replaced:
         with contextlib.suppress(OSError):  # who is not the superuser gives no file away
             os.fchown(handle, -1, found.st_gid)
             os.fchown(handle, found.st_uid, -1)
     os.fchmod(handle, stat.S_IMODE(found.st_mode) | stat.S_IRUSR)
-    if is_replaced and hasattr(os, "listxattr"):
-        for name in _attributes(model):
+    for name in _attributes(model) if hasattr(os, "listxattr") else ():
+        if is_replaced or name == _ACL:
             with contextlib.suppress(OSError):  # one that is not ours to set
                 os.setxattr(handle, name, os.getxattr(model, name))
 

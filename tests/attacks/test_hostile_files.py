@@ -299,6 +299,7 @@ REFUSED_PICKLES: dict[str, Crafted] = {
     "a tensor without a storage": lambda: state_dict(
         x=call("torch._utils._rebuild_tensor_v2", b"N", b"K\0", sizes(1), sizes(1), b"\x89", b"}")
     ),
+    "a tensor with an argument more than torch takes": lambda: state_dict(x=tensor(hooks=b"\x89}}K\x07")),
     "a rebuild function without arguments": lambda: state_dict(x=call("torch._utils._rebuild_tensor_v2")),
     "a quantised tensor of no known scheme": lambda: state_dict(
         x=call(

@@ -311,6 +311,22 @@ def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backu
     assert change == "removed" or source.read_bytes().endswith(b"newer")
 
 
+def test_an_output_that_came_meanwhile_is_not_replaced(source, monkeypatch):
+    """Of another run, whose user knows nothing of this one."""
+    real, output = verification.verify, source.with_name("out.pth")
+
+    def meanwhile(*given) -> None:
+        real(*given)
+        output.write_bytes(b"the other's")
+
+    monkeypatch.setattr("ckptfix.engine.delivery.verify", meanwhile)
+    with pytest.raises(UsageError, match="already exists"):
+        ckptfix.repair(source, output=output)
+    assert output.read_bytes() == b"the other's"
+    ckptfix.repair(source, output=output, force=True)
+    assert output.read_bytes() != b"the other's"
+
+
 def test_a_byte_that_went_wrong_on_the_way_is_found_and_not_delivered(source, monkeypatch):
     real, weight, found = os.write, torch.arange(6.0).numpy().tobytes(), []
 

@@ -103,6 +103,16 @@ VIOLATIONS: dict[str, tuple[bytes, str]] = {
 }
 
 
+def test_a_header_that_no_reader_takes_is_not_called_damaged(tmp_path):
+    length = 100_000_001
+    with (tmp_path / "long.safetensors").open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b'{"w":')
+        file.seek(7 + length)
+        file.write(b"}" + STORAGE)
+    with pytest.raises(UnreadableError, match=r"100000001 bytes.*HeaderTooLarge.*in several files"):
+        opened(tmp_path / "long.safetensors")
+
+
 @pytest.mark.parametrize("case", VIOLATIONS)
 def test_a_violated_clause_is_named(case, tmp_path):
     content, clause = VIOLATIONS[case]

@@ -19,6 +19,7 @@ import ckptfix
 from ckptfix.core.edits import Plain
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.report.advice import remedies_text
+from tests.checks import assert_same
 
 
 def saved(folder: Path, content: Any, **how: Any) -> Path:
@@ -293,7 +294,10 @@ def test_a_nested_tensor_is_left_alone(value, tmp_path):
     torch.load(path, weights_only=True)
     report = ckptfix.check(path)
     assert [(finding.code, finding.level) for finding in report.findings] == [("FIL102", Level.NOTE)]
-    assert ckptfix.repair(path, output=tmp_path / "out.pth").report.exit_code == 0
+    assert ckptfix.repair(path, beside=True).report.exit_code == 0
+    for dry_run in (True, False):  # who asks for a file is told that there is none
+        report = ckptfix.repair(path, output=tmp_path / "out.pth", dry_run=dry_run).report
+        assert [finding.level for finding in report.left] == [Level.WARNING]
     assert not (tmp_path / "out.pth").exists()
 
 
@@ -304,6 +308,27 @@ def test_a_defect_that_is_left_alone_for_a_nested_tensor_is_left(tmp_path):
     assert report.exit_code == 1
     assert not (tmp_path / "out.pth").exists()
     assert not any("run: " in line for line in str(ckptfix.check(tmp_path / "file.pth")).splitlines())
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_keys_that_are_bytes_become_those_of_the_model(prefix, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    state = {f"{prefix}{key}".encode(): value for key, value in model.state_dict().items()}
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "file.pth")
+    assert ckptfix.check(tmp_path / "file.pth").exit_code == 0
+    ckptfix.repair(tmp_path / "file.pth", model, output=tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth")
+    assert written["epoch"] == 3
+    assert_same(written["state_dict"], dict(model.state_dict()))
+
+
+def test_attributes_of_tensors_are_not_lost_without_a_word(tmp_path):
+    weight, bias = nn.Parameter(torch.ones(2, 2)), torch.ones(2)
+    weight.lr_scale, bias.origin = 0.1, "a"  # type: ignore[attr-defined]  # what the test is about
+    torch.save({"weight": weight, "bias": bias, "other": torch.ones(2)}, tmp_path / "file.pth")
+    (finding,) = ckptfix.check(tmp_path / "file.pth").findings
+    assert (finding.code, finding.level) == ("FIL102", Level.NOTE)
+    assert finding.evidence == {"left_out": ["lr_scale", "origin"]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -237,3 +237,13 @@ def test_the_headline_says_what_was_not_examined(tmp_path):
     assert report.to_json()["unexamined"] == ["ema"]
     line = Paper().write([headline(report)])
     assert "nothing wrong in the weights under model (ema not examined, except for checksums and NaN; not comp" in line
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_packed_weights_are_looked_at_for_nan_and_told_to_be_no_more(value, tmp_path):
+    """As the state_dict of a quantised linear layer has them: a tuple of weight and bias."""
+    packed = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8), torch.full((4,), value)
+    torch.save({"0.weight": torch.randn(2, 2), "1._packed_params._packed_params": packed}, tmp_path / "f.pth")
+    report = ckptfix.check(tmp_path / "f.pth")
+    assert report.to_json()["unexamined"] == ["1._packed_params._packed_params"]
+    assert [finding.keys for finding in report.left] == [("1._packed_params._packed_params",)] * math.isnan(value)

@@ -23,6 +23,7 @@ def test_noop_models_as_they_are_born(make):
     [
         pytest.param({"a.weight": ONE, "b.weight": ONE}, id="tied"),
         pytest.param({"a.weight": torch.zeros(16, 16), "b.weight": torch.zeros(16, 16)}, id="zeros"),
+        pytest.param({"a.weight": ONE * torch.nan, "b.weight": ONE * torch.nan}, id="NaN throughout"),
         pytest.param({"a.weight": ONE, "b.weight": ONE.flip(0).contiguous()}, id="the same numbers in another order"),
         pytest.param({"a.weight": torch.randn(2, 2).expand(2, 2).clone(), "b.weight": torch.ones(2, 2)}, id="small"),
         pytest.param({"a.bias": torch.arange(99.0), "b.bias": torch.arange(99.0)}, id="vectors"),

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -219,6 +220,23 @@ def test_a_replaced_file_keeps_its_owner_its_permissions_and_its_attributes(tmp_
     assert after.st_ino != before.st_ino
     assert [after.st_mode, after.st_uid, after.st_gid] == [before.st_mode, before.st_uid, before.st_gid]
     assert {name: os.getxattr(goal, name) for name in attributes} == attributes
+
+
+@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="Linux only")
+def test_an_acl_gives_the_group_of_a_new_file_nothing(tmp_path):
+    """The mask of an ACL stands where the group's permissions are without one."""
+    like = tmp_path / "like"
+    like.touch()
+    everyone, user = 0xFFFFFFFF, 1001
+    entries = [(1, 6, everyone), (2, 4, user), (4, 0, everyone), (0x10, 4, everyone), (0x20, 0, everyone)]
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(like, "system.posix_acl_access", acl)
+    except OSError:
+        pytest.skip("a file system without ACLs")
+    with temporary_beside(tmp_path / "new", like) as temporary:
+        deliver_file(temporary, tmp_path / "new")
+    assert os.getxattr(tmp_path / "new", "system.posix_acl_access") == acl
 
 
 def test_a_new_file_is_the_users_own_whatever_it_is_like(tmp_path):

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.limits import bounded_keys, shown
 from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError
@@ -97,11 +98,12 @@ class InertTable(Struct):
 
     ``foreign`` gathers the tensor subclasses that are named, objects in the place of hooks, and gradients that no fp8
     tensor can be loaded with, ``derived`` the names that the pickle builds by ``getattr`` and the like, ``called`` the
-    globals that it calls and for which nothing stands in."""
+    globals that it calls and for which nothing stands in, ``attributes`` the names of what was set on tensors."""
 
     path: str
     nested: Callable[[bytes], Any]
     foreign: dict[str, None] = field(default_factory=dict)
+    attributes: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     _known: dict[Global, Callable[..., Any]] = field(default_factory=dict)
@@ -122,17 +124,23 @@ class InertTable(Struct):
             self.called.add(f"{function}()" if _goes_through(_modern_name(function), args) else str(function))
         return Opaque(function, args)
 
+    def remarks(self) -> list[Fact]:
+        """Return the remarks about tensors that are more than plain ones."""
+        found = [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in self.foreign]
+        return found + [Fact(Kind.ATTRIBUTE_OF_TENSOR, name) for name in self.attributes]
+
     # torch ------------------------------------------------------------------------------------------------------------
 
     def first_tensor(self, storage: Any, offset: int, size: Any, stride: Any) -> Any:
         """``_rebuild_tensor`` of torch 0.1 to 0.3."""
         return self.tensor(storage, offset, size, stride, False, None)
 
-    def tensor(self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, *rest: Any) -> Any:
+    def tensor(
+        self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, metadata: Any = None
+    ) -> Any:
         """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
         if not isinstance(storage, TypedStorage):
             raise MalformedError("a tensor without a storage")
-        metadata = rest[0] if rest else None
         if isinstance(hooks, Opaque) or isinstance(metadata, Opaque):
             self._note(hooks, metadata)
         return self._strided(storage, storage.dtype, offset, size, stride, trained, metadata)
@@ -192,12 +200,18 @@ class InertTable(Struct):
             )
         return spec
 
-    def parameter(self, data: Any, requires_grad: Any = True, *_: Any) -> Any:
-        """``_rebuild_parameter``, and ``Parameter(data)`` of torch 0.1 to 0.3."""
+    def parameter(self, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+        """``_rebuild_parameter``, also with attributes, and ``Parameter(data)`` of torch 0.1 to 0.3."""
+        self._note_attributes(state)
         if not isinstance(data, TensorSpec):
             return NotImplemented
         _refuse_gradient(data.dtype, requires_grad)
         return replace(data, is_parameter=True, requires_grad=bool(requires_grad))
+
+    def _note_attributes(self, state: Any) -> None:
+        """Keep the names of what was set on a tensor: ``__dict__``, or that and the slots."""
+        for part in state if isinstance(state, tuple) else (state,):
+            self.attributes.update(dict.fromkeys(map(str, part)) if isinstance(part, dict) else {})
 
     def variable(self, data: Any = None, *_: Any) -> Any:
         """``Variable(data)`` of torch 0.1 to 0.3, ``torch.Tensor(tensor)``."""
@@ -209,12 +223,21 @@ class InertTable(Struct):
             return NotImplemented
         if isinstance(cls, Global) and str(cls) not in _PLAIN_TENSORS:
             self.foreign[str(cls)] = None
+        elif cls is not None:
+            self._note_attributes(state)
         if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
             return local_part(cls, args[2], state)
         return self.call(function, args)
 
     def quantized(
-        self, storage: Any, offset: int, size: Any, stride: Any, quantizer: Any, requires_grad: Any = False, *_: Any
+        self,
+        storage: Any,
+        offset: int,
+        size: Any,
+        stride: Any,
+        quantizer: Any,
+        requires_grad: Any = False,
+        hooks: Any = None,
     ) -> Any:
         """``_rebuild_qtensor``; the scheme is ``torch.per_tensor_affine`` or one of the per-channel ones."""
         scheme, scale, zero_point, *axis = quantizer

@@ -170,7 +170,7 @@ def read_archive(archive: TorchArchive, form: str, nesting: int = 0, left_of: Le
     data = reading.member("data.pkl")
     root, end = _run(reading, pickles, data)
     remarks = payload_remarks(pickles.names)
-    remarks += [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in pickles.table.foreign]
+    remarks += pickles.table.remarks()
     remarks += [
         Fact(Kind.HIDDEN_PICKLE, name)
         for name in archive.members

@@ -83,7 +83,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     located.place(keys)
     located.doubt_end(root)
     remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
-    remarks += [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in pickles.table.foreign]
+    remarks += pickles.table.remarks()
     remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=_DOUBT) for key in located.doubted(root)]
     if "torch.storage.UntypedStorage" in pickles.names:
         remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=_UNTYPED))

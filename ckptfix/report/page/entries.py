@@ -177,6 +177,8 @@ def record_of_error(source: str, message: str, outcome: str = "unreadable") -> d
 
 def _outcome(report: Report, telling: Telling) -> str:
     if telling.mode is Mode.REPAIR and not report.is_dry_run:
+        if report.exit_code and not report.is_open and report.output is not None:
+            return "partly untrained"
         return "needs a decision" if report.exit_code else "repaired" if report.edits else "already fine"
     if report.exit_code == 0:
         return "can be repaired" if report.edits else "already fine"

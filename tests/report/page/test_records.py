@@ -26,6 +26,12 @@ NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedies=
         pytest.param(report(NAN), Mode.CHECK, "needs a decision", id="no fix"),
         pytest.param(report(PREFIX, obstacles=("x",)), Mode.CHECK, "needs a decision", id="would not load after it"),
         pytest.param(repaired(), Mode.REPAIR, "repaired", id="repaired"),
+        pytest.param(
+            replace(repaired(), coverage=Coverage(9, 6, 0, 0, {"target": 3})),
+            Mode.REPAIR,
+            "partly untrained",
+            id="a part is untrained",
+        ),
         pytest.param(replace(repaired(), is_dry_run=True), Mode.REPAIR, "can be repaired", id="dry run"),
         pytest.param(report(), Mode.REPAIR, "already fine", id="nothing to repair"),
         pytest.param(report(NAN), Mode.REPAIR, "needs a decision", id="left"),

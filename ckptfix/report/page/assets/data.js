@@ -37,6 +37,7 @@ const OUTCOMES = [
   ["failed", "bad", "an error of the run, not of the file"],
   ["unreadable", "bad", "nothing could be read"],
   ["needs a decision", "attention", "something is left that ckptfix does not decide"],
+  ["partly untrained", "attention", "written, and what the file lacks has the model's initial values"],
   ["can be repaired", "repaired", "a repair needs no decision"],
   ["repaired", "repaired", "written, opened again and compared"],
   ["accepted", "good", "findings are left that you accepted"],

@@ -1,0 +1,130 @@
+"""FIT109 reparametrised-weight: the parts of a weight where the model wants the weight.
+
+## What it finds
+
+Weights that `weight_norm` (`weight_g`, `weight_v`), `spectral_norm` (`weight_orig`, `weight_u`, `weight_v`) or pruning
+(`weight_orig`, `weight_mask`) keeps in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
+wants the plain weight.
+
+## Why it matters
+
+A strict load misses the weight. Taking a part for it, such as `weight_v` or `weight_orig`, gives a layer of another
+scale, or one that is not pruned, without any error.
+
+## Fix safety
+
+Unsafe: `--unsafe-fixes` computes the weight with torch's own function, as `remove_weight_norm`, `remove_spectral_norm`,
+`prune.remove` and `remove_parametrizations` do for a model in eval mode, and drops the parts. Training cannot go on
+with them afterwards. Nothing is offered if the file lacks a part (`weight_v` of spectral_norm), or if the shapes do not
+show which axis the norm is for: a square kernel, without a model that says whether it is of a transposed convolution.
+
+## Example
+
+    ckptfix repair hifigan.pth --model my_models:generator_without_norm --unsafe-fixes
+    # compute 78 weights from their parts (weight_norm)
+
+## Sources
+
+- https://pytorch.org/docs/stable/generated/torch.nn.utils.remove_weight_norm.html
+- https://pytorch.org/docs/stable/generated/torch.nn.utils.parametrize.remove_parametrizations.html
+- https://pytorch.org/docs/stable/generated/torch.nn.utils.prune.remove.html"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from ckptfix.core.edits import Drop, Edit, Fold, Rename
+from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.parts import Shape
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
+from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM, is_adaptable
+
+_FORMS = (
+    (WEIGHT_NORM, ("{}_v", "{}_g")),
+    (WEIGHT_NORM, ("parametrizations.{}.original1", "parametrizations.{}.original0")),
+    (SPECTRAL_NORM, ("{}_orig", "{}_u", "{}_v")),
+    (SPECTRAL_NORM, ("parametrizations.{}.original", "parametrizations.{}.0._u", "parametrizations.{}.0._v")),
+    (PRUNING, ("{}_orig", "{}_mask")),
+)
+"""What each keeps of a tensor: first what has its shape, then what it is computed with."""
+
+_PART = re.compile(r"(?:(?P<module>.+)\.)?(?:parametrizations\.(?P<new>[^.]+)\..+|(?P<old>[^.]+)_(?:[guv]|orig|mask))")
+
+
+@rule
+def reparametrised_weight(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Proposes to compute the weights that the target wants from their parts in the file."""
+    if context.target is None:
+        return
+    folds = list(_folds(context.checkpoint.entries, context.target))
+    if not folds:
+        return
+    edits: list[Edit] = []
+    for fold, name in folds:
+        edits += (fold, Rename(fold.key, name), *map(Drop, fold.sources))
+    forms = Counter(fold.form for fold, _ in folds)
+    yield rule.finding(
+        Level.ERROR,
+        f"{counted(len(folds), 'weight')} in parts ({', '.join(forms)}), where the target wants the weight itself",
+        keys=tuple(key for fold, _ in folds for key in (fold.key, *fold.sources)),
+        evidence={"forms": dict(forms)},
+        fix=Fix(tuple(edits), Applicability.UNSAFE),
+        remedies=(Remedy((UNSAFE_FIXES,), "computes them, as torch does when it removes the parametrization"),),
+        blocks=Blocks.FILLING,
+    )
+
+
+def in_parts(keys: Collection[str]) -> dict[str, set[str]]:
+    """Return the keys of the parts of each tensor that is in parts, by the name of the tensor."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        if match := _PART.fullmatch(key):
+            name = ".".join(filter(None, (match["module"], match["new"] or match["old"])))
+            found.setdefault(name, set()).add(key)
+    return {
+        name: parts for name, parts in found.items() if any(parts.issuperset(form[:2]) for _, form in _forms_of(name))
+    }
+
+
+def _forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the keys that each form has of a tensor."""
+    module, dot, leaf = name.rpartition(".")
+    for form, templates in _FORMS:
+        yield form, [module + dot + template.format(leaf) for template in templates]
+
+
+def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold, str]]:
+    """Yield what computes each tensor that the target lacks, and the name of the tensor."""
+    for name, keys in in_parts(entries.keys() - target.slots.keys()).items():
+        for form, (main, *others) in _forms_of(name):
+            if keys != {main, *others} or name in entries or name not in target.slots:
+                continue
+            found = [entry for key in (main, *others) if isinstance(entry := entries[key], TensorSpec)]
+            if len(found) <= len(others) or any(spec.storage is None for spec in found):
+                continue
+            weight, *beside = found
+            module = (target.modules or {}).get(name.rpartition(".")[0])
+            dim = _axis(form, weight.shape, [spec.shape for spec in beside], module)
+            is_plain = is_adaptable(weight) and all(form == PRUNING or spec.dtype == weight.dtype for spec in beside)
+            if dim is not None and is_plain and target.accepts(name, weight.shape):
+                yield Fold(main, weight.dtype, weight.shape, form, tuple(others), dim), name
+
+
+def _axis(form: str, shape: Shape, beside: list[Shape], module: str | None) -> int | None:
+    """Return the axis of a tensor that the norm leaves, -1 if it is over all; None if the parts do not fit or do not
+    show it. ``module`` is the class of the module, if it is known."""
+    if form == PRUNING:
+        return 0 if beside == [shape] else None
+    if form == WEIGHT_NORM:
+        ones = (1,) * len(shape)
+        axes = [at for at in range(len(shape)) if beside[0] == (*ones[:at], shape[at], *ones[at + 1 :])]
+        return -1 if beside[0] == () else axes[0] if axes else None
+    axes = [at for at in range(min(len(shape), 2)) if beside == [(shape[at],), (math.prod(shape) // shape[at],)]]
+    if len(axes) > 1 and module is not None:
+        return int("ConvTranspose" in module)
+    return axes[0] if len(axes) == 1 else None
