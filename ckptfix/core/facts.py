@@ -151,6 +151,9 @@ class Fact(Struct, frozen=True):
         return cls(kind, place, data)
 
 
+# An index that is wrong about shards that are complete.
+STALE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED})
+
 # After these a tensor may be another one than was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})
 

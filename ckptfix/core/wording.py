@@ -231,7 +231,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
         f"has a stale index: {first_names(fact.data['names'])} are not there, and {fact.place} is complete"
     ),
     Kind.INDEX_PROMISES: _names("has an index that promises {}, which no shard holds"),
-    Kind.INDEX_MOVED: _names("has a stale index: {} are in another shard than it says"),
+    Kind.INDEX_MOVED: _names("has a stale index: another shard than it says has {}"),
     Kind.INDEX_UNLISTED: _names("has a stale index: it does not know {} in the shards"),
     Kind.KEYS_DIFFER: _names("holds {} in two shards with different values"),
     Kind.CHUNKS_LACKING: "is not complete: {error}",

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import STALE, Fact, Kind
 from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
@@ -47,7 +47,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
     checkpoint = context.checkpoint
-    stale = (fact for fact in checkpoint.remarks if fact.kind is Kind.INDEX_STALE)
+    stale = (fact for fact in checkpoint.remarks if fact.kind in STALE)
     if damage := (*checkpoint.damage, *stale):
         cause = clauses(damage)
         fix = Fix((Rewrite(cause),), Applicability.SAFE)

@@ -42,7 +42,9 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import PARAMETER, Target
+from ckptfix.core.wording import first_names
 from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
+from ckptfix.rules.fit109_reparametrised_weight import in_parts
 from ckptfix.rules.rule import Context, Rule, rule
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
@@ -245,6 +247,12 @@ def other_layout(context: Context, target: Target) -> str:
                 f"the model has {norm} applied to {counted(number, 'weight')} that the file has as it is: load the "
                 f"file before {norm} is applied"
             )
+    parts = [key for keys in in_parts(left).values() for key in keys]
+    if any(left[key] in gone.values() for key in parts):  # a part is not the weight itself
+        return (
+            f"{counted(len(in_parts(left)), 'weight')} of the file in parts ({first_names(parts)}), as weight_norm, "
+            "spectral_norm and pruning keep them, under other names than the model's: --rename OLD=NEW gives them these"
+        )
     if told := _renamed(left, gone) or _renamed_within(left, gone):
         return told
     modules = list(_rearranged(left, gone))

@@ -99,9 +99,12 @@ def _forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold, str]]:
-    """Yield what computes each tensor that the target lacks, and the name of the tensor."""
-    for name, keys in in_parts(entries.keys() - target.slots.keys()).items():
-        for form, (main, *others) in _forms_of(name):
+    """Yield what computes each tensor that the target lacks, and its name in the target."""
+    parts = in_parts(entries.keys() - target.slots.keys())
+    taken, put = _prefixes(parts, target)
+    for stem, keys in parts.items():
+        name = put + stem.removeprefix(taken)
+        for form, (main, *others) in _forms_of(stem):
             if keys != {main, *others} or name in entries or name not in target.slots:
                 continue
             found = [entry for key in (main, *others) if isinstance(entry := entries[key], TensorSpec)]
@@ -113,6 +116,20 @@ def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold
             is_plain = is_adaptable(weight) and all(form == PRUNING or spec.dtype == weight.dtype for spec in beside)
             if dim is not None and is_plain and target.accepts(name, weight.shape):
                 yield Fold(main, weight.dtype, weight.shape, form, tuple(others), dim), name
+
+
+def _prefixes(names: Collection[str], target: Target) -> tuple[str, str]:
+    """Return the prefix that these names have too much, and the one that they lack: none, unless one of the two makes
+    all of them names of the target."""
+    first = min(names, default="")
+    dots = [at + 1 for at, letter in enumerate(first) if letter == "."]
+    found = [(first[:at], "") for at in dots]
+    found += [("", key.removesuffix(first)) for key in target.slots if key.endswith(f".{first}")]
+    is_wanted = target.slots.keys().__contains__
+    fits = [
+        pair for pair in found if all(n.startswith(pair[0]) and is_wanted(pair[1] + n[len(pair[0]) :]) for n in names)
+    ]
+    return fits[0] if len(fits) == 1 and not any(map(is_wanted, names)) else ("", "")
 
 
 def _axis(form: str, shape: Shape, beside: list[Shape], module: str | None) -> int | None:

@@ -98,6 +98,29 @@ def test_a_file_is_written_only_on_request(tmp_path) -> None:
         assert torch.equal(written["state_dict"][f"{number}.weight"], torch._weight_norm(*parts))
 
 
+@pytest.mark.parametrize(("file", "model"), [("xtts.", ""), ("", "net."), ("a.b.", "")], ids=str)
+def test_a_prefix_on_one_side_does_not_matter(file: str, model: str) -> None:
+    before = {file + key: value for key, value in with_parts(weight_norm).state_dict().items()}
+    target: nn.Module = plain()
+    for name in reversed(model.split(".")[:-1]):
+        target = nn.ModuleDict({name: target})
+    state, report = ckptfix.repair_state_dict(before, target, unsafe_fixes=True)
+    assert state.keys() == target.state_dict().keys()
+    assert {"FIT109"} <= {finding.code for finding in report.fixed} <= {"FIT109", "KEY103", "KEY104", "BUF101"}
+    own = {key.removeprefix(file): value for key, value in before.items()}
+    made = torch._weight_norm(own["0.weight_v"], own["0.weight_g"])
+    assert torch.equal(state[f"{model}0.weight"], made)
+
+
+def test_parts_under_other_names_are_not_dropped() -> None:
+    before = {f"layer{key}": value for key, value in with_parts(weight_norm, "03").state_dict().items()}
+    report = ckptfix.check(before, plain(), rename_layers=True)
+    assert not any(remedy.options for finding in report.left for remedy in finding.remedies if finding.needs_unsafe)
+    assert any(
+        "2 weights of the file in parts" in remedy.text for finding in report.left for remedy in finding.remedies
+    )
+
+
 def test_nothing_where_the_model_has_the_parts() -> None:
     for apply, _, numbers in FORMS.values():
         model = with_parts(apply, numbers)

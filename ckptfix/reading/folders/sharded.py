@@ -299,9 +299,10 @@ class _Merge:
         for shard in self.opened.values():
             self.lost.update({key: spec for key, spec in shard.lost.items() if key not in holders})
         unlisted = [key for key in self.entries if key not in self.weight_map] if self.index is not None else []
+        if moved:
+            self.remarks.append(Fact.of(Kind.INDEX_MOVED, keys=tuple(moved)))
         for keys, kind in (
             (absent, Kind.INDEX_PROMISES),
-            (moved, Kind.INDEX_MOVED),
             (unlisted, Kind.INDEX_UNLISTED),
             (doubled, Kind.KEYS_DIFFER),
         ):

@@ -211,7 +211,8 @@ class InertTable(Struct):
     def _note_attributes(self, state: Any) -> None:
         """Keep the names of what was set on a tensor: ``__dict__``, or that and the slots."""
         for part in state if isinstance(state, tuple) else (state,):
-            self.attributes.update(dict.fromkeys(map(str, part)) if isinstance(part, dict) else {})
+            names = map(str, part if isinstance(part, dict) else ())
+            self.attributes.update(dict.fromkeys(name for name in names if not name.startswith("_")))
 
     def variable(self, data: Any = None, *_: Any) -> Any:
         """``Variable(data)`` of torch 0.1 to 0.3, ``torch.Tensor(tensor)``."""
@@ -223,7 +224,7 @@ class InertTable(Struct):
             return NotImplemented
         if isinstance(cls, Global) and str(cls) not in _PLAIN_TENSORS:
             self.foreign[str(cls)] = None
-        elif cls is not None:
+        elif isinstance(cls, Global) and cls.name in ("Tensor", "Parameter"):
             self._note_attributes(state)
         if function.name == "_rebuild_wrapper_subclass" and len(args) > 2:
             return local_part(cls, args[2], state)
