@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        " | > Layer dimention missmatch between model definition and checkpoint: text_encoder.ffn_layers.1.conv_2.bias",
         "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
         "KeyError: 'missing keys in state_dict: \"{\\'conv1.weight\\', \\'bn1.weight\\'}\"'",
         "RuntimeError: While copying the parameter named fc.weight, whose dimensions in the model are torch.Size([2,"
@@ -106,6 +107,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
     ),
     "weights-only-class": (
+        "WeightsUnpickler error: Can only build Tensor, parameter or OrderedDict objects, but got <class"
+        " 'numpy.dtypes.Float64DType'>",
         "Can only create new object for nn.Parameter or classes allowlisted via `add_safe_globals` but got <class"
         " 'zoo.Config'>",
         "WeightsUnpickler error: Can only build Tensor, parameter or dict objects, but got <class 'numpy.ndarray'>",
@@ -133,6 +136,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " data",
     ),
     "missing-class": (
+        "AttributeError: 'module' object has no attribute 'ShiftConv'",
         "AttributeError: Can't get attribute 'Net'",
         "AttributeError: Can't get attribute 'Net' on <module '__main__' (built-in)>",
         "AttributeError: Can't get attribute 'SiLU' on <module 'torch.nn.modules.activation' from '/usr/lib/python3/"
@@ -195,6 +199,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " one of `BOOL`, `U8` at line 1 column 30",
     ),
     "model-not-state-dict": (
+        "AttributeError: 'DataParallel' object has no attribute 'copy'",
         "TypeError: Expected state_dict to be dict-like, got <class '__main__.Net'>.",
         "AttributeError: 'ResNet' object has no attribute 'copy'",
         "AttributeError: 'function' object has no attribute 'copy'",
@@ -332,6 +337,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "wrong-hash": (),
     "no-permission": ("IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",),
     "file-newer-than-torch": (
+        "AttributeError: 'module' object has no attribute '_rebuild_parameter'",
+        "TypeError: _rebuild_tensor_v2() takes from 6 to 7 positional arguments but 8 were given",
         "AttributeError: Can't get attribute '_rebuild_wrapper_subclass' on <module 'torch._utils' from '/x.py'>",
         "RuntimeError: model.pth is a zip archive (did you mean to use torch.jit.load()?)",
         "AttributeError: Can't get attribute '_rebuild_parameter' on <module 'torch._utils' from 'torch/_utils.py'>",
