@@ -4,7 +4,8 @@
 
 Weights that `weight_norm` (`weight_g`, `weight_v`), `spectral_norm` (`weight_orig`, `weight_u`, `weight_v`) or pruning
 (`weight_orig`, `weight_mask`) keeps in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
-wants the plain weight.
+wants the plain weight; and those of AWD-LSTM, where `weight_hh_l0_raw` was trained, and `weight_hh_l0` is a copy of it
+after a dropout.
 
 ## Why it matters
 
@@ -14,9 +15,10 @@ scale, or one that is not pruned, without any error.
 ## Fix safety
 
 Unsafe: `--unsafe-fixes` computes the weight with torch's own function, as `remove_weight_norm`, `remove_spectral_norm`,
-`prune.remove` and `remove_parametrizations` do for a model in eval mode, and drops the parts. Training cannot go on
-with them afterwards. Nothing is offered if the file lacks a part (`weight_v` of spectral_norm), or if the shapes do not
-show which axis the norm is for: a square kernel, without a model that says whether it is of a transposed convolution.
+`prune.remove` and `remove_parametrizations` do for a model in eval mode, and drops the parts; a `_raw` weight takes the
+place of its copy. Training cannot go on with the parts afterwards. Nothing is offered if the file lacks a part
+(`weight_v` of spectral_norm), or if the shapes do not show which axis the norm is for: a square kernel, without a model
+that says whether it is of a transposed convolution.
 
 ## Example
 
@@ -62,21 +64,32 @@ def reparametrised_weight(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.target is None:
         return
     folds = list(_folds(context.checkpoint.entries, context.target))
-    if not folds:
+    raw = dict(_raw(context.checkpoint.specs, context.target))
+    if not folds and not raw:
         return
     edits: list[Edit] = []
     for fold, name in folds:
         edits += (fold, Rename(fold.key, name), *map(Drop, fold.sources))
-    forms = Counter(fold.form for fold, _ in folds)
+    for key, name in raw.items():
+        edits += (Drop(name), Rename(key, name))
+    forms = Counter(fold.form for fold, _ in folds) + Counter({"weight drop": len(raw)})
     yield rule.finding(
         Level.ERROR,
-        f"{counted(len(folds), 'weight')} in parts ({', '.join(forms)}), where the target wants the weight itself",
-        keys=tuple(key for fold, _ in folds for key in (fold.key, *fold.sources)),
+        f"{counted(forms.total(), 'weight')} in parts ({', '.join(forms)}), where the target wants the weight itself",
+        keys=(*(key for fold, _ in folds for key in (fold.key, *fold.sources)), *raw),
         evidence={"forms": dict(forms)},
         fix=Fix(tuple(edits), Applicability.UNSAFE),
         remedies=(Remedy((UNSAFE_FIXES,), "computes them, as torch does when it removes the parametrization"),),
         blocks=Blocks.FILLING,
     )
+
+
+def _raw(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[str, str]]:
+    """Yield what was trained of weights that were saved after a dropout, and the names of these weights."""
+    for key, spec in specs.items():
+        name = key.removesuffix("_raw")
+        if name != key not in target.slots and name in specs and target.accepts(name, spec.shape):
+            yield key, name
 
 
 def in_parts(keys: Collection[str]) -> dict[str, set[str]]:

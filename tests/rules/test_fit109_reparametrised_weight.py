@@ -162,3 +162,14 @@ def test_a_part_is_never_renamed_to_the_weight(tmp_path) -> None:
     torch.save(plain().state_dict(), tmp_path / "plain.pth")
     for like in ({"like": tmp_path / "plain.pth"}, {"model": plain()}):
         check_noop(model.state_dict(), "KEY106", rename_layers=True, **like)
+
+
+def test_the_weight_before_its_dropout_is_taken() -> None:
+    """As AWD-LSTM has it: the other is what the last batch of the training ran with."""
+    model, dropped = nn.ModuleDict({"0": nn.LSTM(2, 3)}), torch.zeros(12, 3)
+    weights = model.state_dict()
+    raw = {("0.weight_hh_l0_raw" if key == "0.weight_hh_l0" else key): value for key, value in weights.items()}
+    state, report = ckptfix.repair_state_dict({"0.weight_hh_l0": dropped, **raw}, model, unsafe_fixes=True)
+    assert [finding.code for finding in report.fixed] == ["FIT109"]
+    assert_same({key: state[key] for key in weights}, dict(weights))
+    check_noop({"0.weight_hh_l0": dropped, **raw}, "FIT109", like=None, unsafe_fixes=True)
