@@ -2,9 +2,10 @@
 
 ## What it finds
 A run of zero bytes of the size of a disk's sector (512) or more, in a matrix of floating-point numbers of which
-elsewhere hardly one in a hundred is zero: a warning if it begins and ends where sectors of the file do, else a note.
-Runs of whole rows are left in peace (padding of a vocabulary,
-pruned channels), and so are storages that have a checksum, which says more (FIL201).
+elsewhere hardly one in a hundred is zero: a warning if it begins and ends where sectors of the file do, perhaps in
+tensors before and after it, else a note. Runs of whole rows are left in peace (padding of a vocabulary, pruned
+channels), unless they are blocks of the file of several rows, and so are storages that have a checksum, which says more
+(FIL201).
 
 ## Why it matters
 Files of torch before 1.6, and safetensors, have no checksum. A block that a disk lost or a download skipped reads as
@@ -34,6 +35,9 @@ from ckptfix.values.casting import WITHOUT_ZERO
 
 LEAST = SECTOR - WORD  # bytes of whole words in a sector that lies across them, as in a storage that no writer aligned
 DENSE = 0.01  # the largest share of zeros among the other numbers of the matrix
+PART = 64  # bytes of a lost sector in a matrix, at least, if its other bytes are those of the tensors around it
+AROUND = 1 << 16  # bytes of the file before and after a storage that may belong to a hole
+FEW_ROWS = 4  # rows in a sector, or a larger block that the hole is made of, from which on whole rows are a lost block
 
 
 @rule
@@ -51,24 +55,26 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
             unproved.append((storage, matrices))
     # Asked for together, since they are computed side by side.
     figures = dict(context.statistics.items()) if unproved else {}
-    specs = context.checkpoint.specs
     suspects: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, matrices in unproved:
         some = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
         if some:
             suspects.append((storage, some))
     holes = longest_holes([storage for storage, _ in suspects])
-    found = {
-        key: hole
-        for (_, some), hole in zip(suspects, holes, strict=True)
-        for key, spec in some.items()
-        if hole.stop - hole.start >= LEAST
-        and _lies_across_rows(spec, hole)
-        and _is_dense_elsewhere(spec, figures[key].zeros, hole)
-    }
+    found: dict[str, Hole] = {}
+    lost: list[str] = []
+    for (storage, some), hole in zip(suspects, holes, strict=True):
+        block = _block(storage, hole)
+        for key, spec in some.items():
+            across = _lies_across_rows(spec, hole)
+            is_hole = bool(block) or hole.stop - hole.start >= LEAST
+            is_hole &= across or _is_of_rows(spec, hole, block)
+            if is_hole and _is_dense_elsewhere(spec, figures[key].zeros, hole):
+                found[key] = hole
+                lost += [key] if block else []
     for level, keys, where in (
-        (Level.WARNING, [key for key, hole in found.items() if _is_of_sectors(specs[key], hole)], "whole sectors"),
-        (Level.NOTE, [key for key, hole in found.items() if not _is_of_sectors(specs[key], hole)], "a long run"),
+        (Level.WARNING, lost, "whole sectors"),
+        (Level.NOTE, [key for key in found if key not in lost], "a long run"),
     ):
         if keys:
             yield rule.finding(
@@ -80,13 +86,31 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
             )
 
 
-def _is_of_sectors(spec: TensorSpec, hole: Hole) -> bool:
-    """Return whether a hole begins and ends where sectors of the file do, or the file itself. It is known to a word."""
-    place = located(spec.storage.source) if spec.storage is not None else None
-    if place is None:
-        return False
+def _block(storage: Storage, hole: Hole) -> int:
+    """Return the bytes of the blocks of the file that a hole is made of, with the zeros around its storage: a power of
+    two from a sector on; 0 if it does not begin and end where sectors do, or the file itself. It is known to a word."""
+    place = located(storage.source)
+    if place is None or hole.stop - hole.start < PART:
+        return 0
     start, stop = place.offset + hole.start, place.offset + hole.stop
-    return start % SECTOR < WORD and min(-stop % SECTOR, abs(place.file.size - stop)) < WORD
+    if hole.start < WORD:
+        before = bytes(place.file.read(max(0, place.offset - AROUND), min(place.offset, AROUND)))
+        start = place.offset - (len(before) - len(before.rstrip(b"\0")))
+    if hole.stop > storage.nbytes - WORD:
+        after = bytes(place.file.read(place.offset + storage.nbytes, AROUND))
+        stop = place.offset + storage.nbytes + len(after) - len(after.lstrip(b"\0"))
+    first, last = start // SECTOR * SECTOR, -(-stop // SECTOR) * SECTOR
+    is_end = place.file.size - stop < WORD
+    if start - first >= WORD or not (is_end or last - stop < WORD) or stop - start < LEAST:
+        return 0
+    return first & -first if is_end else (first | last) & -(first | last)
+
+
+def _is_of_rows(spec: TensorSpec, hole: Hole, block: int) -> bool:
+    """Return whether whole rows inside of a matrix are blocks of the file, no chance if a block has several."""
+    first, stop = spec.extent
+    row = (stop - first) // spec.shape[0]
+    return spec.is_contiguous and first + WORD < hole.start and hole.stop < stop - WORD and FEW_ROWS * row <= block
 
 
 def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
@@ -98,7 +122,7 @@ def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
         return False  # sparse: its zeros are not stored
     if spec.dtype == WITHOUT_ZERO:
         return True
-    inside = LEAST if spec.extent == (0, spec.storage.nbytes) else WORD
+    inside = PART if spec.extent == (0, spec.storage.nbytes) else WORD
     return figures.zeros >= inside // spec.itemsize
 
 

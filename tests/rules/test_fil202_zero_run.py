@@ -103,3 +103,30 @@ def test_the_file_may_end_within_the_last_sector(tmp_path: Path) -> None:
     (tmp_path / "file.safetensors").write_bytes(raw[:start] + bytes(len(raw) - start))
     (finding,) = ckptfix.check(tmp_path / "file.safetensors").findings
     assert (finding.code, finding.level) == ("FIL202", Level.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "start", "stop", "keys"),
+    [
+        pytest.param([(200, 16)], 8192, 12288, ["0"], id="a-block-of-many-rows"),
+        pytest.param([(200, 16)], 8192, 12288 + 64, [], id="rows-and-no-block"),
+        pytest.param([(200, 512)], 8192, 12288, [], id="a-block-of-two-rows"),
+        pytest.param([(40, 33), (20,), (40, 33)], 9216, 9728, ["0", "2"], id="a-sector-over-three-tensors"),
+        pytest.param([(40, 33), (20,), (40, 33)], 9216, 9696, [], id="less-than-a-sector"),
+    ],
+)
+def test_a_lost_block_of_whole_rows_or_over_several_tensors(tmp_path, shapes, start, stop, keys) -> None:
+    weights = {str(index): torch.randn(shape) for index, shape in enumerate(shapes)}
+    sizes = [weight.nbytes for weight in weights.values()]
+    header = {
+        key: {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [sum(sizes[:at]), sum(sizes[: at + 1])]}
+        for at, (key, weight) in enumerate(weights.items())
+    }
+    text = json.dumps(header).ljust(4096 - 8)  # the data begins at a block
+    raw = bytearray(struct.pack("<Q", len(text)) + text.encode())
+    for weight in weights.values():
+        raw += weight.numpy().tobytes()
+    raw[start:stop] = bytes(stop - start)
+    (tmp_path / "file.safetensors").write_bytes(raw)
+    found = [finding for finding in ckptfix.check(tmp_path / "file.safetensors").findings if finding.level]
+    assert [(finding.code, sorted(finding.keys)) for finding in found] == ([("FIL202", keys)] if keys else [])
