@@ -144,7 +144,7 @@ def test_a_check_of_values_is_linear(tmp_path: Path):
 
 DEFECTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zero": torch.zeros_like,
-    "decayed": lambda tensor: tensor * 1e-9,
+    "decayed": lambda tensor: tensor * 3e-9,
     "not finite": lambda tensor: tensor / 0,
     "subnormal": lambda tensor: torch.full_like(tensor, 1e-42),
 }
