@@ -21,6 +21,7 @@ from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
 from ckptfix.reading.archives.zip_directory import Member as ZipMember
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
+from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar
 
@@ -119,7 +120,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     if likely and wanted is not None:
         raise UsageError(f"{path}: it holds no single file {wanted!r}; give one of these: ", *names)
     if likely:
-        shards = any(re.search(r"\.index\.json$|-\d{5}-of-\d{5}\.\w+$", name) for name in present)
+        shards = _are_ranks(likely) or any(re.search(r"\.index\.json$|-\d{5}-of-\d{5}\.\w+$", name) for name in present)
         advice = "unpack it and name the folder; it holds " if shards else "pick one: "
         pieces = [str(word.value) if isinstance(word, Opt) and shards else word for word in names]
         raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}", *pieces)
@@ -132,6 +133,18 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
         causes = clauses(damage)
         raise UnreadableError(f"{path}: {causes}; no checkpoint is in what is left of it ({some}): fetch it again")
     raise UnreadableError(f"{path}: an archive without a checkpoint in it: it holds {some}; is it the right file?")
+
+
+def _are_ranks(members: list[Member]) -> bool:
+    """Return whether all files are those of ranks, which are parts of one checkpoint."""
+    return all(
+        any(
+            kind.files.fullmatch("/".join(member.name.split("/")[-kind.depth :]))
+            and (not kind.marks or any(mark in member.head for mark in kind.marks))
+            for kind in RANK_NAMES
+        )
+        for member in members
+    )
 
 
 def looks_like_checkpoint(head: bytes) -> bool:

@@ -77,6 +77,13 @@ def test_an_archive_of_a_folder_of_torch_is_not_to_be_picked_from(
     assert len(ckptfix.open_checkpoint(path, member="model.pth").specs) == 2
 
 
+def test_an_archive_of_ranks_is_to_be_unpacked(tmp_path: Path) -> None:
+    members = {f"./mp_rank_{rank:02d}/model_weights.ckpt": saved() for rank in (0, 1)}
+    (tmp_path / "model.nemo").write_bytes(tarred(members))
+    with pytest.raises(UsageError, match=r"unpack it and name the folder; it holds \./mp_rank_00"):
+        ckptfix.open_checkpoint(tmp_path / "model.nemo")
+
+
 def test_an_archive_of_shards_is_to_be_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "archive.tar"
     path.write_bytes(tarred({f"model-0000{number}-of-00002.bin": saved() for number in (1, 2)}))
