@@ -102,6 +102,11 @@ class AdapterLayer(Struct, frozen=True):
     is_embedding: bool = False
 
     @property
+    def is_mlx(self) -> bool:
+        """Whether its matrices have their inputs first, as those of mlx-lm."""
+        return self.keys.get("B", "").endswith(".lora_a")
+
+    @property
     def is_kronecker(self) -> bool:
         """Whether it is one of LoKr."""
         return bool({"lokr_w1", "lokr_w1_a"} & self.keys.keys())
@@ -135,11 +140,6 @@ class Adapter(Struct, frozen=True):
     def label(self) -> str:
         """The adapter as the user named it: ``style=0.7``."""
         return f"{self.path}={self.weight:g}" if self.weight != 1 else self.path
-
-    @property
-    def is_mlx(self) -> bool:
-        """Whether the matrices have their inputs first, as those of mlx-lm."""
-        return any(key.endswith(".lora_a") for layer in self.layers for key in layer.keys.values())
 
     @property
     def base(self) -> str:

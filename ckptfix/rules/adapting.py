@@ -66,7 +66,7 @@ _NO_WORDS = re.compile(
 )
 # Queries of DETR have no order. Coordinates, and distances that are not those of patches, keep their rows' meaning.
 _NO_PLACES = re.compile(
-    r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)",
+    r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)|\.pe_[kv]\.",
     re.IGNORECASE,
 )
 _NO_HEADS = re.compile(
@@ -76,7 +76,8 @@ _NO_HEADS = re.compile(
 )
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
-_OWNERS = re.compile("Vision|Image|ViT|Text|Decoder|Language")
+# What classes around a table are called.
+_OWNERS, _OF_IMAGES = re.compile("Vision|Image|ViT|Text|Decoder|Language"), frozenset(("Vision", "Image", "ViT"))
 
 # Parameters of tokens that come before the patches, and may have positions of their own, in that order.
 _TOKENS = {
@@ -383,12 +384,13 @@ class _Table(Struct, frozen=True, dict=True):
         if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
             return True
         is_named = bool(_IMAGES.search(self.key)) or len(self.old) == 3
-        kinds = (
-            kind for path, kind in (self.target.modules or {}).items() if self.key.startswith(f"{path}.") or not path
-        )
-        is_class = re.search("Vision|Image|ViT", next((kind for kind in [*kinds][::-1] if _OWNERS.search(kind)), ""))
+        kinds = [
+            kind for path, kind in (self.target.modules or {}).items() if not path or self.key.startswith(f"{path}.")
+        ]
+        sides = ({word in _OF_IMAGES for word in _OWNERS.findall(kind)} for kind in reversed(kinds))
+        is_class = next((True in side for side in sides if len(side) == 1), False)  # one of both says nothing
         # A model that takes images for a grid says so.
-        return is_named or bool(is_class) or (self.target.modules is None and bool(self.tokens))
+        return is_named or is_class or (self.target.modules is None and bool(self.tokens))
 
     @cached_property
     def tokens(self) -> dict[str, int]:

@@ -93,7 +93,8 @@ def find_merge(
             is_copy = delta.form == "whole" and _is_copied(adapter, key)
             if is_copy:
                 copies[key] = adapter
-            for name in [key] if is_copy else twins[checkpoint.specs[key].view]:
+            others = [] if is_copy else [one for one in twins[checkpoint.specs[key].view] if one != key]
+            for name in (key, *(other for other in others if not _is_copied(adapter, other))):
                 if name != key and delta.form != "rows" and _is_of_words(name):
                     merge.tied.add(name)
                 if delta not in merge.deltas[name]:
@@ -528,7 +529,7 @@ class _Orientation:
     def is_turned(self, layer: AdapterLayer, key: str) -> bool:
         """Return whether a square layer has its inputs first. Raises ``AdapterError`` if nothing says so."""
         leaf = _leaf(key)
-        if self.adapter.is_mlx:
+        if layer.is_mlx:
             return True
         if kind := self.classes.get(key.rpartition(".")[0]):
             return "Conv1D" in kind
@@ -624,7 +625,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
     elif fits := fits and len(one) == 2 and spec.shape in ((two[0], one[1]), (one[1], two[0])):
         is_turned = turned.is_turned(layer, key) if two[0] == one[1] else spec.shape != (two[0], one[1])
-        rounds = narrow or is_parameter or adapter.is_mlx
+        rounds = narrow or is_parameter or layer.is_mlx
     if not fits:
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "

@@ -599,3 +599,12 @@ def test_a_trainer_notes_the_base_in_the_header(tmp_path):
     save_file(tensors, tmp_path / "style.safetensors", {"ss_sd_model_name": "dream_v8.safetensors"})
     (finding,) = ckptfix.check(tmp_path / "style.safetensors", select="FIL108").findings
     assert "trained on dream_v8.safetensors" in finding.message
+
+
+@pytest.mark.parametrize("more", [{"trainable_token_indices": {"embed_tokens": [0, 5]}}, {"r": 2}])
+def test_a_head_of_its_own_takes_nothing_of_what_it_was_tied_to(more, tmp_path):
+    modules = ["embed_tokens"] if "r" in more else ["q_proj"]
+    config = LORA(**{"r": 4, **more}, target_modules=modules, modules_to_save=["lm_head"])
+    adapter = trained(config, tmp_path / "adapter", make=language)
+    repaired, _ = ckptfix.repair_state_dict(language().state_dict(), adapter=adapter, select="FIL108")
+    assert_same(repaired, merged_by_peft([adapter], make=language))
