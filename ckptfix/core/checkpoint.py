@@ -137,7 +137,9 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
             storage = pending.pop()
             if storage is not None and id(storage) not in known:
                 known.add(id(storage))
-                pending += storage.parts
+                if id(storage.parts) not in known:  # tensors that are spread over the same ranks share one tuple
+                    known.add(id(storage.parts))
+                    pending += storage.parts
         found: dict[str, list[TensorSpec]] = {}
         value: Any = self.root
         for depth, step in enumerate((*self.container, None)):
