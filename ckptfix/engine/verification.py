@@ -183,11 +183,12 @@ def _difference_of_bytes(written: Checkpoint, expected: Checkpoint, read_back: _
             pairs += [(one.name, *both) for both in zip(tensors, others, strict=True)]
     task = Task(f"comparing {expected.path}", sum(spec.nbytes for _, spec, _ in pairs))
     known = 0
+    of_files: dict[int, bool] = {}
     ranges: list[_Range] = []
     made: list[tuple[str, TensorSpec, TensorSpec]] = []
     for key, spec, other_spec in pairs:
         for before, after in zip(spec.strided_parts(), other_spec.strided_parts(), strict=True):
-            pair = _range(key, before, after)
+            pair = _range(key, before, after, of_files)
             if pair is not None and read_back.has(pair):
                 known += pair.nbytes
             elif pair is not None and isinstance(pair.source, OpenFile):
@@ -216,7 +217,7 @@ def _is_same_view(before: TensorSpec, after: TensorSpec) -> bool:
     return before.strides == after.strides and before.math_bits == after.math_bits
 
 
-def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
+def _range(key: str, before: TensorSpec, after: TensorSpec, of_files: dict[int, bool]) -> _Range | None:
     """Return the bytes that a tensor spans, if they are a range of the written file in the order of their source."""
     if before.storage is None or after.storage is None or not _is_same_view(before, after):
         return None
@@ -224,8 +225,12 @@ def _range(key: str, before: TensorSpec, after: TensorSpec) -> _Range | None:
     (offset, stop), (start, end) = before.extent, after.extent
     if file is None or stop - offset != end - start:
         return None
-    if source is None and not all(located(storage.source) for storage in _made_of(before.storage)):
-        return None  # nothing would show that its file has changed meanwhile
+    if source is None:
+        parts = id(before.storage.parts)  # tensors that are spread over the same ranks share one tuple
+        if parts not in of_files:
+            of_files[parts] = all(located(storage.source) for storage in _made_of(before.storage))
+        if not of_files[parts]:
+            return None  # nothing would show that its file has changed meanwhile
     whole, first = (before.storage.source, 0) if source is None else (source.file, source.offset)
     return _Range(key, whole, first + offset, file.file, file.offset + start, stop - offset)
 
