@@ -38,9 +38,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from msgspec import Struct, field
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
 from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
@@ -83,15 +84,34 @@ def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     if unfilled:
         extent, evidence = _extent(unfilled, target)
-        is_there = bool(other_layout(context, target))
+        apart = _apart(unfilled, context.checkpoint)
+        is_there = bool(apart or other_layout(context, target))
         yield rule.finding(
             Level.ERROR,
             extent,
             keys=tuple(unfilled),
             evidence=evidence,
-            remedies=_ELSEWHERE if is_there else tuple(_remedies(unfilled, context, target)),
+            remedies=advise(
+                f"the file has them in sets of their own ({first_names(apart)}): load each into the module of its name"
+            )
+            if apart
+            else _ELSEWHERE
+            if is_there
+            else tuple(_remedies(unfilled, context, target)),
             blocks=Blocks.FILLING if is_there else Blocks.NOTHING,
         )
+
+
+def _apart(keys: Collection[str], checkpoint: Checkpoint) -> list[str]:
+    """Return the other sets of weights of the file that are those of a module each: `decoder` with `fc.weight`, where
+    `decoder.fc.weight` is missing."""
+    found = []
+    for each in checkpoint.candidates:
+        members = value_at(checkpoint.root, each.path) if each.path != checkpoint.container else None
+        if isinstance(members, dict) and each.path:
+            names = {f"{each.path[-1]}.{key}" for key, entry in members.items() if isinstance(entry, TensorSpec)}
+            found += [each.name] * (not names.isdisjoint(keys))
+    return found
 
 
 def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:

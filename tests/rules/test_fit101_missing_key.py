@@ -283,3 +283,14 @@ def test_a_layer_that_was_given_up_is_not_looked_for_among_those_left_over():
     state_dict, report = ckptfix.repair_state_dict(old.state_dict(), new, allow_untrained=True, **settings)
     assert list(state_dict) == list(new.state_dict())
     assert [finding.code for finding in report.fixed] == ["FIT103", "FIT102", "FIT101"]
+
+
+@pytest.mark.parametrize("place", ["", "nets."])
+def test_what_is_in_the_set_of_another_module_is_not_filled(place: str, tmp_path):
+    model = nn.ModuleDict({"encoder": nn.Linear(D, D), "decoder": nn.Linear(D, 3)})
+    sets = {name: module.state_dict() for name, module in model.items()}
+    torch.save({"nets": sets} if place else sets, tmp_path / "file.pth")
+    report = ckptfix.check(tmp_path / "file.pth", model)
+    (missing,) = (finding for finding in report.left if finding.code == "FIT101")
+    assert f"in sets of their own ({place}decoder)" in missing.remedies[0].text
+    assert "run:" not in str(report)
