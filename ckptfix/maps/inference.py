@@ -83,7 +83,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     sources = {key: tuple(shape) for key, shape in source.items()}
     targets = {key: tuple(shape) for key, shape in target.items()}
     used = ([key for key in side if key.rpartition(".")[2] not in STATISTICS] for side in (sources, targets))
-    ours, weight = _leaves(sources, _is_in_order(*used))  # statistics come first in the order of execution
+    ours, weight = _leaves(sources, is_in_order(*used))  # statistics come first in the order of execution
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
     is_sorted = max(weight, other) == SORTED_WEIGHT  # on both sides: then the order of names decides nothing
@@ -154,17 +154,17 @@ def _parts(inference: Inference) -> dict[str, tuple[Part, ...]]:
     return {key: match.parts for key, match in inference.matches.items()}
 
 
-def _leaves(specs: Mapping[str, Shape], is_in_order: bool = True) -> tuple[Leaves, float]:
+def _leaves(specs: Mapping[str, Shape], is_shown: bool = True) -> tuple[Leaves, float]:
     keys = [key for key in specs if key.rpartition(".")[2] != COUNTER]
     weight = ORDER_WEIGHT
-    if not is_in_order or _is_in_order(keys, sorted(keys)):
+    if not is_shown or is_in_order(keys, sorted(keys)):
         keys.sort(key=_natural)
         weight = SORTED_WEIGHT
     paths = told_apart([segments(key) for key in keys])
     return [whole(key, specs[key], path, at) for at, (key, path) in enumerate(zip(keys, paths, strict=True))], weight
 
 
-def _is_in_order(source: Iterable[str], target: Iterable[str]) -> bool:
+def is_in_order(source: Iterable[str], target: Iterable[str]) -> bool:
     """Tell whether the keys that both sides have come in much the same order.
 
     A file that was sorted keeps its order if some of its keys are renamed; safetensors sorts each dtype by itself."""

@@ -69,7 +69,7 @@ from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, others
+from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, is_in_order, others
 from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
@@ -297,6 +297,12 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
     if inference.missing or inference.unused:
         return None
     moved = {key for key in wanted - unplaced if not _keeps_name(key, inference.matches[key])}
+    if moved and is_in_order(source, sorted(source)):  # their names are all that says so, and they say otherwise
+        matches = {
+            key: match if _keeps_name(key, match) else replace(match, label=Label.AMBIGUOUS)
+            for key, match in inference.matches.items()
+        }
+        inference = replace(inference, matches=matches)
     return inference if moved <= _passed_on(unplaced, inference) else None
 
 

@@ -264,3 +264,11 @@ def test_a_name_of_both_sides_that_means_another_layer(is_back):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(done[f"heads.1.{other}.weight"], state[f"heads.1.{one}.weight"])
     assert torch.equal(done["body.head.weight"], state["body.head.weight"])
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_layer_of_a_sorted_file_moves_no_other(at):
+    model = within(body=transformer(*FUSED), net=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
+    state = {key.replace(f"net.{at}.", "zzz."): value for key, value in model.state_dict().items()}
+    for finding in propose(renamed_layers, dict(sorted(state.items())), model):
+        assert finding.fix is None or set(finding.keys) == {f"net.{at}.weight", f"net.{at}.bias"}
