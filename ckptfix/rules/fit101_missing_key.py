@@ -242,7 +242,10 @@ def other_layout(context: Context, target: Target) -> str:
     filled = {edit.key for edit in context.plan.edits if isinstance(edit, Fill)}  # they were missing, too
     if wanted_layers(checkpoint.specs, target):
         return DEQUANTISE
-    left = {key: spec.shape for key, spec in checkpoint.specs.items() if key not in known}
+    others = {key: spec for key, spec in checkpoint.specs.items() if key not in known}
+    views = {spec.view if spec.storage is not None else key: key for key, spec in reversed(others.items())}
+    firsts = set(views.values())
+    left = {key: spec.shape for key, spec in others.items() if key in firsts}  # tied ones once
     gone = {
         key: slot.shape
         for key, slot in target.slots.items()

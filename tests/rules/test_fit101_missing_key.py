@@ -294,3 +294,13 @@ def test_what_is_in_the_set_of_another_module_is_not_filled(place: str, tmp_path
     (missing,) = (finding for finding in report.left if finding.code == "FIT101")
     assert f"in sets of their own ({place}decoder)" in missing.remedies[0].text
     assert "run:" not in str(report)
+
+
+def test_tied_tensors_that_are_left_over_count_once():
+    """As PyG's GATConv had `lin_src` and `lin_dst`, which are `lin` in later releases."""
+    weight, scale = torch.ones(D, D), torch.ones(9)
+    state = {"conv.lin_src.weight": weight, "conv.lin_dst.weight": weight, "conv.scale": scale}
+    model = nn.Module()
+    model.conv = nn.ParameterDict({"scale": scale.clone()})
+    model.conv.lin = nn.Linear(D, D, bias=False)
+    assert "(conv.lin_src.weight of conv.lin.weight)" in said(state, model)
