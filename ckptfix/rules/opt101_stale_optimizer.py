@@ -206,7 +206,8 @@ def _out_of_step(
     is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and not change.model_orders
     # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
     is_wide = bool(found) or len(optimizer.ids) > len(change.parameters())
-    has_changed = replace(change, is_wide=is_wide).touches
+    is_tied = len(optimizer.ids) == len(change.result())
+    has_changed = replace(change, is_wide=is_wide, is_tied=is_tied).touches
     touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
     if len(found) != 1 and not touches:
         return

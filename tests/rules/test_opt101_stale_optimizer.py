@@ -423,7 +423,7 @@ def test_a_tie_that_is_undone_leaves_the_state_with_the_first_name(tmp_path, tie
         )
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "model."])
 def test_noop_ties_that_were_saved_as_copies(tmp_path, prefix):
     model = Same("abc")
     model.get_submodule("c").weight = model.get_parameter("a.weight")
