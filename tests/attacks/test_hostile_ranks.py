@@ -172,6 +172,12 @@ def test_a_container_that_holds_itself_is_walked_once(tmp_path: Path) -> None:
     assert outcome(tmp_path) == "repaired"
 
 
+def test_ranks_of_megatron_that_hold_themselves_are_left_early(tmp_path: Path) -> None:
+    megatron_bomb(tmp_path)
+    with pytest.raises(UnreadableError, match="hold one another over and over"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_in_bounded_memory(tmp_path: Path) -> None:
     for name, write in FOLDERS.items():
         (tmp_path / name).mkdir()

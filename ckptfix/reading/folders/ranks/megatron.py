@@ -76,8 +76,7 @@ _NEMO_CONFIG = "model_config.yaml"
 _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
 _CONFIG_LIMIT = 1 << 20
 _DEPTH = 8
-_ENTRIES = 1_000_000
-"""Entries that a rank may hold; a dict that holds itself many times over would take for ever to walk."""
+_REPEATED = 1000  # entries of dicts that a rank may hold more than once: one that holds itself has no end of them
 
 RULES = rules(
     "0 word_embeddings.weight output_layer.weight output_layer.bias word_embeddings_for_head.weight",
@@ -486,18 +485,22 @@ def _chunk_number(key: str) -> int:
     return int(key.removeprefix("model") or 0)
 
 
-def _flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def _flat(value: Any) -> dict[tuple[str, ...], Any]:
     """Return the entries of a nested state_dict by their paths; before megatron.core it was nested by module."""
     made: dict[tuple[str, ...], Any] = {}
-    pending = [(path, value)]
+    seen: set[int] = set()
+    repeated = 0
+    pending: list[tuple[tuple[str, ...], Any]] = [((), value)]
     while pending:
         path, found = pending.pop()
         if isinstance(found, dict) and len(path) < _DEPTH:
             pending += [((*path, str(key)), child) for key, child in reversed(found.items())]
+            repeated += len(found) if id(found) in seen else 0
+            seen.add(id(found))
+            if repeated > _REPEATED:
+                raise ValueError("its dicts hold one another over and over")
         elif path:
             made[path] = found
-        if len(made) + len(pending) > _ENTRIES:
-            raise ValueError(f"it holds more than {_ENTRIES} entries")
     return made
 
 
