@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import lzma
-import zipfile
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +22,15 @@ deflate: Decoder = partial(zlib.decompressobj, -zlib.MAX_WBITS)
 bzip2: Decoder = bz2.BZ2Decompressor
 xz: Decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, DICTIONARY_LIMIT)
 
-# Compression methods of zip members that the standard library does not know (APPNOTE.TXT 4.4.5).
+# Compression methods of zip members (APPNOTE.TXT 4.4.5): those with a decoder here, and what others are called. The
+# names that `zipfile` has would bring shutil and much else to a look at a file that is no archive.
+STORED, DEFLATED, BZIP2, LZMA = UNPACKED = 0, 8, 12, 14
 METHODS = {
     1: "Shrink",
     6: "Implode",
     9: "Deflate64",
+    BZIP2: "bzip2",
+    LZMA: "LZMA",
     20: "zstd",
     93: "zstd",
     94: "MP3",
@@ -66,7 +69,7 @@ def why_closed(flags: int, method: int) -> str:
     """Return why a zip member cannot be read whatever its bytes are, as the end of a sentence; nothing if it can."""
     if flags & _ENCRYPTED or method == _AES:
         return "is encrypted; unpack the archive with its password and name the file"
-    if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+    if method not in UNPACKED:
         return f"is packed by {METHODS.get(method, f'method {method}')}, which ckptfix does not unpack; unpack it first"
     return ""
 
@@ -77,10 +80,10 @@ def zip_decoder(method: int, packed: int, size: int, head: bytes) -> tuple[Decod
 
     The dictionary that an LZMA member claims is memory: never more is taken than its ``size`` can make use of
     (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` if its properties are none."""
-    if method == zipfile.ZIP_STORED:
+    if method == STORED:
         return partial(Stored, packed), 0
-    if method != zipfile.ZIP_LZMA:
-        return deflate if method == zipfile.ZIP_DEFLATED else bzip2, 0
+    if method != LZMA:
+        return deflate if method == DEFLATED else bzip2, 0
     if len(head) < _LZMA_HEAD or int.from_bytes(head[2:4], "little") != 5 or head[4] >= 9 * 5 * 5:
         raise lzma.LZMAError("no LZMA properties")
     dictionary = max(4096, min(int.from_bytes(head[5:9], "little"), size))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -56,7 +55,11 @@ class Paper(Struct, frozen=True):
             color = environment["FORCE_COLOR"] != "0"
         else:
             color = stream.isatty() and environment.get("TERM") != "dumb"
-        width = shutil.get_terminal_size((0, 0)).columns if stream.isatty() else 0
+        width = 0
+        if stream.isatty():
+            import shutil  # which takes a sixtieth of a look at names
+
+            width = shutil.get_terminal_size((0, 0)).columns
         return cls(color, getattr(stream, "encoding", None) or "utf-8", width)
 
     def write(self, lines: Iterable[Line]) -> str:

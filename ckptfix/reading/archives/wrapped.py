@@ -6,12 +6,11 @@ They are told apart by their bytes; ``.pth.tar`` is seldom a tar, and a ``.zip``
 from __future__ import annotations
 
 import re
-import zipfile
 import zlib
 from collections.abc import Iterator
 from functools import partial
 
-from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
+from ckptfix.bytes.decoders import BZIP2, FAULTS, LZMA, STORED, why_closed, zip_decoder
 from ckptfix.bytes.sources import Content, filled_end
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.wording import clause, clauses
@@ -202,7 +201,7 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
     costly = 0
     for info in listing.infos:
         if not info.filename.endswith("/"):
-            costly += info.compress_type == zipfile.ZIP_BZIP2
+            costly += info.compress_type == BZIP2
             blocks = partial(_blocks, content, listing, info)
             closed = why_closed(info.flag_bits, info.compress_type)
             head = b""
@@ -222,7 +221,7 @@ def _stream(content: Content, listing: ZipIndex, info: ZipMember) -> Stream | Fa
     is_open = listing.found is not None and info.filename in listing.found.open_at
     packed = max(info.compress_size, len(content) - start) if is_open else info.compress_size
     # A decoder makes something of zeros that were never filled; what is stored tells for itself.
-    end = filled_end(content) if is_open and info.compress_type != zipfile.ZIP_STORED else len(content)
+    end = filled_end(content) if is_open and info.compress_type != STORED else len(content)
     stop = min(start + packed, end)
     try:
         head = bytes(content.buffer[start : min(start + 9, stop)])
@@ -269,4 +268,4 @@ def _blocks(content: Content, listing: ZipIndex, info: ZipMember, damage: list[F
 
 def _is_whole(stream: Stream, info: ZipMember) -> bool:
     # The end of an LZMA stream is its size; a marker after it is an option.
-    return stream.ended or (info.compress_type == zipfile.ZIP_LZMA and stream.expanded == info.file_size)
+    return stream.ended or (info.compress_type == LZMA and stream.expanded == info.file_size)

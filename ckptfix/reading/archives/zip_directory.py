@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import re
 import struct
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from msgspec import Struct
 
-from ckptfix.bytes.decoders import METHODS
+from ckptfix.bytes.decoders import DEFLATED, METHODS, STORED
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError
 
@@ -307,7 +306,6 @@ _NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF
 _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13
 _UNUSUAL = _LOCKED | _PATCHED | _MASKED
 _FOLDER = 0x10
-_NAMES = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA", **METHODS}
 
 
 def refusal(content: Content, end: Sequence[Any], infos: Sequence[Member]) -> str:
@@ -379,8 +377,8 @@ def _what_is_wrong(content: Content, disk: int, info: Member) -> str:
         return f"that is marked as {'encrypted' if info.flag_bits & _LOCKED else 'a patch'}"
     if info.external_attr & _FOLDER and size:
         return "that is marked as a folder"
-    if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        return f"packed by {_NAMES.get(method, f'method {method}')}"
-    if (method == zipfile.ZIP_STORED and packed != size) or (size and not packed):
+    if method not in (STORED, DEFLATED):
+        return f"packed by {METHODS.get(method, f'method {method}')}"
+    if (method == STORED and packed != size) or (size and not packed):
         return f"of {packed} bytes that are said to be {size}"
     return ""

@@ -22,7 +22,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ckptfix.bytes.decoders import zip_decoder
+from ckptfix.bytes.decoders import DEFLATED, STORED, UNPACKED, zip_decoder
 from ckptfix.bytes.files import RangeBuffer
 from ckptfix.bytes.sources import Content, TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind
@@ -51,7 +51,6 @@ from ckptfix.reading.archives.zip_directory import (
 )
 
 _DESCRIPTOR = b"PK\x07\x08"
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
 class FoundMembers(Struct):
@@ -72,7 +71,7 @@ class FoundMembers(Struct):
         of the file is damaged in a way that is not known, and so is one with something else than its descriptor behind
         it: bytes of it were lost, or overwritten."""
         start = self.open_at[name]
-        if name != self.infos[-1].filename or self.infos[-1].compress_type != zipfile.ZIP_STORED:
+        if name != self.infos[-1].filename or self.infos[-1].compress_type != STORED:
             return TornBytes(self.content.path, nbytes)
         behind = bytes(self.content.buffer[start + nbytes : min(start + nbytes + len(_DESCRIPTOR), self.zeros)])
         if not _DESCRIPTOR.startswith(behind):
@@ -92,12 +91,12 @@ def walk(content: Content) -> FoundMembers:
         if place < position or header is None:
             continue  # inside of the member before, or cut itself
         info, start = _member(content, place, header), header.start
-        if place != position and (not info.filename.isprintable() or info.compress_type not in _METHODS):
+        if place != position and (not info.filename.isprintable() or info.compress_type not in UNPACKED):
             continue  # bytes of a tensor that look like a header
         if info.flag_bits & 8:
             if start in descriptors:
                 info.CRC, info.compress_size, info.file_size, position = descriptors[start]
-                if info.compress_type == zipfile.ZIP_STORED:
+                if info.compress_type == STORED:
                     info.file_size = info.compress_size  # the second size may be cut off itself
             else:
                 found.open_at[info.filename] = start
@@ -190,7 +189,7 @@ class Proof:
         """Return whether the bytes have the checksum. A member without one, as torch can write it, is never proved."""
         if not claim.crc or claim.start < 0 or claim.start + claim.packed > len(self._content):
             return False
-        if claim.method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        if claim.method not in (STORED, DEFLATED):
             return False
         self._budget -= claim.packed + _LOOK
         if self._budget <= 0:

@@ -21,15 +21,14 @@ from ckptfix.reading.pickles.payload import names_of
 from ckptfix.reading.pickles.stream import Bytes, MalformedError
 
 # Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's `str`.
-_TEXT_ID = re.compile(
-    r"\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
+_TEXT_ID = (
+    r"(?a)\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
     r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"
-    r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)",
-    re.ASCII,
+    r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)"
 )
 
 # The same of the class of a module, which legacy files keep with its source.
-_TEXT_MODULE = re.compile(r"\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, ", re.ASCII)
+_TEXT_MODULE = r"(?a)\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, "
 
 # Where the storage classes are that `weights_only` knows.
 _STORAGE_MODULES = frozenset({"torch", "torch.cuda", "torch.storage"})
@@ -227,9 +226,9 @@ def _nested(
 
 def _id_of_text(text: str) -> tuple[Any, ...]:
     """Return the persistent id that a file of pickle protocol 0 writes as text."""
-    if module := _TEXT_MODULE.match(text):
+    if module := re.match(_TEXT_MODULE, text):
         return "module", Global(module["module"], module["name"])
-    found = _TEXT_ID.fullmatch(text)
+    found = re.fullmatch(_TEXT_ID, text)
     if found is None:
         raise MalformedError(f"persistent id {shown(text)}")
     view = (found["view"], int(found["offset"]), int(found["size"])) if found["view"] is not None else None

@@ -5,14 +5,13 @@ Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file
 from __future__ import annotations
 
 import re
-import zipfile
 from collections import Counter
 from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field
 
-from ckptfix.bytes.decoders import FAULTS, why_closed, zip_decoder
+from ckptfix.bytes.decoders import FAULTS, STORED, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, SoughtBytes, TornBytes, missing_bytes
 from ckptfix.core.facts import Fact, Kind
@@ -39,7 +38,6 @@ _WORDS = {
 # Members that only releases of torch write which say the order of bytes.
 _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
 
-_STORED = zipfile.ZIP_STORED
 _PADDING = 64  # zeros after the last member that are alignment
 _LONGEST = 1 << 12  # bytes of a small member
 _FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
@@ -86,8 +84,8 @@ class Archive(Struct, dict=True):
             for name, info in self.members.items()
             if (start := agreed.get(info.header_offset)) is not None
             and start + info.compress_size <= size
-            and info.compress_type == _STORED
-            and not why_closed(info.flag_bits, _STORED)
+            and info.compress_type == STORED
+            and not why_closed(info.flag_bits, STORED)
         }
 
     def source(self, name: str) -> ByteSource:
@@ -96,7 +94,7 @@ class Archive(Struct, dict=True):
         if place is not None:
             return self.content.source(*place)
         info, content, found = self.members[name], self.content, self.listing.found
-        if content.is_remote and info.compress_type == _STORED and not why_closed(info.flag_bits, _STORED):
+        if content.is_remote and info.compress_type == STORED and not why_closed(info.flag_bits, STORED):
             return SoughtBytes(info.compress_size, lambda: self._remote_member(info))
         if found is not None and info.filename in found.open_at:
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
@@ -114,7 +112,7 @@ class Archive(Struct, dict=True):
         closed = why_closed(info.flag_bits, info.compress_type)
         if closed:
             raise UnreadableError(f"{content.path}: member {info.filename} {closed}")
-        if info.compress_type == _STORED:
+        if info.compress_type == STORED:
             return content.source(start, info.compress_size)
         if info.file_size > max(SMALL_LIMIT, 1032 * info.compress_size):
             raise HostileError(
@@ -303,7 +301,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     document = read_archive(archive, NAME, nesting, archive.left_of)
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
-    if packed := sum(info.compress_type != _STORED for info in archive.members.values()):
+    if packed := sum(info.compress_type != STORED for info in archive.members.values()):
         document.remarks.append(Fact.of(Kind.PACKED_MEMBERS, members=packed))
     if archive.listing.trailing:
         document.remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=archive.listing.trailing))
