@@ -217,8 +217,9 @@ def _descriptor(file: BinaryIO) -> int | None:
 
 def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
     """Return how many bytes the kernel copied to the descriptor: none if it refuses or the source ends."""
+    file = rest.file.opened()
     try:
-        return os.copy_file_range(rest.file.descriptor, goal, count, rest.offset)
+        return os.copy_file_range(file.descriptor, goal, count, rest.offset)
     except (OSError, AttributeError) as error:  # a system without the call has no such attribute
         reason = error.strerror if isinstance(error, OSError) else f"{sys.platform} has no copy_file_range"
         tell_slower(f"not copied from page to page ({reason})", rest.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import stat
 import sys
 import weakref
@@ -19,6 +20,8 @@ from typing import Any, Protocol, overload
 from ckptfix.errors import MissingFileError, UnreadableError
 
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
+
+_CHANGED = "changed while it was read; run the same command again"
 
 
 def is_url(path: str) -> bool:
@@ -37,7 +40,7 @@ class OpenFile:
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = path
         try:
-            self.descriptor = _descriptor(path) if descriptor is None else descriptor
+            self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
             kind = MissingFileError if isinstance(error, FileNotFoundError) else UnreadableError
             raise kind(f"{path}: {why_closed(path, error)}") from error
@@ -86,7 +89,11 @@ class OpenFile:
         """Raise ``UnreadableError`` if somebody wrote to the file since it was opened: what was read of it may be
         half the old content and half the new."""
         if _stamp(os.fstat(self.descriptor)) != self._stamp:
-            raise UnreadableError(f"{self.path}: changed while it was read; run the same command again")
+            raise UnreadableError(f"{self.path}: {_CHANGED}")
+
+    def opened(self) -> OpenFile:
+        """Return the file while it is open: itself."""
+        return self
 
     def ends_early(self, start: int, expected: int, found: int) -> UnreadableError:
         """Return the error of a file that is shorter than it was, or than it says."""
@@ -96,27 +103,57 @@ class OpenFile:
         )
 
 
-def _descriptor(path: str) -> int:
-    """Open a file. A checkpoint may consist of ten thousands of files, all of which stay open: if this process may not
-    open any more, it takes what the system allows it."""
-    try:
-        return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-    import resource
+class ReopenedFile(OpenFile):
+    """A file that is opened for each read, where a process may hold open no more."""
 
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    def __init__(self, file: OpenFile) -> None:
+        self.path, self.descriptor, self._stamp = file.path, -1, file._stamp
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self._stamp[0]
+
+    def opened(self) -> OpenFile:
+        """Open the file. Raises ``UnreadableError`` if it changed, or another one has its name."""
+        file = OpenFile(self.path)
+        if file._stamp != self._stamp:
+            raise UnreadableError(f"{self.path}: {_CHANGED}")
+        return file
+
+    def read(self, start: int, count: int) -> bytes:
+        """``count`` bytes from ``start`` on."""
+        return self.opened().read(start, count)
+
+    def fill(self, buffer: memoryview, start: int) -> None:
+        """Read from ``start`` on as much as the buffer holds."""
+        self.opened().fill(buffer, start)
+
+    def refuse_changed(self) -> None:
+        """Raise ``UnreadableError`` if the file changed."""
+        self.opened()
+
+
+def open_file(path: str) -> OpenFile:
+    """Open a file for reading. Raises ``UnreadableError`` if it does not open.
+
+    A checkpoint may consist of ten thousands of files: if they are more than this process may hold open, it takes what
+    the system allows it, and opens the others when they are read."""
+    file = OpenFile(path)
+    if file.descriptor < (most := resource.getrlimit(resource.RLIMIT_NOFILE))[0] - _SPARE:
+        return file
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_ON_MACOS if sys.platform == "darwin" else most, most))
-    return os.open(path, os.O_RDONLY | _OPEN_FLAGS)
+        allowed = _MOST_ON_MACOS if sys.platform == "darwin" else most[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most[1]))
+    return file if file.descriptor < resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE else ReopenedFile(file)
 
 
 _MOST_ON_MACOS = 10240  # it calls its limit infinite, and refuses more than OPEN_MAX
+_SPARE = 24  # left for what is written, pipes and modules
 
 
-def _stamp(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
+def _stamp(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
 
 
 def why_closed(path: str, error: OSError | ValueError) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, RangeBuffer, is_url
+from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, RangeBuffer, is_url, open_file
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact
@@ -286,7 +286,7 @@ class Content(Struct, eq=False, weakref=True):
 
 def _opened(path: str) -> OpenFile:
     if not is_url(path):
-        return OpenFile(path)
+        return open_file(path)
     from ckptfix.bytes.remote import RemoteFile  # which brings the modules for HTTP
 
     return RemoteFile(path)

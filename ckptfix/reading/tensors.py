@@ -239,6 +239,7 @@ def _mapped(file: OpenFile) -> mmap | None:
     process that looks at them (SIGBUS)."""
     if file.is_remote:
         return None
+    file = file.opened()
     try:
         return mmap(file.descriptor, 0, access=ACCESS_COPY)
     except (OSError, ValueError):

@@ -285,3 +285,13 @@ def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(str(raised.value)) < 2000
+
+
+def test_more_files_than_a_process_may_ever_open(tmp_path: Path) -> None:
+    """Those beyond the limit are opened when they are read, also by the kernel that copies."""
+    tensors = {**TENSORS, "large": torch.arange(1 << 18)}
+    write_zero(tmp_path / "ranks", tensors, world=40)
+    command = [sys.executable, "-m", "ckptfix", "repair", str(tmp_path / "ranks"), "-o", str(tmp_path / "whole.pth")]
+    subprocess.run(["sh", "-c", 'ulimit -n 12; exec "$@"', "sh", *command], check=True, capture_output=True)
+    whole = torch.load(tmp_path / "whole.pth")["module"]
+    assert {key: value.tolist() for key, value in whole.items()} == {k: v.tolist() for k, v in tensors.items()}

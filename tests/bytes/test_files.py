@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.bytes.files import NEAR, FileBuffer, OpenFile
+from ckptfix.bytes.files import NEAR, FileBuffer, OpenFile, open_file
 from ckptfix.errors import UnreadableError
 
 
@@ -21,6 +21,15 @@ from ckptfix.errors import UnreadableError
 def file(tmp_path):
     (tmp_path / "f").write_bytes(b"0123456789")
     return OpenFile(str(tmp_path / "f"))
+
+
+@pytest.fixture
+def reopened(tmp_path, monkeypatch):
+    """A file that a process opens which may hold open no other one."""
+    monkeypatch.setattr("ckptfix.bytes.files._SPARE", 1 << 62)
+    monkeypatch.setattr("resource.setrlimit", lambda *limits: None)
+    (tmp_path / "f").write_bytes(b"0123456789")
+    return open_file(str(tmp_path / "f"))
 
 
 def test_a_file_that_is_renamed_removed_or_read_is_unchanged(file, tmp_path):
@@ -46,6 +55,22 @@ def test_a_file_that_somebody_writes_to_is_refused(how, file, tmp_path):
         os.utime(tmp_path / "f", ns=(before, before))
     with pytest.raises(UnreadableError, match=r"/f: changed while it was read; run the same command again$"):
         file.refuse_changed()
+
+
+def test_a_file_that_is_opened_for_each_read_holds_no_descriptor(reopened):
+    assert (reopened.descriptor, reopened.size, reopened.read(8, 9)) == (-1, 10, b"89")
+    reopened.fill(memoryview(buffer := bytearray(4)), 6)
+    assert bytes(buffer) == b"6789"
+    reopened.refuse_changed()
+
+
+def test_another_file_of_its_name_is_refused(reopened, tmp_path):
+    (tmp_path / "f").rename(tmp_path / "g")
+    (tmp_path / "f").write_bytes(b"9876543210")
+    found = (tmp_path / "g").stat()
+    os.utime(tmp_path / "f", ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(UnreadableError, match="changed while it was read"):
+        reopened.read(0, 4)
 
 
 def test_a_file_that_ends_before_a_buffer_is_full_is_named(file):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.files import open_file
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import FileBytes
 from ckptfix.core.facts import Fact, Kind
@@ -42,17 +42,6 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     return document
 
 
-class NamedBytes(Struct, frozen=True, eq=False):
-    """A file that is opened for each read: a folder may have more files than a process may hold open."""
-
-    path: str
-    nbytes: int
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``; raises ``UnreadableError`` if the file is gone or shorter than before."""
-        return FileBytes(OpenFile(self.path), 0, self.nbytes).read(start, stop)
-
-
 class FolderArchive(Struct, dict=True):
     """The files of a folder by their names below it."""
 
@@ -71,7 +60,8 @@ class FolderArchive(Struct, dict=True):
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a file."""
-        return NamedBytes(str(self.members[name]), self.members[name].stat().st_size)
+        file = open_file(str(self.members[name]))
+        return FileBytes(file, 0, file.size)
 
     def is_whole(self, name: str) -> bool:
         """Return whether a file is there, which it is; that it is shorter than it should be shows where it is used."""
