@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from ckptfix.maps.positions import (
     stored_names,
     values_in,
 )
-from ckptfix.rules.origins import Change, Origin, Shape
+from ckptfix.rules.origins import Change, Shape
 
 STEP = "step"
 """The count of steps in a row, which is a tensor of one element since torch 1.12."""
@@ -291,83 +292,258 @@ def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
 
 def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:
     """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
-    of_view = {change.before[key].view: number for number, key in naming.names.items()}
-    tied = {
-        key: of_view.get(spec.view) for key, spec in change.before.items() if spec.storage is not None and spec.numel
-    }
-    ids = {key: number for key, number in tied.items() if number is not None}
-    ids |= {key: number for number, key in naming.names.items()}
-    steps: list[Step] = []
-    anew: list[str] = []
-    added: list[str] = []
-    carried: set[Any] = set()
-    for key, spec in change.result().items():
-        origin = change.origins[key]
-        known = [ids[source] for source in origin.sources if source in ids]
-        if change.live is not None:
-            is_wanted = any(key in group for group in change.live)
+    return _Following(optimizer, naming, change, scope).followed()
+
+
+Grouped = tuple[Sequence[int], Sequence[Sequence[Step]]]
+"""The groups of the result, each with the old one that it is like."""
+
+
+class _Following(Struct, dict=True):
+    """An optimizer under one reading of its names, and what becomes of it by a change."""
+
+    optimizer: Optimizer
+    naming: Naming
+    change: Change
+    scope: Scope
+    steps: Sequence[Step] = ()
+
+    @cached_property
+    def ids(self) -> dict[str, Any]:
+        """The id of each parameter of the file, by all names of its tensor."""
+        before = self.change.before
+        of_view = {before[key].view: number for number, key in self.naming.names.items()}
+        tied = {key: of_view.get(spec.view) for key, spec in before.items() if spec.storage is not None and spec.numel}
+        known = {key: number for key, number in tied.items() if number is not None}
+        return known | {key: number for number, key in self.naming.names.items()}
+
+    @cached_property
+    def group_of(self) -> dict[str, int]:
+        """The old group of each id, by its text."""
+        groups = self.optimizer.groups
+        return {str(number): place for place, group in enumerate(groups) for number in group["params"]}
+
+    def sources(self, key: str) -> list[str]:
+        """Return the parameters of the file that a key of the result comes from and that have an id."""
+        return [source for source in self.change.origins[key].sources if source in self.ids]
+
+    def places(self, steps: Iterable[Step]) -> list[int]:
+        """Return the old groups of what parameters of the result come from."""
+        return [self.group_of[str(self.ids[source])] for step in steps for source in self.sources(step.key)]
+
+    def row(self, key: str) -> Mapping[str, Any]:
+        """Return what is kept of a parameter of the file."""
+        return self.optimizer.row(self.ids[key])
+
+    def followed(self) -> Followed | None:
+        """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
+        change, live = self.change, self.change.live
+        steps: list[Step] = []
+        anew: list[str] = []
+        added: list[str] = []
+        carried: set[Any] = set()
+        for key, spec in change.result().items():
+            known = self.sources(key)
+            if live is not None:
+                is_wanted = any(key in group for group in live)
+            else:
+                is_wanted = bool(known) or (not change.origins[key].sources and self.scope.takes(key))
+            if not is_wanted:
+                continue
+            step = self._carried(key, spec)
+            if step.source is not None and step.source in carried:
+                step = Step(key)  # a tie that is undone: the state stays with its first name
+            carried.add(step.source)
+            steps.append(step)
+            if step.source is None and not step.parts:
+                (anew if known else added).append(key)
+        self.steps = steps
+        if live is not None:
+            grouped: Grouped | None = self._as_in(live)
         else:
-            is_wanted = bool(known) or (not origin.sources and scope.takes(key))
-        if not is_wanted:
-            continue
-        step = _carried(optimizer, key, origin, ids, change, spec)
-        if step.source is not None and step.source in carried:
-            step = Step(key)  # a tie that is undone: the state stays with its first name
-        carried.add(step.source)
-        steps.append(step)
-        if step.source is None and not step.parts:
-            (anew if known else added).append(key)
-    grouped: Grouped | None
-    if change.live is not None:
-        grouped = _as_in(change.live, optimizer, steps)
-    elif naming.recipe is not None:
-        grouped = _by_recipe(naming.recipe, optimizer, naming, steps, change, scope.layout, ids)
-    else:
-        grouped = _in_own_groups(optimizer, naming, steps, change, ids)
-    if grouped is None:
+            recipe = self.naming.recipe
+            grouped = self._in_own_groups() if recipe is None else self._by_recipe(recipe)
+        if grouped is None:
+            return None
+        like, groups = grouped
+        begun = [self._begun(*group) for group in zip(like, groups, strict=True)]
+        whole = tuple(group for group in begun if group is not None)
+        if len(whole) < len(begun):
+            return None
+        kept = {source for step in steps for source in change.origins[step.key].sources}
+        gone = tuple(key for key in self.naming.names.values() if key not in kept)
+        anew = [key for key in anew if any(map(self.row, change.origins[key].sources))]
+        which = self.scope.which
+        return Followed(self.optimizer, self.naming, tuple(like), whole, tuple(anew), tuple(added), gone, which)
+
+    def _begun(self, like: int, steps: Sequence[Step]) -> tuple[Step, ...] | None:
+        """Give the shape to those that begin with a state; None if one has to, and it is not known."""
+        optimizer = self.optimizer
+        is_new = [step.source is None and not step.parts for step in steps]
+        if not any(is_new):
+            return tuple(steps)
+        if beginning(optimizer, optimizer.groups[like]) is None:
+            return None if optimizer.is_flat and optimizer.state else tuple(steps)
+        pairs = zip(steps, is_new, strict=True)
+        return tuple(step._replace(shape=self.change.after[step.key].shape) if new else step for step, new in pairs)
+
+    def _carried(self, key: str, spec: TensorSpec) -> Step:
+        """Return where the state of a parameter comes from; nowhere if it cannot be carried exactly."""
+        origin, ids = self.change.origins[key], self.ids
+        sources = origin.sources
+        if not origin.is_trained or not all(source in ids for source in sources):
+            return Step(key)
+        shapes = [self.change.before[source].shape for source in sources]
+        rows = [self.row(source) for source in sources]
+        if origin.key and (shapes[0] == spec.shape or not rows[0]):
+            return Step(key, ids[origin.key])
+        if origin.key and spec.shape and _is_reshapable(rows[0], shapes[0]):
+            return Step(key, ids[origin.key], spec.shape)
+        if origin.key or not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
+            return Step(key)
+        if not all(map(self._is_of_elements, rows[0].keys() - SCALARS)):
+            return Step(key)
+        parts = tuple(Part(str(ids[part.source]), part.box, part.place, part.view, part.axes) for part in origin.parts)
+        return Step(key, None, spec.shape, parts)
+
+    def _is_of_elements(self, name: str) -> bool:
+        """Return whether tensors of this name have the shape of their parameter in all rows: what Shampoo keeps of an
+        axis of a square matrix has it by chance."""
+        known = ((self.row(key).get(name), self.change.before[key].shape) for key in self.ids)
+        return all(logical_shape(value) in (shape, (), (1,)) for value, shape in known)
+
+    def _as_in(self, live: Sequence[Sequence[str]]) -> Grouped:
+        """Group the parameters as a live optimizer does; each group is like that which most of them were in."""
+        of_key = {step.key: step for step in self.steps}
+        groups = [[of_key.get(key, Step(key)) for key in keys] for keys in live]
+        like = []
+        for group in groups:
+            sources = [str(step.source) for step in group if step.source is not None]
+            sources += [part.source for step in group for part in step.parts]
+            places = Counter(self.group_of[source] for source in sources)
+            like.append(places.most_common(1)[0][0] if places else 0)
+        return like, groups
+
+    def _by_recipe(self, recipe: Recipe) -> Grouped | None:
+        """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
+        change, layout = self.change, self.scope.layout
+        old = self._labels(recipe)
+        of_key = {step.key: step for step in self.steps}
+        is_open = recipe.rises is None and not recipe.is_mixed and not all(self.optimizer.sizes)
+        if is_open and not all(change.origins[key].sources for key in of_key):
+            return None  # the empty group may be for what is new
+        if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
+            sources = {key: source for key in of_key for source in self.sources(key)}
+            own: Callable[[Layout, str], Any] = recipe.label
+
+            def label_of(lay: Layout, key: str) -> Hashable:
+                return (own(layout, sources[key])[0], own(lay, key)[1]) if key in sources else own(lay, key)
+
+            recipe = replace(recipe, label=label_of)
+        modules = change.model.modules if change.model is not None else None
+        after = Layout({key: change.after[key].shape for key in of_key}, modules)
+        groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
+        if recipe.is_own:
+            groups = [(label, members) for label, members in groups if members]
+            kept = [old[label] for label, _ in groups if label in old]
+            is_placed = len(kept) == len(groups) or not recipe.order
+            if not is_placed or kept != sorted(kept) or _has_emptied(old, dict(groups)):
+                return None  # a script may list its groups in the order of the model or in one of its own
+        left = {places[0] for step in self.steps if (places := self.places([step]))}
+        if sum(bool(members) for _, members in groups) < len(left):
+            return None  # groups that both have parameters left would be one, which the script may see otherwise
+        like: list[int] = []
+        for label, members in groups:
+            found = old.get(label)
+            if found is None or not recipe.order:
+                nearest = self._group_like(members)
+                found = found if nearest is None else nearest
+            if found is None:
+                return None
+            like.append(found)
+        return like, [members for _, members in groups]
+
+    def _labels(self, recipe: Recipe) -> dict[Hashable, int]:
+        """Return the group that each label of a recipe has in the optimizer."""
+        old = {label: place for place, (label, _) in enumerate(recipe.groups(Layout({})))}
+        for place, group in enumerate(self.optimizer.groups):
+            if group["params"]:
+                old[recipe.label(self.scope.layout, self.naming.names[group["params"][0]])] = place
+        return old
+
+    def _group_like(self, members: Sequence[Step]) -> int | None:
+        """Return the old group of some parameters, else that of others of their kind, if its hyperparameters are those
+        of all of them. A vector that was a matrix is of the kind that decays no more."""
+        before, after = self.change.before, self.change.after
+
+        def kind(step: Step) -> tuple[str, int]:
+            return step.key.rpartition(".")[2], len(after[step.key].shape)
+
+        def form(step: Step) -> tuple[str, bool]:
+            return kind(step)[0], kind(step)[1] < 2
+
+        def is_flat_as_before(step: Step) -> bool:
+            sources = self.change.origins[step.key].sources
+            return all((len(before[key].shape) < 2) == form(step)[1] for key in sources)
+
+        def like(kind: Callable[[Step], Hashable]) -> list[int]:
+            kinds = set(map(kind, members))
+            return self.places(step for step in self.steps if kind(step) in kinds and is_flat_as_before(step))
+
+        for found in (self.places(filter(is_flat_as_before, members)), like(kind), self.places(members), like(form)):
+            if found and self._are_alike(found):
+                return found[0]
         return None
-    kept = {source for step in steps for source in change.origins[step.key].sources}
-    gone = tuple(key for key in naming.names.values() if key not in kept)
-    groups = tuple(_begun(optimizer, *group, change) for group in zip(*grouped, strict=True))
-    if None in groups:
-        return None
-    grouped = grouped[0], tuple(group for group in groups if group is not None)
-    anew = [key for key in anew if any(optimizer.row(ids[source]) for source in change.origins[key].sources)]
-    return Followed(optimizer, naming, *grouped, tuple(anew), tuple(added), gone, scope.which)
 
+    def _are_alike(self, places: Sequence[int]) -> bool:
+        """Return whether old groups have the same hyperparameters."""
+        settings = [_settings(self.optimizer.groups[place]) for place in places]
+        return all(one == settings[0] for one in settings)
 
-def _begun(optimizer: Optimizer, like: int, steps: Sequence[Step], change: Change) -> tuple[Step, ...] | None:
-    """Give the shape to those that begin with a state; None if one has to, and it is not known."""
-    is_new = [step.source is None and not step.parts for step in steps]
-    if not any(is_new):
-        return tuple(steps)
-    if beginning(optimizer, optimizer.groups[like]) is None:
-        return None if optimizer.is_flat and optimizer.state else tuple(steps)
-    pairs = zip(steps, is_new, strict=True)
-    return tuple(step._replace(shape=change.after[step.key].shape) if new else step for step, new in pairs)
+    def _in_own_order(self) -> Sequence[Step] | None:
+        """Return the parameters in the order of the result if the optimizer had them in that of the model, else in its
+        own; None if nothing tells the place of a new one, or the model may have another order than it had."""
+        optimizer, change, names = self.optimizer, self.change, self.naming.names
+        if self.naming.source != NAMED:
+            return self.steps
+        place = {number: at for at, number in enumerate(optimizer.ids)}
+        own = {step.key: [place[self.ids[one]] for one in self.sources(step.key)] for step in self.steps}
+        if change.is_ordered:
+            before = {key: at for at, key in enumerate(change.parameters())}
+            kept = [[before.get(names[number], -1) for number in group["params"]] for group in optimizer.groups]
+        else:
+            starts = [0, *accumulate(optimizer.sizes)]
+            kept = [[at for found in own.values() for at in found[:1] if a <= at < b] for a, b in pairwise(starts)]
+        if all(group == sorted(group) for group in kept):
+            return self.steps
+        if not change.is_ordered or change.reorders or not all(own.values()):
+            return None
+        return sorted(self.steps, key=lambda step: min(own[step.key]))
 
-
-def _carried(
-    optimizer: Optimizer, key: str, origin: Origin, ids: Mapping[str, Any], change: Change, spec: TensorSpec
-) -> Step:
-    """Return where the state of a parameter comes from; nowhere if it cannot be carried exactly."""
-    sources = origin.sources
-    if not origin.is_trained or not all(source in ids for source in sources):
-        return Step(key)
-    shapes = [change.before[source].shape for source in sources]
-    if origin.key and shapes[0] == spec.shape:
-        return Step(key, ids[origin.key])
-    rows = [optimizer.row(ids[source]) for source in sources]
-    if origin.key and not rows[0]:
-        return Step(key, ids[origin.key])
-    if origin.key and spec.shape and _is_reshapable(rows[0], shapes[0]):
-        return Step(key, ids[origin.key], spec.shape)
-    if origin.key or not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
-        return Step(key)
-    if not all(_is_of_elements(name, optimizer, ids, change) for name in rows[0].keys() - SCALARS):
-        return Step(key)
-    parts = tuple(Part(str(ids[part.source]), part.box, part.place, part.view, part.axes) for part in origin.parts)
-    return Step(key, None, spec.shape, parts)
+    def _in_own_groups(self) -> Grouped | None:
+        """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it,
+        or to those of its kind."""
+        steps, groups = self._in_own_order(), self.optimizer.groups
+        if steps is None:
+            return None
+        old: dict[str, int] = {}
+        for step in steps:
+            found = sorted(set(self.places([step])))
+            if not self._are_alike(found):
+                return None
+            if found:
+                old[step.key] = found[0]
+        places = dict(old)
+        for step in steps:
+            if step.key not in places:
+                place = _kin(step.key, old, len(groups))
+                place = self._group_like([step]) if place is None else place
+                if place is None:
+                    return None
+                places[step.key] = place
+        made = [[step for step in steps if places[step.key] == number] for number in range(len(groups))]
+        kept = [number for number, group in enumerate(made) if group or not groups[number]["params"]]
+        return kept, [made[number] for number in kept]
 
 
 def _is_reshapable(row: Mapping[str, Any], shape: Shape) -> bool:
@@ -404,19 +580,6 @@ def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape])
     return True
 
 
-def _is_of_elements(name: str, optimizer: Optimizer, ids: Mapping[str, Any], change: Change) -> bool:
-    """Return whether tensors of this name have the shape of their parameter in all rows: what Shampoo keeps of an axis
-    of a square matrix has it by chance."""
-    known = ((optimizer.row(number).get(name), change.before[key].shape) for key, number in ids.items())
-    return all(logical_shape(value) in (shape, (), (1,)) for value, shape in known)
-
-
-# Groups
-# ----------------------------------------------------------------------------------------------------------------------
-
-Grouped = tuple[tuple[int, ...], tuple[tuple[Step, ...], ...]]
-
-
 def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
     """Return the recipes by which names that are certain are grouped: those of trainers, else of a script's own."""
     if len(optimizer.groups) == 1 or optimizer.is_flat:
@@ -432,174 +595,15 @@ def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list
     return known or fitting(own_groups(layout, optimizer))
 
 
-def _by_recipe(
-    recipe: Recipe,
-    optimizer: Optimizer,
-    naming: Naming,
-    steps: Sequence[Step],
-    change: Change,
-    layout: Layout,
-    ids: Mapping[str, Any],
-) -> Grouped | None:
-    """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
-    old, after = _labels(recipe, optimizer, naming, layout), _layout_after(steps, change)
-    of_key = {step.key: step for step in steps}
-    is_open = recipe.rises is None and not recipe.is_mixed and not all(optimizer.sizes)
-    if is_open and not all(change.origins[step.key].sources for step in steps):
-        return None  # the empty group may be for what is new
-    if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
-        sources = {step.key: source for step in steps for source in change.origins[step.key].sources if source in ids}
-        own: Callable[[Layout, str], Any] = recipe.label
-
-        def label_of(lay: Layout, key: str) -> Hashable:
-            return (own(layout, sources[key])[0], own(lay, key)[1]) if key in sources else own(lay, key)
-
-        recipe = replace(recipe, label=label_of)
-    groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
-    if recipe.is_own:
-        groups = [(label, members) for label, members in groups if members]
-        kept = [old[label] for label, _ in groups if label in old]
-        is_placed = len(kept) == len(groups) or not recipe.order
-        if not is_placed or kept != sorted(kept) or _has_emptied(old, dict(groups)):
-            return None  # a script may list its groups in the order of the model or in one of its own
-    of_number = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
-    carried = ([one for one in change.origins[step.key].sources if one in ids] for step in steps)
-    left = {of_number[str(ids[sources[0]])] for sources in carried if sources}
-    if sum(bool(members) for _, members in groups) < len(left):
-        return None  # groups that both have parameters left would be one, which the script may see otherwise
-    like: list[int] = []
-    for label, members in groups:
-        if label in old and recipe.order:
-            found: int | None = old[label]
-        else:
-            found = _group_like(members, optimizer, steps, change, ids)
-            found = old.get(label) if found is None else found
-        if found is None:
-            return None
-        like.append(found)
-    return tuple(like), tuple(tuple(members) for _, members in groups)
-
-
 def _has_emptied(before: Collection[Any], after: Collection[Any]) -> bool:
     """Return whether a group became empty that a script may keep, rather than one of a part that is gone."""
     parts = {part for part, _ in after}
     return any(isinstance(part, bool) or part in parts for part, _ in set(before) - set(after))
 
 
-def _labels(recipe: Recipe, optimizer: Optimizer, naming: Naming, layout: Layout) -> dict[Hashable, int]:
-    """Return the group that each label of a recipe has in the optimizer."""
-    old = {label: place for place, (label, _) in enumerate(recipe.groups(Layout({})))}
-    for place, group in enumerate(optimizer.groups):
-        if group["params"]:
-            old[recipe.label(layout, naming.names[group["params"][0]])] = place
-    return old
-
-
-def _layout_after(steps: Sequence[Step], change: Change) -> Layout:
-    modules = change.model.modules if change.model is not None else None
-    return Layout({step.key: change.after[step.key].shape for step in steps}, modules)
-
-
-def _as_in(live: Sequence[Sequence[str]], optimizer: Optimizer, steps: Sequence[Step]) -> Grouped:
-    """Group the parameters as a live optimizer does; each group is like that which most of them were in."""
-    of_key = {step.key: step for step in steps}
-    group_of = {str(number): place for place, group in enumerate(optimizer.groups) for number in group["params"]}
-    groups = tuple(tuple(of_key.get(key, Step(key)) for key in keys) for keys in live)
-    like = []
-    for group in groups:
-        sources = [str(step.source) for step in group if step.source is not None]
-        sources += [part.source for step in group for part in step.parts]
-        places = Counter(group_of[source] for source in sources)
-        like.append(places.most_common(1)[0][0] if places else 0)
-    return tuple(like), groups
-
-
-def _group_like(
-    members: Sequence[Step], optimizer: Optimizer, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
-) -> int | None:
-    """Return the old group of some parameters, else that of others of their kind, if its hyperparameters are those of
-    all of them. A vector that was a matrix is of the kind that decays no more."""
-    group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
-
-    def places(chosen: Iterable[Step]) -> list[int]:
-        sources = (source for step in chosen for source in change.origins[step.key].sources if source in ids)
-        return [group_of[ids[source]] for source in sources]
-
-    def kind(step: Step) -> tuple[str, int]:
-        return step.key.rpartition(".")[2], len(change.after[step.key].shape)
-
-    def is_flat_as_before(step: Step) -> bool:
-        sources = change.origins[step.key].sources
-        return all((len(change.before[key].shape) < 2) == (kind(step)[1] < 2) for key in sources)
-
-    def like(kind: Callable[[Step], Hashable]) -> list[int]:
-        kinds = set(map(kind, members))
-        return places(step for step in steps if kind(step) in kinds and is_flat_as_before(step))
-
-    def form(step: Step) -> tuple[str, bool]:
-        return kind(step)[0], kind(step)[1] < 2
-
-    for found in (places(filter(is_flat_as_before, members)), like(kind), places(members), like(form)):
-        settings = [_settings(optimizer.groups[place]) for place in found]
-        if found and all(one == settings[0] for one in settings):
-            return found[0]
-    return None
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     own = ("params", "param_names", "name")
     return {name: number_of(value) for name, value in group.items() if name not in own}
-
-
-def _in_own_order(
-    optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
-) -> Sequence[Step] | None:
-    """Return the parameters in the order of the result if the optimizer had them in that of the model, else in its own;
-    None if nothing tells the place of a new one, or the model may have another order than it had."""
-    if naming.source != NAMED:
-        return steps
-    place = {number: at for at, number in enumerate(optimizer.ids)}
-    own = {step.key: [place[ids[one]] for one in change.origins[step.key].sources if one in ids] for step in steps}
-    if change.is_ordered:
-        before = {key: at for at, key in enumerate(change.parameters())}
-        kept = [[before.get(naming.names[number], -1) for number in group["params"]] for group in optimizer.groups]
-    else:
-        starts = [0, *accumulate(optimizer.sizes)]
-        kept = [[at for found in own.values() for at in found[:1] if a <= at < b] for a, b in pairwise(starts)]
-    if all(group == sorted(group) for group in kept):
-        return steps
-    if not change.is_ordered or change.reorders or not all(own.values()):
-        return None
-    return sorted(steps, key=lambda step: min(own[step.key]))
-
-
-def _in_own_groups(
-    optimizer: Optimizer, naming: Naming, steps: Sequence[Step], change: Change, ids: Mapping[str, Any]
-) -> Grouped | None:
-    """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it, or
-    to those of its kind."""
-    ordered = _in_own_order(optimizer, naming, steps, change, ids)
-    if ordered is None:
-        return None
-    steps = ordered
-    group_of = {number: place for place, group in enumerate(optimizer.groups) for number in group["params"]}
-    places: dict[str, int] = {}
-    for step in steps:
-        found = sorted({group_of[ids[source]] for source in change.origins[step.key].sources if source in ids})
-        if any(_settings(optimizer.groups[place]) != _settings(optimizer.groups[found[0]]) for place in found):
-            return None
-        places |= dict.fromkeys([step.key], found[0]) if found else {}
-    old = dict(places)
-    for step in steps:
-        if step.key not in places:
-            place = _kin(step.key, old, len(optimizer.groups))
-            place = _group_like([step], optimizer, steps, change, ids) if place is None else place
-            if place is None:
-                return None
-            places[step.key] = place
-    groups = [tuple(step for step in steps if places[step.key] == number) for number in range(len(optimizer.groups))]
-    kept = [number for number, group in enumerate(groups) if group or not optimizer.groups[number]["params"]]
-    return tuple(kept), tuple(groups[number] for number in kept)
 
 
 def _kin(key: str, places: Mapping[str, int], count: int) -> int | None:
