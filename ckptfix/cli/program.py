@@ -29,7 +29,26 @@ COMMANDS = {
     "explain": "explain",
 }
 
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_SETTINGS = {"max_content_width": 100}
+
+
+def _help_option() -> click.Option:
+    """Return ``--help``. That of click asks for a translation of its text, which takes a thirtieth of a look at names,
+    and has another name in each release."""
+
+    def show(context: click.Context, _option: click.Parameter, is_given: bool) -> None:
+        if is_given and not context.resilient_parsing:
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+
+    return click.Option(
+        ["help", "-h", "--help"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show this message and exit.",
+    )
 
 
 class Run(Struct, frozen=True):
@@ -79,8 +98,10 @@ PROGRAM = Program(
     params=[
         click.Option(["--version"], is_flag=True, help="Print the version and exit; -v adds what a bug report needs."),
         click.Option(["-v", "--verbose"], is_flag=True, hidden=True),
+        _help_option(),
     ],
     context_settings=_SETTINGS,
+    add_help_option=False,
     help="""Make PyTorch checkpoints load again.
 
     ckptfix reads a checkpoint without running any of its code, finds what keeps it from loading or from working,
@@ -167,9 +188,13 @@ def _command(name: str) -> click.Command:
 
     module = import_module(f"ckptfix.cli.{COMMANDS[name]}")
     function = getattr(module, name)
-    parameters = [*module.ARGUMENTS[name], *map(_click_option, options_of(name))]
     return Command(
-        name, params=parameters, callback=partial(_call, function), help=function.__doc__, context_settings=_SETTINGS
+        name,
+        params=[*module.ARGUMENTS[name], *map(_click_option, options_of(name)), _help_option()],
+        callback=partial(_call, function),
+        help=function.__doc__,
+        context_settings=_SETTINGS,
+        add_help_option=False,
     )
 
 

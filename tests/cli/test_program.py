@@ -277,6 +277,7 @@ def test_the_help_shows_every_option_once(command, tmp_path):
     shown = run_here(command, "--help", cwd=tmp_path).stdout
     for option in options_of(command):
         assert len(re.findall(rf"^  (?:-\w, )?{option.long}(?![\w-])", shown, re.MULTILINE)) == 1, option.name
+    assert len(re.findall(r"^  -h, --help  ", shown, re.MULTILINE)) == 1
 
 
 @pytest.mark.parametrize(
