@@ -53,13 +53,9 @@ def measure_coverage(
     counts: Counter[tuple[str, bool]] = Counter()
     origins: Counter[str] = Counter()
     by_recipe: Counter[str] = Counter()
-    seen: set[str] = set()
     is_hooked = is_loaded_by_hooks(result, target)
-    for key, slot in target.slots.items():
-        if key in seen:
-            continue
-        group = target.tie_of.get(key, (key,))
-        seen.update(group)
+    for key, group in target.names.items():
+        slot = target.slots[key]
         fits = [name for name in group if name in result.specs and target.accepts(name, result.specs[name].shape)]
         numel = result.specs[fits[0]].numel if fits else slot.numel
         from_file = any(name not in filled for name in fits) or (is_hooked and key not in filled)

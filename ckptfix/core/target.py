@@ -78,6 +78,14 @@ class Target(Struct, frozen=True, dict=True):
         """For every tied key its whole group."""
         return {key: group for group in self.ties for key in group}
 
+    @cached_property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """All names of each tensor, by the first of them in the order of the model."""
+        groups: dict[tuple[str, ...], str] = {}
+        for key in self.slots:
+            groups.setdefault(self.tie_of.get(key, (key,)), key)
+        return {key: group for group, key in groups.items()}
+
     def accepts(self, key: str, shape: tuple[int, ...]) -> bool:
         """Return whether the target wants this key with this shape."""
         slot = self.slots.get(key)

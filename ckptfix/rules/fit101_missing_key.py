@@ -150,11 +150,9 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
 
 def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
     """Return how much of the target the keys are, in words and in figures. Tied keys count once."""
-    first = {key: target.tie_of.get(key, (key,))[0] for key in (*target.slots, *keys)}
-    parameters = {name for key, name in first.items() if key in target.slots and target.slots[key].kind == PARAMETER}
-    missing = {first[key] for key in keys} & parameters
-    numel = sum(target.slots[name].numel for name in missing)
-    total = sum(target.slots[name].numel for name in parameters)
+    parameters, gone = _parameters(target), set(keys)
+    numel = sum(parameters[key] for key in parameters if not gone.isdisjoint(target.names[key]))
+    total = sum(parameters.values())
     share = f"{100 * numel / total:.3g} % of the target's parameters" if numel else "none of them a parameter"
     return f"{counted(len(keys), 'key')} missing, {share}", {"parameters": numel, "of": total}
 
@@ -208,28 +206,24 @@ MOST = 0.5  # share of a model's parameters from which on a model without them i
 NAME_THE_MODEL = advise("name the model that the file belongs to: most parameters of this one are not in the file")
 
 
+def _parameters(target: Target) -> dict[str, int]:
+    """Return the numel of each parameter, ties once."""
+    return {key: target.slots[key].numel for key in target.names if target.slots[key].kind == PARAMETER}
+
+
 def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
     """Return the target's parameters that the file does not have in their shape, with their numel, ties once."""
-    found: dict[str, int] = {}
-    seen: set[str] = set()
-    for key, slot in target.slots.items():
-        if slot.kind != PARAMETER or key in seen:
-            continue
-        group = target.tie_of.get(key, (key,))
-        seen.update(group)
-        if not any(name in checkpoint.specs and target.accepts(name, checkpoint.specs[name].shape) for name in group):
-            found[key] = slot.numel
-    return found
+    specs, names = checkpoint.specs, target.names
+    return {
+        key: numel
+        for key, numel in _parameters(target).items()
+        if not any(name in specs and target.accepts(name, specs[name].shape) for name in names[key])
+    }
 
 
 def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Collection[str] = ()) -> bool:
     """Return whether half of the target's parameters or more are not in the file, nor among the ``adaptable`` keys."""
-    seen: set[str] = set()
-    total = 0
-    for key, slot in target.slots.items():
-        if slot.kind == PARAMETER and key not in seen:
-            seen.update(target.tie_of.get(key, (key,)))
-            total += slot.numel
+    total = sum(_parameters(target).values())
     lost = sum(numel for key, numel in untrained(checkpoint, target).items() if key not in adaptable)
     return total > 0 and lost >= MOST * total
 

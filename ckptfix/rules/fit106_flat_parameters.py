@@ -95,12 +95,10 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
         if key.rpartition(".")[2] in FLAT and len(spec.shape) == 1 and spec.is_contiguous
     }
     held: dict[str, list[str]] = {key: [] for key in flats.values()}
-    done: set[tuple[str, ...]] = set()
-    for name, slot in target.slots.items() if flats else ():
-        group = target.tie_of.get(name, (name,))
-        if slot.kind != PARAMETER or group in done or name in checkpoint.entries:  # as buffers are that no file tells
+    for names in target.names.values() if flats else ():
+        left = (name for name in names if target.slots[name].kind == PARAMETER and name not in checkpoint.entries)
+        if (name := next(left, None)) is None:  # as buffers are that no file tells
             continue
-        done.add(group)
         above = name
         while above and above not in flats:
             above = above.rpartition(".")[0]
