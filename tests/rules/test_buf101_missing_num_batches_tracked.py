@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -104,12 +105,24 @@ def test_a_stored_count_is_kept():
     assert repaired(missing_num_batches_tracked, state, model)["1.num_batches_tracked"].item() == 7
 
 
-def test_a_file_of_a_younger_format_has_frozen_norms(tmp_path):
-    file = tmp_path / "detr.safetensors"
-    save_file(dict(without_counters(net())), file)
+@pytest.mark.parametrize("format", ["safetensors", "torch-zip", "numpy"])
+def test_a_file_of_a_younger_format_has_frozen_norms(tmp_path, format):
+    file, state = tmp_path / "detr", dict(without_counters(net()))
+    if format == "safetensors":
+        save_file(state, file)
+    elif format == "torch-zip":
+        torch.save(state, file)
+    else:
+        file.write_bytes(pickle.dumps({"model": {key: value.numpy() for key, value in state.items()}}))
     assert ckptfix.check(file, select=("BUF",)).findings == ()
     (finding,) = ckptfix.check(file, net(), select=("BUF",)).findings
     assert finding.code == "BUF101", "the target wants them"
+
+
+def test_a_file_of_an_old_format_has_old_norms(tmp_path):
+    torch.save(dict(without_counters(net())), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    (finding,) = ckptfix.check(tmp_path / "old.pth", select=("BUF",)).findings
+    assert finding.code == "BUF101"
 
 
 @pytest.mark.parametrize("version", [1, 2], ids=["version 1", "version 2"])
