@@ -22,9 +22,9 @@ afterwards.
 Some things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
 (`torch.ScriptObject` in the state_dict), tensors that a class makes of others (torchao's quantised weights) or that an
 unknown function makes of a storage, which are kept as data that no module loads, and the parameters of lazy modules
-that never ran, which hold nothing. From a file with torchao's weights nothing is written: torch.load reads it as it is
-after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken apart already, the file
-that is left says so.
+that never ran, which hold nothing. From a file with packed weights or torchao's nothing is written: torch.load reads it
+as it is, the latter after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken
+apart already, the file that is left says so.
 
 Attributes that the user's class keeps in a module (class names, strides, a configuration) are listed in a note: they
 are in no state_dict.
@@ -100,9 +100,13 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             "model",
             keys=packed,
             remedies=advise(
-                "quantise the float model again after loading its weights; the tensors stay in the file as data"
-                + (", and the file that this one was made of loads into the model" if taken_apart else "")
+                "quantise the float model again after loading its weights; the file that this one was made of loads "
+                "into the quantised model"
+                if taken_apart
+                else "keep this file: torch.load reads it with weights_only=False, for a model that was quantised in "
+                "the same way, by the same release of torch"
             ),
+            blocks=Blocks.NOTHING if taken_apart else Blocks.WRITING,
         )
     composed = {key: name for key, entry in others.items() if (name := composed_class(entry))}
     if composed:

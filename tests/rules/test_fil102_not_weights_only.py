@@ -18,7 +18,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.edits import Plain
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.advice import remedies_text
+from ckptfix.report.advice import Telling, next_command, remedies_text
 from tests.checks import assert_same
 
 
@@ -400,3 +400,14 @@ def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
 def test_a_module_of_torch_keeps_nothing_that_is_missed(tmp_path):
     path = saved(tmp_path, torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert [finding.level for finding in ckptfix.check(path, select=("FIL102",)).findings] == [Level.WARNING]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packed_weights_are_not_taken_apart(tmp_path):
+    lstm = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(3, 4)), {nn.LSTM}, dtype=torch.qint8)
+    file = saved(tmp_path, lstm.state_dict())
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
+    assert report.exit_code == 1
+    assert not (tmp_path / "out.pth").exists()
+    assert next_command(report, Telling()) == ""
+    lstm.load_state_dict(torch.load(file, weights_only=False))
