@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from ckptfix.core.adaptations import DEPTH, Adaptation, adaptation
 from ckptfix.core.edits import Adapt, Drop, Edit, Rename
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import Opt, UsageError
 from ckptfix.rules.rule import Context, Rule, rule
@@ -82,6 +82,7 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=(
                 Remedy((("adapt", Placeholder("depth=LAYERS")),), "starts the model from these layers of the file"),
             ),
+            blocks=Blocks.NOTHING if is_settled or edits else Blocks.FILLING,
         )
     for asked in given:
         if asked not in used:

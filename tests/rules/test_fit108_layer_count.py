@@ -9,6 +9,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.errors import UsageError
+from ckptfix.report.advice import Telling, next_command
 from ckptfix.rules.fit108_layer_count import layer_count
 from tests.rules.proposals import propose, repaired
 
@@ -50,6 +51,13 @@ def test_named_and_not_chosen():
     assert finding.message == "6 layers of `layers` in the file and 3 in the model"
     assert (finding.level, finding.fix) == (Level.ERROR, None)
     assert not finding.remedies[0].is_complete
+
+
+@pytest.mark.parametrize("depth", [3, 8])
+def test_no_command_drops_or_fills_layers_of_another_variant(depth):
+    report = ckptfix.check(model(6).state_dict(), model(depth))
+    assert {finding.code for finding in report.left} == {"FIT108", "FIT101" if depth > 6 else "FIT102"}
+    assert next_command(report, Telling()) == ""
 
 
 @pytest.mark.parametrize(("depth", "asked"), [(3, {"unsafe_fixes": True}), (8, {"fill": "target"})])
