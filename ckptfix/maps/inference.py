@@ -55,9 +55,9 @@ class Match(Struct, frozen=True):
 class Inference(Struct, frozen=True):
     """The map: a match for each key of the target that has one, and the shapes of both sides.
 
-    ``maps`` are the shipped maps that it comes from, ``origin`` the library whose own loader says so, or ``values`` if
-    those of both sides do. ``choices`` are the pairs of subtrees that it rests on, with how much better they are than
-    others."""
+    ``maps`` are the shipped maps that it comes from. ``origin`` is ``loader`` if the library's own loader says so,
+    ``values`` if those of both sides do, ``spelling`` if the names are the same without their dots. ``choices`` are the
+    pairs of subtrees that it rests on, with how much better they are than others."""
 
     matches: dict[str, Match]
     source: dict[str, Shape]
@@ -129,6 +129,36 @@ def converted(source: Specs, target: Specs, converters: Converters) -> Inference
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}
                 return Inference(matches, sources, targets, origin="loader")
     return None
+
+
+def spelled(source: Specs, target: Specs) -> Inference | None:
+    """Return the map of a file whose names are the target's with underscores or slashes for its dots, perhaps with a
+    word before all of them (``ema_layer1_0_conv1_weight``); None if too few are, or if two names could be the same. A
+    tensor that has such a name keeps it in another shape, too."""
+    sources = {key: tuple(shape) for key, shape in source.items()}
+    targets = {key: tuple(shape) for key, shape in target.items()}
+    ours, theirs = ({_without_dots(key): key for key in side} for side in (source, target))
+    if not theirs or (len(ours), len(theirs)) != (len(source), len(target)):
+        return None
+    longest = max(theirs, key=len)
+    maps = [
+        {key: ours[front + name] for name, key in theirs.items() if front + name in ours}
+        for front in {name.removesuffix(longest) for name in ours if name.endswith(longest)}
+    ]
+    fitting = [
+        found
+        for found in maps
+        if sum(sources[name] == targets[key] for key, name in found.items()) >= CONVERTED * len(target)
+    ]
+    if len(fitting) != 1 or all(key == name for key, name in fitting[0].items()):
+        return None
+    shapes = {key: full(sources[name]) for key, name in fitting[0].items()}
+    matches = {key: Match((Part(name, shapes[key], shapes[key]),), Label.CERTAIN) for key, name in fitting[0].items()}
+    return Inference(matches, sources, targets, origin="spelling")
+
+
+def _without_dots(key: str) -> str:
+    return re.sub(r"[./]", "_", key)
 
 
 def others(first: Inference, until: float) -> Iterator[Inference]:

@@ -132,8 +132,13 @@ def rename_pattern(key: str, to: str) -> tuple[str, str]:
     """Return a rename without the segments that it leaves alone.
 
     Each stretch of kept segments is ``{…}``. ``module.a.b`` to ``a.b`` is ``module.{…}`` to ``{…}``,
-    ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``."""
+    ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``, and ``a_b_c`` to ``a.b_c`` is ``{…}_{…}`` to
+    ``{…}.{…}``."""
     old, new = key.split("."), to.split(".")
+    spelling = re.sub(r"[./]", "_", to)
+    if len(old) == 1 < len(new) and key.replace("/", "_").endswith(spelling):
+        between = "/" if "/" in key else "_"
+        return f"{key[: -len(to)]}{_ANY}{between}{_ANY}", f"{_ANY}.{_ANY}"
     if (kept := _subsequence(new, old)) is not None:
         return _pattern(old, kept), _pattern(new, [True] * len(new), breaks=_breaks(kept))
     if (kept := _subsequence(old, new)) is not None:

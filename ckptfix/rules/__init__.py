@@ -107,8 +107,8 @@ RULES: tuple[Listed, ...] = (
     Listed("KEY103", "missing-wrapper-prefix", Needs.TARGET),
     Listed("KEY104", "foreign-prefix", Needs.TARGET),
     Listed("KEY105", "renamed-by-release", Needs.TARGET),
-    Listed("FIT109", "reparametrised-weight", Needs.TARGET, keys=r"_[guv]$|_orig$|_mask$|_raw$|parametrizations\."),
     Listed("KEY106", "renamed-layers", Needs.TARGET),
+    Listed("FIT109", "reparametrised-weight", Needs.TARGET, keys=r"_[guv]$|_orig$|_mask$|_raw$|parametrizations\."),
     Listed(
         "FIL108",
         "unmerged-adapter",

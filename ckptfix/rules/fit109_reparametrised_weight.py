@@ -104,6 +104,15 @@ def in_parts(keys: Collection[str]) -> dict[str, set[str]]:
     }
 
 
+def renamed_parts(name: str, to: str, keys: Collection[str]) -> dict[str, str]:
+    """Return the names that the parts of a tensor get, by their keys, if the tensor is called ``to``; the part with its
+    shape comes first. Empty if they are the parts of no form that is known."""
+    for (_, old), (_, new) in zip(_forms_of(name), _forms_of(to), strict=True):
+        if set(old) == set(keys):
+            return dict(zip(old, new, strict=True))
+    return {}
+
+
 def _forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the keys that each form has of a tensor."""
     module, dot, leaf = name.rpartition(".")
@@ -113,7 +122,7 @@ def _forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
 
 def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold, str]]:
     """Yield what computes each tensor that the target lacks, and its name in the target."""
-    parts = in_parts(entries.keys() - target.slots.keys())
+    parts = in_parts([key for key in entries if key not in target.slots])
     taken, put = _prefixes(parts, target)
     for stem, keys in parts.items():
         name = put + stem.removeprefix(taken)

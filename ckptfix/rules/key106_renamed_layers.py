@@ -18,7 +18,7 @@ authors, goes where the library would put it (stacked experts, fused layers, per
 keys are `certain`. `ckptfix map MODEL FILE` gives the way back. If the target is a file (`--like`) with the values of
 the same training, as of the original that was renamed and perhaps fine-tuned, tensors that correlate with one tensor of
 the file only are `certain`, whatever their names and order; those whose values contradict the map are `ambiguous`.
-`--no-values` leaves that out.
+`--no-values` leaves that out. Names that are the target's with underscores or slashes for the dots are `certain`, too.
 
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
@@ -52,7 +52,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, starmap
 
 from msgspec.structs import asdict, replace
 
@@ -69,11 +69,11 @@ from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, is_in_order, others
+from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, is_in_order, others, spelled
 from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
-from ckptfix.rules.fit109_reparametrised_weight import in_parts
+from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.values.alike import by_values
 
@@ -114,6 +114,12 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     if target is None or two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
         return  # an adapter is merged first: it has the names of its layers
     source, wanted = _tensors(checkpoint, target), _slots(target)
+    parts = {} if twin is not None else _parts(checkpoint, target)
+    if parts:  # a weight that is in parts goes where it would go as one
+        wholes = {next(iter(renamed_parts(name, name, keys))): name for name, keys in parts.items()}
+        source = {
+            wholes.get(key, key): spec.shape for key, spec in checkpoint.specs.items() if key in source or key in wholes
+        }
     if twin is not None:  # its order says more than that of a file, which may be sorted
         source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
     converters = twin.converts if twin is not None else None, target.converts
@@ -141,7 +147,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     moves = _moves(inference, checkpoint)
     if twin is not None:
         inference, moves, proof = proved(inference, twin, target.tie_of, checkpoint)
-    is_own = inference.origin not in ("", "values")
+    is_own = inference.origin not in ("", "values")  # a look at the result would not say the same
     if not is_own:
         moves = _settled(moves, source, wanted, target.tie_of, values)
     least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
@@ -264,6 +270,14 @@ def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
     }
 
 
+def _parts(checkpoint: Checkpoint, target: Target) -> dict[str, set[str]]:
+    """Return the keys of the parts of each tensor that only the file has in parts."""
+    if in_parts(target.slots):
+        return {}
+    found = in_parts(checkpoint.specs).items()
+    return {name: keys for name, keys in found if name not in checkpoint.entries and renamed_parts(name, name, keys)}
+
+
 def _slots(target: Target) -> dict[str, Shape]:
     return {
         key: slot.shape for key, slot in target.slots.items() if slot.shape is not None and _takes_part(key, slot.dtype)
@@ -279,7 +293,7 @@ def _everything(checkpoint: Checkpoint, target: Target) -> tuple[Specs, Specs]:
 
 
 def _takes_part(key: str, dtype: str) -> bool:
-    return DTYPES[dtype].is_float or key.rpartition(".")[2] == COUNTER
+    return DTYPES[dtype].is_float or key.endswith(COUNTER)
 
 
 def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference | None:
@@ -288,7 +302,7 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
     unplaced = {key for key in wanted if source.get(key) != target[key]}
     if not _is_moved(source, target):
         return None
-    if known := look_up(source, target, tied):
+    if known := look_up(source, target, tied) or spelled(source, target):
         return known
     inference = _inferred(tuple(source.items()), tuple(target.items()))
     if _is_much(len(unplaced), len(wanted)):
@@ -348,7 +362,8 @@ def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
     """Return the matches that change something. None of them takes the place of a key that stays in the file."""
     moves = {key: match for key, match in inference.matches.items() if not _stays(key, match, inference)}
     kept = used_in_full({key: move.parts for key, move in moves.items()}, inference.source)
-    moves = {key: move for key, move in moves.items() if key in kept}
+    # What is in parts can only get another name.
+    moves = {key: move for key, move in moves.items() if key in kept and _is_there(move, inference, checkpoint)}
     while True:
         applied, leaving = (
             {part.source for move in moves.values() if move.label >= least for part in move.parts}
@@ -366,9 +381,16 @@ def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
         moves = {key: move for key, move in moves.items() if key not in gone}
 
 
+def _is_there(match: Match, inference: Inference, checkpoint: Checkpoint) -> bool:
+    """Return whether the file has the tensors of a match, or all that it does to one in parts is to rename it."""
+    part, *others = match.parts
+    whole = full(inference.source[part.source])
+    is_renamed = not others and part == Part(part.source, whole, whole)
+    return is_renamed or all(each.source in checkpoint.specs for each in match.parts)
+
+
 def _stays(key: str, match: Match, inference: Inference) -> bool:
-    shape = full(inference.target[key])
-    return match.parts == (Part(key, shape, shape),)
+    return _keeps_name(key, match) and match.parts == (Part(key, *2 * (full(inference.source[key]),)),)
 
 
 def _values(
@@ -435,10 +457,13 @@ def _moved_next(
 
 
 def _edits(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
+    parts = in_parts(checkpoint.specs) if any(m.parts[0].source not in checkpoint.specs for m in moves.values()) else {}
     for key, move in moves.items():
         part, *others = move.parts
-        spec = checkpoint.specs[part.source]
-        if not others and part == Part(part.source, full(spec.shape), full(spec.shape)):
+        spec = checkpoint.specs.get(part.source)
+        if spec is None:
+            yield from starmap(Rename, renamed_parts(part.source, key, parts[part.source]).items())
+        elif not others and part == Part(part.source, full(spec.shape), full(spec.shape)):
             yield Rename(part.source, key)
         else:
             yield Assemble(key, spec.dtype, shape_of(move.parts), move.parts)

@@ -29,6 +29,8 @@ from ckptfix.report.edits import LINES, edit_lines, rename_pattern
         pytest.param(
             "a._orig_mod.b._orig_mod.c", "a.b.c", ("{…}._orig_mod.{…}._orig_mod.{…}", "{…}.{…}.{…}"), id="twice inside"
         ),
+        pytest.param("ema_a_0_b_c", "a.0.b_c", ("ema_{…}_{…}", "{…}.{…}"), id="underscores become dots"),
+        pytest.param("a/b/c", "a.b.c", ("{…}/{…}", "{…}.{…}"), id="slashes become dots"),
         pytest.param("ln.gamma", "ln.weight", ("{…}.gamma", "{…}.weight"), id="a leaf changes"),
         pytest.param("norm.1.weight", "norm1.weight", ("norm.1.{…}", "norm1.{…}"), id="two segments become one"),
         pytest.param("a", "b", ("a", "b"), id="nothing in common"),

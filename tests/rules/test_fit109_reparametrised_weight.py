@@ -112,13 +112,30 @@ def test_a_prefix_on_one_side_does_not_matter(file: str, model: str) -> None:
     assert torch.equal(state[f"{model}0.weight"], made)
 
 
-def test_parts_under_other_names_are_not_dropped() -> None:
-    before = {f"layer{key}": value for key, value in with_parts(weight_norm, "03").state_dict().items()}
-    report = ckptfix.check(before, plain(), rename_layers=True)
+@pytest.mark.parametrize("form", ["weight_norm", "spectral_norm", "pruning", "parametrizations.weight_norm"])
+def test_layers_that_were_renamed(form: str) -> None:
+    """Each part gets the name of its layer first, as the weight itself would."""
+    apply, remove, _ = FORMS[form]
+    model = with_parts(apply, "03")
+    before = {f"layer{key}": value for key, value in model.state_dict().items()}
+    for number in "03":
+        remove(model.get_submodule(number), "weight")
+    state, report = ckptfix.repair_state_dict(before, plain(), rename_layers=True, unsafe_fixes=True)
+    assert report.exit_code == 0
+    assert state.keys() == plain().state_dict().keys()
+    assert_same(state, {key: model.state_dict()[key] for key in state})
+    refused = ckptfix.check(before, plain(), rename_layers=True).left
+    assert {"FIT109"} == {finding.code for finding in refused if finding.needs_unsafe}
+
+
+def test_parts_under_names_that_say_nothing_are_not_dropped() -> None:
+    normed = weight_norm(nn.Linear(3, 3, bias=False))
+    before = {**{f"c.{key}": value for key, value in normed.state_dict().items()}, "bias": torch.ones(2)}
+    target = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "ab"})
+    target.register_parameter("bias", nn.Parameter(torch.ones(2)))
+    report = ckptfix.check(before, target, rename_layers=True)
     assert not any(remedy.options for finding in report.left for remedy in finding.remedies if finding.needs_unsafe)
-    assert any(
-        "2 weights of the file in parts" in remedy.text for finding in report.left for remedy in finding.remedies
-    )
+    assert any("1 weight of the file in parts" in remedy.text for finding in report.left for remedy in finding.remedies)
 
 
 def test_nothing_where_the_model_has_the_parts() -> None:

@@ -272,3 +272,37 @@ def test_a_layer_of_a_sorted_file_moves_no_other(at):
     state = {key.replace(f"net.{at}.", "zzz."): value for key, value in model.state_dict().items()}
     for finding in propose(renamed_layers, dict(sorted(state.items())), model):
         assert finding.fix is None or set(finding.keys) == {f"net.{at}.weight", f"net.{at}.bias"}
+
+
+def _spelled(state: Any, front: str, between: str) -> dict[str, torch.Tensor]:
+    return {front + key.replace(".", between): state[key] for key in sorted(state)}
+
+
+@pytest.mark.parametrize("classes", [3, 5], ids=["the same head", "another head"])
+@pytest.mark.parametrize(("front", "between"), [("", "_"), ("ema_", "_"), ("params/", "/")])
+def test_names_with_another_sign_for_their_dots(front, between, classes):
+    """The file is sorted, and the blocks of a stage are alike: only the names say which is which."""
+    source, target = Stages(), Stages()
+    target.fc = nn.Linear(8, classes)
+    with torch.no_grad():
+        for tensor in source.state_dict().values():
+            tensor.copy_(1 + torch.rand(tensor.shape))
+    state = _spelled(source.state_dict(), front, between)
+    drop: dict[str, Any] = {"drop_mismatched": True, "fill": "target"} if classes != 3 else {}
+    done, report = ckptfix.repair_state_dict(state, target, values=False, **drop)
+    assert report.exit_code == (classes != 3)
+    assert done.keys() == target.state_dict().keys()
+    assert all(torch.equal(done[key], value) for key, value in source.state_dict().items() if "fc." not in key)
+
+
+@pytest.mark.parametrize(
+    ("fronts", "model"),
+    [
+        pytest.param(("", "ema_"), Stages(), id="two sets under two words"),
+        pytest.param(("",), within(a_b=nn.Linear(3, 3), a=within(b=nn.Linear(3, 3))), id="two names that become one"),
+    ],
+)
+def test_names_without_dots_that_could_be_two(fronts, model):
+    state = {key: value for front in fronts for key, value in _spelled(model.state_dict(), front, "_").items()}
+    fixes = [finding.fix for finding in propose(renamed_layers, state, model) if finding.fix]
+    assert all(fix.applicability < Applicability.SAFE for fix in fixes)
