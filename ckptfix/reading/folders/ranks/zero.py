@@ -377,29 +377,44 @@ def _runs(groups: Sequence[_Shapes], counts: Sequence[int]) -> Iterator[_Run]:
 class Merging:
     """The merging of the optimizer states of ranks that share their parameters."""
 
-    def __init__(self, files: RankFiles, model_rank: int = 0) -> None:
-        self.files, self.folder, self.path = files, files.folder, str(files.folder)
-        self.optim = {
-            data: file for (data, model), file in by_rank(self.folder, ZERO_OPTIM).items() if model == model_rank
-        }
+    def __init__(self, files: RankFiles, model_rank: int) -> None:
+        self.files, self.path = files, str(files.folder)
+        found = {data: file for (data, model), file in by_rank(files.folder, ZERO_OPTIM).items() if model == model_rank}
+        self.states = {rank: made for rank, file in found.items() if (made := self._states(file)) is not None}
+        self.present = {rank: found[rank] for rank in self.states}
         self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
-        self._ranks = {rank: made for rank, file in self.optim.items() if (made := self._states(file)) is not None}
-        if not self._ranks:
+        if not self.states:
             causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
             raise UnreadableError(f"{self.path}: {causes}; no rank can be read: fetch it again")
+        self.first = self.states[min(self.states)]
 
     def masters(self, root: Any) -> Masters:
         """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
-        first = self._ranks[min(self._ranks)]
-        self._check_alike(self._ranks, self.optim)
-        slices = {self.optim[rank].name: [made.masters, made.optimizer] for rank, made in self._ranks.items()}
-        self.files.note_repeated(slices)
-        told = {self.optim[rank].name: made.settings for rank, made in self._ranks.items()}
+        self._check_alike()
+        named = {self.present[rank].name: made for rank, made in self.states.items()}
+        self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
+        told = {name: made.settings for name, made in named.items()}
         self.files.note_foreign({**told, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
-        prefix = next(iter(self.optim.values())).name.partition("zero_pp_rank")[0]
-        present = {rank: file for rank, file in self.optim.items() if rank in self._ranks}
-        self.files.note_missing(first.world, present, prefix + self._name)
-        return self._merged(first, self._ranks, root)
+        prefix = next(iter(named)).partition("zero_pp_rank")[0]
+        self.files.note_missing(self.first.world, self.present, prefix + self._name)
+        groups: list[dict[str, tuple[int, ...]]] = [
+            {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
+        ]
+        if self.first.stage == 3:
+            place = partial(self._spread, {name: shape for group in groups for name, shape in group.items()})
+        else:
+            if len(groups) != len(self.first.masters):
+                raise ValueError(f"{len(self.first.masters)} groups of weights and names of {len(groups)}")
+            runs = list(_runs(groups, self.first.counts))
+            place = partial(self._partitions, runs)
+            groups = [
+                {_STACKED.sub(r"\1", n): s for run in runs if run.group == index for n, s in run.shapes.items()}
+                for index in range(len(groups))
+            ]
+        tensors = place(lambda made, index: made.masters[index])
+        if tensors is None:
+            raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
+        return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
 
     def _states(self, file: Path) -> _States | None:
         root = self.files.root(file)
@@ -412,62 +427,37 @@ class Merging:
                 f"{file}: not optimizer states of ZeRO ({type(error).__name__}: {error}); fetch the file again"
             ) from error
 
-    def _check_alike(self, states: Mapping[int, _States], files: Mapping[int, Path]) -> None:
+    def _check_alike(self) -> None:
         """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
-        told = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in states.items()}
-        odd = [files[rank].name for rank in unlike_most(told)]
+        told = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in self.states.items()}
+        odd = [self.present[rank].name for rank in unlike_most(told)]
         if odd:
             raise UnreadableError(
                 f"{self.path}: its ranks are of different saves: {first_names(odd)} differ from the other"
                 f" {len(told) - len(odd)} in stage, number of ranks or step; put the files of one save together"
             )
 
-    def _merged(self, first: _States, states: Mapping[int, _States], root: Any) -> Masters:
-        groups: list[dict[str, tuple[int, ...]]] = [
-            {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
-        ]
-        place = self._spread(first, states, groups) if first.stage == 3 else None
-        if place is None:
-            if len(groups) != len(first.masters):
-                raise ValueError(f"{len(first.masters)} groups of weights and names of {len(groups)}")
-            runs = list(_runs(groups, first.counts))
-            place = self._partitions(first, states, runs)
-            groups = [
-                {_STACKED.sub(r"\1", n): s for run in runs if run.group == index for n, s in run.shapes.items()}
-                for index in range(len(groups))
-            ]
-        tensors = place(lambda made, index: made.masters[index])
-        if tensors is None:
-            raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
-        optimizer = self._optimizer(first, place, groups)
-        return Masters(tensors, optimizer, first.stage, first.world, first.version)
-
-    def _partitions(
-        self, first: _States, states: Mapping[int, _States], runs: Sequence[_Run]
-    ) -> Callable[[_Take], dict[str, TensorSpec] | None]:
-        """Return what gives the tensors of stages 1 and 2: each run is cut into equal partitions."""
-
-        def place(take: _Take) -> dict[str, TensorSpec] | None:
-            made: dict[str, TensorSpec] = {}
-            for run in runs:
-                taken = {at: take(states[rank], run.group) for at, rank in enumerate(run.ranks) if rank in states}
-                if not all(map(_is_flat, taken.values())):
-                    return None
-                if not taken:
-                    made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
-                    continue
-                length = max(spec.numel for spec in taken.values())
-                whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
-                paddings = first.paddings[run.group] if first.paddings else [0] * len(run.shapes)
-                start = 0
-                for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
-                    made[name] = whole.tensor(name, shape, start, self.path)
-                    start += made[name].numel + padding
-                self._check_length(run.group, start, length, len(run.ranks))
-            stacked: dict[str, TensorSpec] = _restacked(made, self.path)
-            return stacked
-
-        return place
+    def _partitions(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
+        """Return the tensors of stages 1 and 2: each run is cut into equal partitions. None if those are not flat."""
+        states, paddings_of = self.states, self.first.paddings
+        made: dict[str, TensorSpec] = {}
+        for run in runs:
+            taken = {at: take(states[rank], run.group) for at, rank in enumerate(run.ranks) if rank in states}
+            if not all(map(_is_flat, taken.values())):
+                return None
+            if not taken:
+                made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
+                continue
+            length = max(spec.numel for spec in taken.values())
+            whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
+            paddings = paddings_of[run.group] if paddings_of else [0] * len(run.shapes)
+            start = 0
+            for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
+                made[name] = whole.tensor(name, shape, start, self.path)
+                start += made[name].numel + padding
+            self._check_length(run.group, start, length, len(run.ranks))
+        stacked: dict[str, TensorSpec] = _restacked(made, self.path)
+        return stacked
 
     def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
         """Raise ``UnreadableError`` unless a group's partitions hold its parameters and no more than the padding."""
@@ -477,39 +467,32 @@ class Merging:
                 f" {length} each; its files are of different saves or damaged"
             )
 
-    def _spread(
-        self, first: _States, states: Mapping[int, _States], groups: Sequence[_Shapes]
-    ) -> Callable[[_Take], dict[str, TensorSpec] | None]:
-        """Return what gives the tensors of stage 3: each is cut into equal shares."""
-        shapes = {name: shape for group in groups for name, shape in group.items()}
-
-        def place(take: _Take) -> dict[str, TensorSpec] | None:
-            flats = []
-            for state in states.values():
-                taken = [take(state, index) for index in range(len(first.masters))]
-                if not all(map(_is_flat, taken)):
-                    return None
-                flats.append(Flat.joined(taken))
-            if len(flats) < first.world:
-                return {name: lost(name, shape, self.path) for name, shape in shapes.items()}
-            spread, start, made = Spread(flats), 0, {}
-            for name, shape in shapes.items():
-                made[name] = spread.tensor(name, shape, start, self.path)
-                start += spread.share(made[name].numel)
-            if any(flat.stop != start for flat in flats):
-                raise UnreadableError(
-                    f"{self.path}: has names and shapes of {start} numbers for each rank, and the ranks hold"
-                    f" {first_names(sorted({flat.stop for flat in flats}))}; its files are of different saves or"
-                    " damaged"
-                )
-            return made
-
-        return place
+    def _spread(self, shapes: _Shapes, take: _Take) -> dict[str, TensorSpec] | None:
+        """Return the tensors of stage 3: each is cut into equal shares. None if what ranks hold is not flat."""
+        flats = []
+        for state in self.states.values():
+            taken = [take(state, index) for index in range(len(self.first.masters))]
+            if not all(map(_is_flat, taken)):
+                return None
+            flats.append(Flat.joined(taken))
+        if len(flats) < self.first.world:
+            return {name: lost(name, shape, self.path) for name, shape in shapes.items()}
+        spread, start, made = Spread(flats), 0, {}
+        for name, shape in shapes.items():
+            made[name] = spread.tensor(name, shape, start, self.path)
+            start += spread.share(made[name].numel)
+        if any(flat.stop != start for flat in flats):
+            raise UnreadableError(
+                f"{self.path}: has names and shapes of {start} numbers for each rank, and the ranks hold"
+                f" {first_names(sorted({flat.stop for flat in flats}))}; its files are of different saves or damaged"
+            )
+        return made
 
     def _optimizer(
-        self, first: _States, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
+        self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
     ) -> dict[str, Any] | None:
         """Return the optimizer's state by name; None if it is not there, or lies in another way than the masters."""
+        first = self.first
         numbers, states = first.numbers, first.optimizer.get("state")
         if not isinstance(states, dict) or set(numbers) - states.keys():
             return None
