@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from threading import Thread
 
 from msgspec import Struct
 
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.facts import Kind as FactKind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.progress import Task
@@ -27,7 +27,7 @@ from ckptfix.errors import CkptfixError, HostileError
 from ckptfix.known.recognition import Shapes, modern_name
 from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
-from ckptfix.reading.weights.modules import is_module, module_parts
+from ckptfix.reading.weights.modules import module_parts
 from ckptfix.zoo.listing import Item, Kind, fetch_item
 from ckptfix.zoo.naming import compile_patterns, literal
 from ckptfix.zoo.places import Place
@@ -216,14 +216,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 def _class(checkpoint: Checkpoint) -> str:
     """Return the class of a model that was saved whole; empty if none was."""
-    value = checkpoint.root
-    for step in checkpoint.container:
-        if isinstance(value, Opaque) and not is_module(value):
-            value = {**value.attributes, **value.pairs}.get(step)
-        elif isinstance(value, Mapping):
-            value = value.get(step)
-        elif isinstance(value, list | tuple) and isinstance(step, int) and step < len(value):
-            value = value[step]
+    value = value_at(checkpoint.root, checkpoint.container)
     for _ in range(4):
         parts = module_parts(value)
         if parts is None or not isinstance(value, Opaque):
