@@ -197,7 +197,7 @@ def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: T
     if a.path == b.path:
         return {}  # two sets of weights of one file: beside each lies the other
     beside = [_without(side.root, side.container) for side in (a, b)]
-    notes = [{mark.place: mark.data["text"] for mark in side.remarks if mark.kind is Kind.NOTE} for side in (a, b)]
+    notes = [{mark.place: mark.data["text"] for mark in side.remarked(Kind.NOTE)} for side in (a, b)]
     for texts in notes:
         texts.pop("format", None)  # says "pt", and is the form's and not the weights'
     return {

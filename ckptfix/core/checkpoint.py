@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.display import Displayed
-from ckptfix.core.facts import Fact
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
@@ -157,6 +157,10 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
                         found[path_name((*self.container[:depth], place))] = specs
             value = members.get(step)
         return found
+
+    def remarked(self, *kinds: Kind) -> list[Fact]:
+        """Return the remarks of these kinds."""
+        return [remark for remark in self.remarks if remark.kind in kinds]
 
     def members(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the entries of a candidate; empty if it lies in an object, or is put together of nested ones."""

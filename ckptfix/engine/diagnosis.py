@@ -140,7 +140,7 @@ MOST_PARAMETERS = 0.5  # share of the parameters from which on a set that does n
 def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | None, settings: Settings) -> Checkpoint:
     """Return the checkpoint with the set of weights that fits the target, or has most of its parameters, if the one
     that was taken does not and the user named none; its candidates say which fit."""
-    beside = [fact.place for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE]
+    beside = [fact.place for fact in checkpoint.remarked(Kind.WEIGHTS_BESIDE)]
     names = dict.fromkeys((*(each.name for each in checkpoint.candidates), *beside))
     taken = path_name(checkpoint.container)
     if target is None or settings.weights is not None or len(names) < 2 or taken not in names:
@@ -235,7 +235,7 @@ def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
 
         if is_loaded_by_hooks(context.checkpoint, context.target):
             return  # what the model's own hooks load is not a defect, and names made to fit would load less
-    is_doubtful = any(remark.kind is Kind.DOUBTFUL_NAMES for remark in context.checkpoint.remarks)
+    is_doubtful = bool(context.checkpoint.remarked(Kind.DOUBTFUL_NAMES))
     for finding in rule.propose(context):
         fix = finding.fix
         if is_doubtful and fix is not None and not all(isinstance(edit, KEEPING) for edit in fix.edits):

@@ -328,7 +328,7 @@ def _config(file: Path) -> Mapping[str, Any]:
 
 def _noted(checkpoint: Checkpoint, name: str) -> str:
     """Return a text of the header of a safetensors file."""
-    notes = (remark for remark in checkpoint.remarks if remark.kind is Kind.NOTE and remark.place == name)
+    notes = (remark for remark in checkpoint.remarked(Kind.NOTE) if remark.place == name)
     return next((str(remark.data["text"]) for remark in notes), "")
 
 

@@ -124,24 +124,18 @@ def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say that most of the file was not looked at: the weights may be what was passed over."""
-    for fact in context.checkpoint.remarks:
-        if fact.kind is Kind.MOST_UNREAD:
-            names = fact.data["others"]
-            yield rule.finding(
-                Level.WARNING,
-                clause(fact),
-                remedies=choice(names, _KEEPING)
-                if names
-                else advise("save the weights as one state_dict, each under its name"),
-            )
+    for fact in context.checkpoint.remarked(Kind.MOST_UNREAD):
+        names = fact.data["others"]
+        separate = advise("save the weights as one state_dict, each under its name")
+        yield rule.finding(Level.WARNING, clause(fact), remedies=choice(names, _KEEPING) if names else separate)
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield what may be weights too and is no set of its own: torch reads it, and a strict load does not see it."""
     checkpoint = context.checkpoint
     offered = {candidate.name for candidate in checkpoint.candidates}
-    facts = [fact for fact in checkpoint.remarks if fact.kind is Kind.WEIGHTS_BESIDE]
-    others = {fact.place: clause(fact) for fact in facts if fact.place not in offered}
+    beside = checkpoint.remarked(Kind.WEIGHTS_BESIDE)
+    others = {fact.place: clause(fact) for fact in beside if fact.place not in offered}
     if others:
         listed = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
         yield rule.finding(

@@ -142,7 +142,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 "tensors of torch.Tensor"
             ),
         )
-    empty = tuple(fact.place for fact in checkpoint.remarks if fact.kind is Kind.UNINITIALIZED)
+    empty = tuple(fact.place for fact in checkpoint.remarked(Kind.UNINITIALIZED))
     if empty:
         yield rule.finding(
             Level.WARNING,
@@ -184,7 +184,7 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
     checkpoint = context.checkpoint
     yield from _not_carried(rule, checkpoint)
-    names = [clause(remark) for remark in checkpoint.remarks if remark.kind is Kind.NON_STRING_KEY]
+    names = [clause(remark) for remark in checkpoint.remarked(Kind.NON_STRING_KEY)]
     names = [name for name in names if name in checkpoint.entries]
     texts = {name: text for name in names if (text := _text_of(name)) and text not in checkpoint.entries}
     if texts and len(texts) == len(names) and context.target is not None:
@@ -206,7 +206,7 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(attributes), 'attribute')} of the module that no state_dict has, nor a file written from it",
             evidence={"left_out": attributes},
         )
-    if on_tensors := [remark.place for remark in checkpoint.remarks if remark.kind is Kind.ATTRIBUTE_OF_TENSOR]:
+    if on_tensors := [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]:
         yield rule.finding(
             Level.NOTE,
             f"{counted(len(on_tensors), 'attribute')} that code has set on tensors, which a file written from this one "

@@ -92,7 +92,7 @@ def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say that merged ranks of FSDP have no names or no shapes, which only a target knows (FIT106)."""
     checkpoint = context.checkpoint
     flat = tuple(key for key in checkpoint.specs if key.rpartition(".")[2] in FLAT)
-    if context.target is None and (flat or any(fact.kind is Kind.FLATTENED for fact in checkpoint.remarks)):
+    if context.target is None and (flat or checkpoint.remarked(Kind.FLATTENED)):
         lacking = "names and shapes" if flat else "shapes"
         yield rule.finding(
             Level.ERROR,
@@ -133,17 +133,10 @@ _MIXED = {
 
 def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Say which choices were made when ranks were merged."""
-    places: dict[Kind, list[str]] = {}
-    for fact in checkpoint.remarks:
-        places.setdefault(fact.kind, []).append(fact.place)
-        if fact.kind is Kind.MASTERS:
-            dtype = fact.data["dtype"]
-            yield rule.finding(
-                Level.NOTE,
-                clause(fact),
-                evidence={"trained in": dtype},
-                remedies=(Remedy((("dtype", dtype),), "writes them as the training used them"),),
-            )
+    for fact in checkpoint.remarked(Kind.MASTERS):
+        dtype = fact.data["dtype"]
+        cast = Remedy((("dtype", dtype),), "writes them as the training used them")
+        yield rule.finding(Level.NOTE, clause(fact), evidence={"trained in": dtype}, remedies=(cast,))
     for kind, cause in _MIXED.items():
         if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarks if fact.kind is kind]:
             yield rule.finding(
@@ -152,7 +145,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 evidence={kind.value.removeprefix("rank-"): len(odd)},
                 remedies=advise("fetch the files of these ranks again"),
             )
-    differing = [fact for fact in checkpoint.remarks if fact.kind is Kind.RANK_COPIES]
+    differing = checkpoint.remarked(Kind.RANK_COPIES)
     for drift in sorted({bool(fact.data["drift"]) for fact in differing}):
         copies = tuple(fact.place for fact in differing if fact.data["drift"] is drift)
         equal = "which a training keeps equal: a rank is of another run, and the weights are wrong"
@@ -163,7 +156,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=copies,
             remedies=() if drift else advise("put the files of one run together"),
         )
-    if left_out := places.get(Kind.RANK_LEFT_OUT):
+    if left_out := [fact.place for fact in checkpoint.remarked(Kind.RANK_LEFT_OUT)]:
         yield rule.finding(
             Level.NOTE,
             f"what each rank has of its own cannot be merged and is left out: {', '.join(left_out)}",

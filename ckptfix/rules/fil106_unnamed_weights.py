@@ -41,17 +41,16 @@ _CONSTANTS = "constants of the code have no names, and the state_dict does not h
 @rule
 def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what of a module its state_dict leaves out."""
-    remarks = context.checkpoint.remarks
-    for kind, level in ((Kind.FROZEN, Level.WARNING), (Kind.CONSTANTS, Level.NOTE)):
-        for remark in remarks:
-            if remark.kind is kind:
-                remedies = advise("use the file that was frozen") if level is Level.WARNING else ()
-                said = _FROZEN if level is Level.WARNING else _CONSTANTS
-                yield rule.finding(level, f"{said}: {clause(remark)}", remedies=remedies)
-    attributes = tuple(remark.place for remark in remarks if remark.kind is Kind.TENSOR_ATTRIBUTE)
+    remarked = context.checkpoint.remarked
+    for remark in remarked(Kind.FROZEN):
+        said, remedies = f"{_FROZEN}: {clause(remark)}", advise("use the file that was frozen")
+        yield rule.finding(Level.WARNING, said, remedies=remedies)
+    for remark in remarked(Kind.CONSTANTS):
+        yield rule.finding(Level.NOTE, f"{_CONSTANTS}: {clause(remark)}")
+    attributes = tuple(remark.place for remark in remarked(Kind.TENSOR_ATTRIBUTE))
     if attributes:
         said = f"{counted(len(attributes), 'attribute')} with tensors, neither parameter nor buffer, left out"
-        outweighing = [clause(remark) for remark in remarks if remark.kind is Kind.MOST_IN_ATTRIBUTES]
+        outweighing = [clause(remark) for remark in remarked(Kind.MOST_IN_ATTRIBUTES)]
         yield rule.finding(
             Level.WARNING if outweighing else Level.NOTE,
             ": ".join([said, *outweighing]),

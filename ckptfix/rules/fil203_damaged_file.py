@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import STALE, Fact, Kind
+from ckptfix.core.facts import STALE, Kind
 from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
@@ -47,13 +47,12 @@ from ckptfix.rules.rule import Context, Rule, rule
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
     checkpoint = context.checkpoint
-    stale = (fact for fact in checkpoint.remarks if fact.kind in STALE)
-    if damage := (*checkpoint.damage, *stale):
+    if damage := (*checkpoint.damage, *checkpoint.remarked(*STALE)):
         cause = clauses(damage)
         fix = Fix((Rewrite(cause),), Applicability.SAFE)
         evidence = {"damage": [clause(fact) for fact in damage]}
         yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
-    doubts = [clause(fact) for fact in checkpoint.remarks if fact.kind is Kind.DOUBTFUL_NAMES]
+    doubts = [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]
     if doubts:
         yield rule.finding(
             Level.WARNING,
@@ -64,13 +63,13 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     yield from _doubtful_values(rule, checkpoint)
     yield from _unnamed(rule, context)
-    trailing = [fact.data["nbytes"] for fact in checkpoint.remarks if fact.kind is Kind.TRAILING_BYTES]
+    trailing = [fact.data["nbytes"] for fact in checkpoint.remarked(Kind.TRAILING_BYTES)]
     if trailing:
         keys = _of_last_storage(checkpoint)
         doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
         said = f"{trailing[0]} bytes after the checkpoint belong to nothing{doubt if keys else ''}"
         yield rule.finding(Level.NOTE, said, keys=keys)
-    strays = [fact.place for fact in checkpoint.remarks if fact.kind is Kind.STRAY_FILE]
+    strays = [fact.place for fact in checkpoint.remarked(Kind.STRAY_FILE)]
     if strays:
         files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
         yield rule.finding(
@@ -103,9 +102,8 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
 def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield the tensors whose bytes may be wrong, by the reason; ``.`` stands for all without a checksum."""
     reasons: dict[str, list[str]] = {}
-    for fact in checkpoint.remarks:
-        if fact.kind is Kind.DOUBTFUL_VALUES:
-            reasons.setdefault(clause(fact), []).append(fact.place)
+    for fact in checkpoint.remarked(Kind.DOUBTFUL_VALUES):
+        reasons.setdefault(clause(fact), []).append(fact.place)
     for reason, places in reasons.items():
         named = set(places)
         keys = tuple(
@@ -124,23 +122,21 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield what is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
-    of_kind: dict[Kind, list[Fact]] = {}
-    for fact in context.checkpoint.remarks:
-        of_kind.setdefault(fact.kind, []).append(fact)
-    for fact in of_kind.get(Kind.UNNAMED_LOSS, ()):
+    remarked = context.checkpoint.remarked
+    for fact in remarked(Kind.UNNAMED_LOSS):
         yield rule.finding(
             # With a target, what is missing of it is the finding of another rule.
             Level.ERROR if context.target is None else Level.NOTE,
             f"tensors are lost whose names are not known: those of {clause(fact)}",
             remedies=advise("fetch the missing files, or name the model to compare with"),
         )
-    for fact in of_kind.get(Kind.DAMAGED_NOTE, ()):
+    for fact in remarked(Kind.DAMAGED_NOTE):
         yield rule.finding(
             Level.WARNING,
             f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing",
             remedies=advise("write it again from the file that it was made of, or name the model to compare with"),
         )
-    for fact in of_kind.get(Kind.INDEX_SIZE, ()):
+    for fact in remarked(Kind.INDEX_SIZE):
         if fact.place == ".":
             yield rule.finding(Level.NOTE, f"{clause(fact)}: one of them may belong to another save")
         else:
@@ -149,20 +145,20 @@ def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed",
                 remedies=advise("fetch all shards of one save again"),
             )
-    for fact in of_kind.get(Kind.PACKED_MEMBERS, ()):
+    for fact in remarked(Kind.PACKED_MEMBERS):
         yield rule.finding(
             Level.NOTE,
             f"{clause(fact)} compressed, which torch.save never does: another program packed the file again, and"
             " torch.load(mmap=True) refuses it",
         )
-    if packed := of_kind.get(Kind.PACKED_SHARD):
+    if packed := remarked(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
         yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")
 
 
 def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the tensors in the storage that ends where bytes follow which belong to nothing."""
-    last = {fact.place for fact in checkpoint.remarks if fact.kind is Kind.LAST_STORAGE}
+    last = {fact.place for fact in checkpoint.remarked(Kind.LAST_STORAGE)}
     return tuple(
         key
         for key, spec in checkpoint.specs.items()

@@ -50,11 +50,11 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what the file would run."""
     fix = None
     if context.settings.disarm and context.checkpoint.specs:
-        armed = [remark for remark in context.checkpoint.remarks if remark.kind in (Kind.PAYLOAD, Kind.HIDDEN_PICKLE)]
+        armed = context.checkpoint.remarked(Kind.PAYLOAD, Kind.HIDDEN_PICKLE)
         names = ", ".join(remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed)
         fix = Fix((Disarm(names),), Applicability.UNSAFE, asked=True)
     remedies = REMEDIES if context.checkpoint.specs else REMEDIES[:1]
-    payload = [fact.data["name"] for fact in context.checkpoint.remarks if fact.kind is Kind.PAYLOAD]
+    payload = [fact.data["name"] for fact in context.checkpoint.remarked(Kind.PAYLOAD)]
     if payload:
         yield rule.finding(
             Level.ERROR,
@@ -64,7 +64,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=remedies,
             blocks=Blocks.WRITING | Blocks.LOADING,
         )
-    if stored := [remark for remark in context.checkpoint.remarks if remark.kind is Kind.STORED_CODE]:
+    if stored := context.checkpoint.remarked(Kind.STORED_CODE):
         edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)
         yield rule.finding(
             Level.WARNING,
@@ -75,7 +75,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=advise("load the state_dict that ckptfix repair writes into the model's own class"),
             blocks=Blocks.WRITING | Blocks.LOADING,
         )
-    hidden = [fact.place for fact in context.checkpoint.remarks if fact.kind is Kind.HIDDEN_PICKLE]
+    hidden = [fact.place for fact in context.checkpoint.remarked(Kind.HIDDEN_PICKLE)]
     if hidden:
         yield rule.finding(
             Level.WARNING,

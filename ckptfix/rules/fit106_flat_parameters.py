@@ -109,7 +109,7 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
 
 def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Assemble]:
     """Yield the shapes of weights that have their names, and one dimension."""
-    if not any(fact.kind is Kind.FLATTENED for fact in checkpoint.remarks):
+    if not checkpoint.remarked(Kind.FLATTENED):
         return
     for name, slot in target.slots.items():
         spec = checkpoint.entries.get(name)

@@ -180,7 +180,7 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
 
 
 def _notes(checkpoint: Checkpoint, tied: dict[str, str]) -> dict[str, str]:
-    notes = {fact.place: fact.data["text"] for fact in checkpoint.remarks if fact.kind is Kind.NOTE} | {"format": "pt"}
+    notes = {fact.place: fact.data["text"] for fact in checkpoint.remarked(Kind.NOTE)} | {"format": "pt"}
     for name, value in ((METADATA, checkpoint.metadata), (TIES, tied), (CONTAINER, _note(checkpoint)[0])):
         if value:
             try:

@@ -154,7 +154,7 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> 
         fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
         is_hostile = isinstance(error, HostileError)
         return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=0 if is_hostile else _salvaged(path))
-    if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarks if fact.kind is FactKind.PAYLOAD]:
+    if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarked(FactKind.PAYLOAD)]:
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
         return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
     shapes, prefix = plain_names({key: spec.shape for key, spec in checkpoint.specs.items()})
