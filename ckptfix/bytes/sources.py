@@ -227,6 +227,19 @@ def blocks_of(data: memoryview) -> Iterator[memoryview]:
         yield data[start : start + BLOCK]
 
 
+PIECE = 64 << 10  # bytes that are copied at once: so few that no fresh memory is asked for them
+
+
+def are_equal(one: Iterable[memoryview], other: Iterable[memoryview]) -> bool:
+    """Return whether two streams of equal blocks have the same bytes."""
+    # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece.
+    return all(
+        bytearray(mine[start : start + PIECE]) == theirs[start : start + PIECE]
+        for mine, theirs in zip(one, other, strict=True)
+        for start in range(0, max(mine.nbytes, theirs.nbytes), PIECE)
+    )
+
+
 class Content(Struct, eq=False, weakref=True):
     """The bytes of one input, whole: a file that is read as far as it is asked for, or a buffer in memory.
 

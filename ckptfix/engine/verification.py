@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import Content, located, stream
+from ckptfix.bytes.sources import Content, are_equal, located, stream
 from ckptfix.bytes.threads import THREADS, background, batched
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.objects import tensors_in
@@ -26,7 +26,7 @@ from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.maps.positions import optimizers_in
 from ckptfix.reading import safetensors
 from ckptfix.reading.formats import read_document
-from ckptfix.reading.tensors import contiguous_blocks
+from ckptfix.reading.tensors import have_same_bytes
 from ckptfix.writing.output import Written
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras
@@ -34,9 +34,6 @@ from ckptfix.writing.safetensors import lost_extras
 # Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer.
 BATCH = 32 << 20
 WINDOW = 512 << 10  # bytes that are compared at once: they are in the processor's cache still
-
-# Bytes of a block that are copied at once where they have to be: so few that no fresh memory is asked for them.
-PIECE = 64 << 10
 
 
 def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequence[Written] = ()) -> None:
@@ -260,14 +257,5 @@ def _first_difference(batch: list[_Range]) -> str | None:
 
 def _same_blocks(before: TensorSpec, after: TensorSpec, path: str) -> bool:
     if _is_same_view(before, after) and before.storage is not None and after.storage is not None:
-        left, right = stream(before.storage.source, *before.extent), stream(after.storage.source, *after.extent)
-    else:
-        left, right = contiguous_blocks(before, path), contiguous_blocks(after, path)
-    return all(_equal(one, other) for one, other in zip(left, right, strict=True))
-
-
-def _equal(one: memoryview, other: memoryview) -> bool:
-    """Return whether two runs of bytes are equal."""
-    # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece.
-    pieces = range(0, max(one.nbytes, other.nbytes), PIECE)
-    return all(bytearray(one[start : start + PIECE]) == other[start : start + PIECE] for start in pieces)
+        return are_equal(stream(before.storage.source, *before.extent), stream(after.storage.source, *after.extent))
+    return have_same_bytes(before, after, path)

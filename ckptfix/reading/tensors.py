@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import blocks_of, located, stream
+from ckptfix.bytes.sources import are_equal, blocks_of, located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
@@ -365,3 +365,8 @@ def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
         yield from stream(spec.storage.source, *spec.extent)
         return
     yield from blocks_of(row_major_bytes(spec, path))
+
+
+def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:
+    """Return whether two strided tensors of one dtype and shape have the same elements, bit for bit."""
+    return are_equal(contiguous_blocks(one, path), contiguous_blocks(other, path))

@@ -45,8 +45,9 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
 from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
-from ckptfix.rules.fit109_reparametrised_weight import in_parts
+from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
 from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
 
@@ -186,16 +187,6 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
 
 Shape = tuple[int, ...]
 
-_NEW = "parametrizations.{tensor}"
-
-# The tensors that a parametrization has in the place of one, in old releases of torch and in new ones.
-_PARTS = {
-    "weight_norm": (("{tensor}_g", "{tensor}_v"), (f"{_NEW}.original0", f"{_NEW}.original1")),
-    "spectral_norm": (("{tensor}_orig", "{tensor}_u"), (f"{_NEW}.original", f"{_NEW}.0._u")),
-    "pruning": (("{tensor}_orig", "{tensor}_mask"),),
-    "a parametrization": ((f"{_NEW}.original",), (f"{_NEW}.original0",)),
-}
-
 MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
 
 # Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept.
@@ -251,9 +242,9 @@ def other_layout(context: Context, target: Target) -> str:
             f"{counted(number, 'weight')} of the file with an adapter beside, which was not merged: merge it "
             "first, by its configuration or with what made it, and repair the result"
         )
-    for norm in _PARTS:
+    for norm in (WEIGHT_NORM, SPECTRAL_NORM, PRUNING, _OTHER):
         if number := sum(_has_parts(left, key, norm) for key in gone):
-            lacks = norm == "spectral_norm" and any(_is_singular(f"{key[:-2]}_v", left) for key in left)
+            lacks = norm == SPECTRAL_NORM and any(_is_singular(f"{key[:-2]}_v", left) for key in left)
             how = " with strict=False (`_v` is missing), run it once in training mode" if lacks else ""
             return (
                 f"the file has {counted(number, 'weight')} as {norm} splits it up: load it into the model with {norm} "
@@ -328,9 +319,14 @@ def _without_adapter(key: str) -> tuple[str, str]:
     return plain, plain.removeprefix("base_model.model.")
 
 
+_OTHER = "a parametrization"
+
+
 def _has_parts(tensors: Mapping[str, Shape], key: str, norm: str) -> bool:
-    path, dot, name = key.rpartition(".")
-    return any(all(path + dot + part.format(tensor=name) in tensors for part in parts) for parts in _PARTS[norm])
+    if norm == _OTHER:
+        module, dot, leaf = key.rpartition(".")
+        return any(f"{module}{dot}parametrizations.{leaf}.{part}" in tensors for part in ("original", "original0"))
+    return any(form == norm and all(part in tensors for part in parts[:2]) for form, parts in forms_of(key))
 
 
 def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:

@@ -39,7 +39,7 @@ from ckptfix.core.edits import Tie
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.reading.tensors import contiguous_blocks
+from ckptfix.reading.tensors import have_same_bytes
 from ckptfix.rules.rule import Context, Rule, rule
 
 
@@ -95,5 +95,4 @@ def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
     """Return whether two tensors hold the same bytes. Those of another shape or dtype count as equal."""
     if one.view == other.view or (one.dtype, one.shape) != (other.dtype, other.shape):
         return True
-    blocks = zip(contiguous_blocks(one, path), contiguous_blocks(other, path), strict=True)
-    return all(mine == theirs for mine, theirs in blocks)
+    return have_same_bytes(one, other, path)

@@ -100,20 +100,20 @@ def in_parts(keys: Collection[str]) -> dict[str, set[str]]:
             name = ".".join(filter(None, (match["module"], match["new"] or match["old"])))
             found.setdefault(name, set()).add(key)
     return {
-        name: parts for name, parts in found.items() if any(parts.issuperset(form[:2]) for _, form in _forms_of(name))
+        name: parts for name, parts in found.items() if any(parts.issuperset(form[:2]) for _, form in forms_of(name))
     }
 
 
 def renamed_parts(name: str, to: str, keys: Collection[str]) -> dict[str, str]:
     """Return the names that the parts of a tensor get, by their keys, if the tensor is called ``to``; the part with its
     shape comes first. Empty if they are the parts of no form that is known."""
-    for (_, old), (_, new) in zip(_forms_of(name), _forms_of(to), strict=True):
+    for (_, old), (_, new) in zip(forms_of(name), forms_of(to), strict=True):
         if set(old) == set(keys):
             return dict(zip(old, new, strict=True))
     return {}
 
 
-def _forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
+def forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the keys that each form has of a tensor."""
     module, dot, leaf = name.rpartition(".")
     for form, templates in _FORMS:
@@ -126,7 +126,7 @@ def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold
     taken, put = _prefixes(parts, target)
     for stem, keys in parts.items():
         name = put + stem.removeprefix(taken)
-        for form, (main, *others) in _forms_of(stem):
+        for form, (main, *others) in forms_of(stem):
             if keys != {main, *others} or name in entries or name not in target.slots:
                 continue
             found = [entry for key in (main, *others) if isinstance(entry := entries[key], TensorSpec)]

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.reading.tensors import contiguous_blocks
+from ckptfix.reading.tensors import have_same_bytes
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_layers_own, is_matrix
@@ -66,7 +66,6 @@ def _same(keys: list[str], context: Context) -> list[str]:
             return False
         if first.strides == other.strides and figures[keys[0]].sample != figures[key].sample:
             return False  # without another look at the file
-        blocks = zip(contiguous_blocks(first, path), contiguous_blocks(other, path), strict=True)
-        return all(mine == theirs for mine, theirs in blocks)
+        return have_same_bytes(first, other, path)
 
     return [keys[0], *filter(is_same, keys[1:])]

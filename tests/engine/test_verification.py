@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 import torch
 
+from ckptfix.bytes import sources
 from ckptfix.engine import verification
 from ckptfix.engine.verification import verify
 from ckptfix.errors import UnreadableError, WriteError
@@ -108,7 +109,7 @@ def many_sizes() -> dict[str, torch.Tensor]:
 def in_small_steps(monkeypatch):
     monkeypatch.setattr(verification, "WINDOW", 64)
     monkeypatch.setattr(verification, "BATCH", 1000)
-    monkeypatch.setattr(verification, "PIECE", 16)
+    monkeypatch.setattr(sources, "PIECE", 16)
 
 
 @pytest.mark.usefixtures("in_small_steps")

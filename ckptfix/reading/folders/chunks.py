@@ -19,7 +19,7 @@ from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
-from ckptfix.reading.tensors import contiguous_blocks, row_major_bytes
+from ckptfix.reading.tensors import have_same_bytes, row_major_bytes
 
 
 class Box(Struct, frozen=True):
@@ -231,11 +231,8 @@ def is_same(one: Any, other: Any, path: str) -> bool:
         return bool(one == other)
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    return all(
-        first == second
-        for before, after in zip(one.strided_parts(), other.strided_parts(), strict=True)
-        for first, second in zip(contiguous_blocks(before, path), contiguous_blocks(after, path), strict=True)
-    )
+    pairs = zip(one.strided_parts(), other.strided_parts(), strict=True)
+    return all(have_same_bytes(before, after, path) for before, after in pairs)
 
 
 def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> bool:
