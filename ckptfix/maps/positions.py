@@ -461,6 +461,22 @@ def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) 
         yield from made.values()
 
 
+def _top_down(layout: Layout) -> Iterator[Recipe]:
+    """Yield the recipes of scripts that give each parameter a group, part by part from the last one to the first."""
+    known = [list(layout.shapes), list(layout.shapes)[::-1]]
+    for part, of in _PARTS.items():
+        # A name times 0 is the same for all, so the parameters of a part stay in their order.
+        each = Recipe(f"a group for each parameter, by {part} in reverse", partial(_pair, of), sorting=(-1, 0, 0))
+        order = [keys[0] for _, keys in each.groups(layout)]
+        if order not in known:
+            known.append(order)
+            yield each
+
+
+def _pair(part: Part, layout: Layout, key: str) -> tuple[Hashable, str]:
+    return part(key), key
+
+
 def _arranged(
     groups: list[tuple[Hashable, list[str]]], layout: Layout, optimizer: Optimizer
 ) -> list[tuple[Hashable, list[str]]] | None:
@@ -571,11 +587,11 @@ def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> 
     outcomes: list[Hashable] = []
     # A script may have made the groups from the top down, or others, which only moments show.
     is_shown = moments and len(sizes) > 1
-    own = own_groups(layout, optimizer, new) if is_shown and max(sizes) > 1 else ()
-    for recipe in chain(RECIPES, own):
+    own = _top_down(layout) if max(sizes, default=0) < 2 else own_groups(layout, optimizer, new)
+    for recipe in chain(RECIPES, own if is_shown else ()):
         if recipe.is_mixed and not is_mixed:
             continue
-        for each in (recipe, recipe.upside_down) if is_shown and not recipe.is_own else (recipe,):
+        for each in (recipe, recipe.upside_down) if is_shown and not (recipe.is_own or recipe.sorting) else (recipe,):
             made = each.groups(layout)
             groups = [keys for _, keys in made]
             if tuple(map(len, groups)) != sizes or not each.agrees([label for label, _ in made], optimizer.groups):
