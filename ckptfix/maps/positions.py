@@ -299,10 +299,12 @@ class Recipe(Struct, frozen=True):
             found.sort(key=lambda group: ranks[group[0]][:: -1 if is_swapped else 1])
         return found[:: -1 if self.is_reversed else 1]
 
-    def agrees(self, labels: Sequence[Hashable], groups: Sequence[Mapping[str, Any]]) -> bool:
+    def agrees(self, labels: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the hyperparameters of groups do not contradict these labels."""
         if self.rises is _decaying and len({tuple(_without_decay(group).items()) for group in groups}) > 1:
             return False
+        if self.rises is _layered and len({layer for layer, _ in labels}) < 2:
+            return False  # of a model without numbered blocks it would be by decay only
         ranks = list(map(self.rises, labels)) if self.rises is not None else []
         for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
             numbers = (next((group[name] for name in names if name in group), None) for group in groups)
@@ -345,6 +347,10 @@ def _decaying(label: Any) -> tuple[float, float]:
     return 0, label
 
 
+def _layered(label: tuple[float, float]) -> tuple[float, float]:
+    return label
+
+
 PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
 PARTS = Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0])
 
@@ -377,17 +383,17 @@ RECIPES = (
     Recipe(
         "layer-wise decay of BEiT and MAE",
         lambda layout, key: (_layer(key), _decays_in_vit(layout, key)),
-        rises=lambda label: label,
+        rises=_layered,
     ),
     Recipe(
         "layer-wise decay of MAE",
         lambda layout, key: (_layer(key), not (_is_flat(layout, key) or key in _MAE_UNDECAYED)),
-        rises=lambda label: label,
+        rises=_layered,
     ),
     Recipe(
         "layer-wise decay of timm",
         lambda layout, key: (_layer_in_timm(layout, key), not (_is_flat(layout, key) or re.search(_UNDECAYED, key))),
-        rises=lambda label: label,
+        rises=_layered,
     ),
 )
 """The recipes of trainers that are in use. Each is confirmed by the sizes of the groups and the shapes of the moments.

@@ -124,7 +124,7 @@ def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
     ("names", "of_first", "of_second", "is_read"),
     [
         pytest.param("HF", {"weight_decay": 0.0}, {"weight_decay": 0.0}, True, id="no-decay-at-all"),
-        pytest.param("HF", {"weight_decay": 0.1, "lr": 1}, {"weight_decay": 0.0, "lr": 2}, True, id="biases-faster"),
+        pytest.param("HF", {"weight_decay": 0.1, "lr": 1}, {"weight_decay": 0.0, "lr": 2}, False, id="biases-faster"),
         pytest.param("HF", {"weight_decay": 0.0}, {"weight_decay": 0.1}, False, id="more-decay-of-biases"),
         pytest.param("layers", {"lr": 2.0}, {"lr": 1.0}, True, id="the-head-is-faster"),
         pytest.param("layers", {"lr": 1.0}, {"lr": 2.0}, False, id="the-head-is-slower"),
@@ -141,6 +141,17 @@ def test_groups_that_the_hyperparameters_contradict_are_no_recipe(names, of_firs
     (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": groups}})
     found = [naming.source for naming in namings(state, Layout(shapes))]
     assert any(one.startswith(("Hugging Face", "layer-wise")) for one in found) is is_read
+
+
+def test_a_model_without_blocks_has_no_layer_wise_groups():
+    """All of it would be one layer, in groups by decay: the head after its norm, which a script may say as well."""
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (2,), "norm.bias": (2,), "head.weight": (3, 2)}
+    rows = {number: {"m": TensorSpec("float32", shape)} for number, shape in enumerate(shapes.values())}
+    groups = [{"params": [0, 1], "weight_decay": 0.0}, {"params": [2], "weight_decay": 0.1}]
+    (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": groups}})
+    found = [naming.source for naming in namings(state, Layout(shapes))]
+    assert found
+    assert not any(source.startswith("layer-wise") for source in found)
 
 
 def test_every_recipe_has_a_name_of_its_own():
