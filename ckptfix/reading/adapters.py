@@ -4,6 +4,7 @@ Only names and shapes are read, and the configuration; what a layer changes is f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -149,6 +150,15 @@ class Adapter(Struct, frozen=True):
             config.get("base_model_name_or_path") or config.get("model") or _noted(self.checkpoint, "ss_sd_model_name")
         )
         return named if isinstance(named, str) else ""
+
+    def is_trained_on(self, path: str) -> bool | None:
+        """Return whether a file is the one that the adapter was trained on, by the hash that kohya's scripts note: of
+        64 KiB after the first MiB. None if nothing says so."""
+        noted = _noted(self.checkpoint, "ss_sd_model_hash")
+        if not re.fullmatch("[0-9a-f]{8}", noted) or not Path(path).is_file():
+            return None
+        some = bytes(Content.of_file(path).buffer[1 << 20 : (1 << 20) + (1 << 16)])
+        return hashlib.sha256(some).hexdigest().startswith(noted) if some else None
 
     @property
     def is_kohya(self) -> bool:

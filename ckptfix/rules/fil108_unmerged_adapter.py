@@ -177,8 +177,13 @@ def _merge(rule: Rule, context: Context) -> Finding:
 
 def _origin(adapter: Adapter, base: str) -> str:
     """Return the place of an adapter, and the base that it names if that may be another one."""
+    if not adapter.path:
+        return ""
+    if (is_own := adapter.is_trained_on(base)) is not None:
+        other = f"another file, {adapter.base}: the same weights in another form, or others"
+        return f" ({adapter.label}, trained on {'this very file' if is_own else other})"
     is_other = bool(adapter.base) and Path(adapter.base).name.lower() not in base.lower()
-    return f" ({adapter.label}{f', trained on {adapter.base}' * is_other})" if adapter.path else ""
+    return f" ({adapter.label}{f', trained on {adapter.base}' * is_other})"
 
 
 def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> str:

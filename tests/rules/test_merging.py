@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 
@@ -599,6 +600,28 @@ def test_a_trainer_notes_the_base_in_the_header(tmp_path):
     save_file(tensors, tmp_path / "style.safetensors", {"ss_sd_model_name": "dream_v8.safetensors"})
     (finding,) = ckptfix.check(tmp_path / "style.safetensors", select="FIL108").findings
     assert "trained on dream_v8.safetensors" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("noted", "said"),
+    [
+        pytest.param({"ss_sd_model_hash": ""}, ", trained on dream_v8.safetensors)", id="none"),
+        pytest.param({"ss_sd_model_hash": "None"}, ", trained on dream_v8.safetensors)", id="not-a-hash"),
+        pytest.param({}, ", trained on this very file)", id="the-same"),
+        pytest.param({"ss_sd_model_hash": "0123abcd"}, ", trained on another file, dream_v8.safetensors: ", id="other"),
+    ],
+)
+def test_the_hash_of_a_trainer_proves_the_base(noted, said, tmp_path):
+    save_file({"q.weight": torch.randn(600, 500)}, tmp_path / "base.safetensors")
+    with (tmp_path / "base.safetensors").open("rb") as file:  # as kohya's `model_hash` does
+        file.seek(0x100000)
+        own = hashlib.sha256(file.read(0x10000)).hexdigest()[:8]
+    tensors = {"lora_unet_q.lora_down.weight": torch.ones(2, 500), "lora_unet_q.lora_up.weight": torch.ones(600, 2)}
+    notes = {"ss_sd_model_name": "dream_v8.safetensors", "ss_sd_model_hash": own, **noted}
+    save_file(tensors, tmp_path / "style.safetensors", notes)
+    asked = {"adapter": tmp_path / "style.safetensors", "select": "FIL108"}
+    (finding,) = ckptfix.check(tmp_path / "base.safetensors", **asked).findings
+    assert said in finding.message
 
 
 @pytest.mark.parametrize("more", [{"trainable_token_indices": {"embed_tokens": [0, 5]}}, {"r": 2}])
