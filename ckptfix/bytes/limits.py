@@ -164,6 +164,15 @@ class Bounds:
         return [self.key(key, -self._sets) for key in keys]
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ``ValueError`` if it has a key twice."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {doubled!r:.60} is in it twice")
+    return made
+
+
 def bounded_key(key: Any, path: str) -> Any:
     """Return the key itself, once it is known that it can be hashed and shown in bounded time."""
     nodes, pending = 0, [key]

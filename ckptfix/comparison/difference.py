@@ -16,7 +16,7 @@ from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
-from ckptfix.report.style import Line, Span, elements, tensor_text
+from ckptfix.report.style import Line, Span, elements, spec_text
 
 Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 
@@ -209,12 +209,12 @@ def _keys(title: str, specs: Mapping[str, TensorSpec], limit: int | None) -> Ite
     if specs:
         numel = sum(spec.numel for spec in specs.values())
         yield (Span(f"{title}: {counted(len(specs), 'tensor')}, {elements(numel)}", "warning"),)
-        yield from (f"  {line}" for line in folded_lines(specs, limit, lambda key: _spec_text(specs[key])))
+        yield from (f"  {line}" for line in folded_lines(specs, limit, lambda key: spec_text(specs[key])))
 
 
 def _pairs(title: str, pairs: Sequence[Pair], limit: int | None) -> Iterator[Line]:
     if pairs:
-        texts = {pair.key: f"{_spec_text(pair.a)} → {_spec_text(pair.b)}" for pair in pairs}
+        texts = {pair.key: f"{spec_text(pair.a)} → {spec_text(pair.b)}" for pair in pairs}
         yield (Span(f"{title}: {counted(len(pairs), 'tensor')}", "warning"),)
         yield from (f"  {line}" for line in folded_lines(texts, limit, texts.__getitem__))
 
@@ -283,8 +283,3 @@ def _section(title: str, lines: Iterable[str], limit: int | None) -> Iterator[Li
         yield from (f"  {line}" for line in shown)
         if len(shown) < len(lines):
             yield f"  … and {len(lines) - len(shown)} more (-v)"
-
-
-def _spec_text(spec: TensorSpec) -> str:
-    text = tensor_text(spec.dtype, spec.shape)
-    return text if spec.layout == "strided" else f"{text} {spec.layout}"

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.limits import Bounds, shown
+from ckptfix.bytes.limits import Bounds, shown, unique_keys
 from ckptfix.bytes.sources import BLOCK, Content, TornBytes, unfilled_from
 from ckptfix.core.dtypes import BY_SAFETENSORS, DType
 from ckptfix.core.facts import Fact, Kind
@@ -178,7 +178,7 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
             f"{path}: the header is not UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
         ) from error
     try:
-        header = content.bounds.parse_json(text, _unique, _no_constant)
+        header = content.bounds.parse_json(text, unique_keys, _no_constant)
         "".join(header).encode("utf-8")  # an escape may be half a character
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
@@ -218,14 +218,6 @@ def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], i
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"clause: no duplicate keys; {doubled!r:.60} is in it twice")
-    return made
 
 
 def check_layout(content: Content, header: Mapping[str, Any]) -> int:

@@ -20,7 +20,7 @@ from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
 from ckptfix.reading.weights.modules import is_module
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
-from ckptfix.report.style import Line, Span, elements, size, tensor_text
+from ckptfix.report.style import Line, Span, elements, size, spec_text
 from ckptfix.writing.plain import NATIVE, known_form
 
 # From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word.
@@ -142,7 +142,7 @@ def inspection_lines(
     )
     specs = checkpoint.specs
     # The table is what the command is for, so it gets more room than a list in a report.
-    table = folded_lines(specs, None if verbose else 40, lambda key: _spec_text(specs[key]))
+    table = folded_lines(specs, None if verbose else 40, lambda key: spec_text(specs[key]))
     yield from _section("keys", table, None)
 
 
@@ -156,7 +156,7 @@ def size_on_disk(path: Path) -> int:
 def key_lines(checkpoint: Checkpoint) -> Iterator[Line]:
     """Yield one line for each tensor, ``key dtype[shape]``, in the file's order."""
     for key, spec in checkpoint.specs.items():
-        yield f"{key} {_spec_text(spec)}"
+        yield f"{key} {spec_text(spec)}"
 
 
 def covered_bytes(specs: Iterable[TensorSpec]) -> int:
@@ -225,7 +225,7 @@ def _counts(numbers: Mapping[str, int]) -> list[str]:
 def describe(value: object) -> str:
     """Return a value of a container in a few words."""
     if isinstance(value, TensorSpec):
-        return _spec_text(value)
+        return spec_text(value)
     if isinstance(value, Opaque):
         return f"object of {value.cls}"
     if isinstance(value, Global):
@@ -291,7 +291,3 @@ def _section(title: str, lines: Sequence[str], limit: int | None, empty: str = "
 
 def _listed(items: Iterator[str]) -> str:
     return ", ".join(items) or "none"
-
-
-def _spec_text(spec: TensorSpec) -> str:
-    return tensor_text(spec.dtype, spec.shape) + ("" if spec.layout == "strided" else f" {spec.layout}")

@@ -9,9 +9,12 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from ckptfix.core.spec import TensorSpec
 
 _CODES = {
     "error": "1;31",
@@ -157,6 +160,11 @@ def percent(part: int, whole: int) -> str:
 def tensor_text(dtype: str, shape: Sequence[int] | None) -> str:
     """Return a tensor's dtype and shape: ``float32[64, 3, 7, 7]``; ``float32[?]`` for a shape not known yet."""
     return f"{dtype}[{'?' if shape is None else ', '.join(map(str, shape))}]"
+
+
+def spec_text(spec: TensorSpec) -> str:
+    """Return the same of a spec, with its layout if it is not dense."""
+    return tensor_text(spec.dtype, spec.shape) + ("" if spec.layout == "strided" else f" {spec.layout}")
 
 
 def evidence_items(evidence: Mapping[str, Any], length: int | None = None) -> Iterator[str]:

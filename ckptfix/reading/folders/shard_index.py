@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from ckptfix.bytes.files import is_url
+from ckptfix.bytes.limits import unique_keys
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import HostileError, UnreadableError
 
@@ -84,7 +85,7 @@ def parse_index(content: Content) -> ShardIndex:
     if len(content) > INDEX_LIMIT:
         raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
     try:
-        parsed = content.bounds.parse_json(bytes(content.buffer[:]), _unique)
+        parsed = content.bounds.parse_json(bytes(content.buffer[:]), unique_keys)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: the index is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(parsed, dict):
@@ -97,15 +98,6 @@ def parse_index(content: Content) -> ShardIndex:
         raise UnreadableError(f"{path}: its weight_map is empty: the index names no tensor; fetch the file again")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return ShardIndex(path, weight_map, total if type(total) is int and total > 0 else None)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        doubled = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
-        raise ValueError(f"the key {doubled!r:.60} is twice in it")
-    return found
 
 
 def name_unpacked(name: str) -> str:
