@@ -30,8 +30,9 @@ class Record(Struct, frozen=True, dict=True):
     and a space matches any white space. The named groups fill ``cause`` and ``advice``; ``unknown`` stands in for
     groups that the message lacks. ``codes`` are the rules, or the beginnings of their codes, that find the cause. A
     ``general`` record, of a message that others come wrapped in, counts only if no other is found. ``frames`` are
-    patterns of traceback lines, for messages that say too little by themselves. ``about_file``: the cause is what the
-    file is or holds, though no rule finds anything wrong with it. ``held`` is the cause if the file has the entry
+    patterns of traceback lines, for messages that say too little by themselves, and ``beside_file`` patterns that count
+    only if a checkpoint is named too. ``about_file``: the cause is what the file is or holds, though no rule finds
+    anything wrong with it. ``held`` is the cause if the file has the entry
     ``{key}`` that the message misses. ``read`` names the reader that looks at the keys of the message."""
 
     name: str
@@ -47,6 +48,7 @@ class Record(Struct, frozen=True, dict=True):
     held: str = ""
     read: str = ""
     frames: tuple[str, ...] = ()
+    beside_file: tuple[str, ...] = ()
 
     @cached_property
     def _compiled(self) -> tuple[re.Pattern[str], ...]:
@@ -74,9 +76,10 @@ class Record(Struct, frozen=True, dict=True):
             return None
         return {**self.unknown, **{name: text for name, text in found.groupdict().items() if text is not None}}
 
-    def match_frames(self, text: str) -> Mapping[str, str] | None:
-        """Return what a whole traceback in one line says, for a message that is recognised by where it was raised."""
-        for pattern in self.frames:
+    def match_frames(self, text: str, beside_file: bool) -> Mapping[str, str] | None:
+        """Return what a whole traceback in one line says, for a message that is recognised by where it was raised or by
+        the file beside it."""
+        for pattern in (*self.frames, *(self.beside_file if beside_file else ())):
             if found := re.search(pattern, text, re.IGNORECASE):
                 return {**self.unknown, **found.groupdict()}
         return None
@@ -88,7 +91,9 @@ def _load() -> tuple[Record, ...]:
 
     def record(entry: dict[str, Any]) -> Record:
         advice = tuple(shared[each] if isinstance(each, str) else Advice(**each) for each in entry.pop("advice"))
-        lists: dict[str, Any] = {name: tuple(entry.pop(name, ())) for name in ("patterns", "codes", "frames")}
+        lists: dict[str, Any] = {
+            name: tuple(entry.pop(name, ())) for name in ("patterns", "codes", "frames", "beside_file")
+        }
         return Record(**entry, **lists, advice=advice)
 
     return tuple(record(entry) for entry in data["message"])
@@ -159,9 +164,13 @@ def explain(text: str, subject: Subject | None = None) -> Explanation | None:
 
 
 def _by_frames(text: str, parts: list[Message], subject: Subject) -> Explanation | None:
-    """Return what is told of a message by the lines of code that it came through."""
+    """Return what is told of a message by the lines of code that it came through, or by the file that it is about."""
     whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
-    found = [(record, said) for record in RECORDS if (said := record.match_frames(whole)) is not None]
+    found = [
+        (record, said)
+        for record in RECORDS
+        if (said := record.match_frames(whole, subject.file is not None)) is not None
+    ]
     return _explanation(parts[-1], found, "", (), subject) if found else None
 
 

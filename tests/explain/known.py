@@ -7,6 +7,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " | > Layer dimention missmatch between model definition and checkpoint: text_encoder.ffn_layers.1.conv_2.bias",
         "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
         "KeyError: 'missing keys in state_dict: \"{\\'conv1.weight\\', \\'bn1.weight\\'}\"'",
+        "AssertionError: Key encoder.stages.0.0.convs.0.conv.weight is missing in the pretrained model weights. The"
+        " pretrained weights do not seem to be compatible with your network.",
+        "AssertionError: The shape of the parameters of key encoder.stages.0.0.convs.0.conv.weight is not the same.",
+        "loaded checkpoint_3.pt and found missing and/or unexpected keys:\nmissing_keys=['trunk.pos_embed']",
         "RuntimeError: While copying the parameter named fc.weight, whose dimensions in the model are torch.Size([2,"
         " 512]) and whose dimensions in the checkpoint are torch.Size([1000, 512]).",
         'RuntimeError: Error(s) in loading state_dict for ResNet:\n\tWhile copying the parameter named "fc.weight",'
@@ -58,6 +62,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "gone-from-numpy": (),
     "attribute-of-module": (),
+    "missing-entry": ("KeyError: 'dims'", 'KeyError: "network_weights"'),
+    "bytes-keys": ("TypeError: endswith first arg must be bytes or a tuple of bytes, not str",),
+    "deepcopy-of-normed": (
+        "RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the"
+        " moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm"
+        " usage, see https://github.com/pytorch/pytorch/pull/103001",
+    ),
     "newly-initialized": (
         "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
         "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"

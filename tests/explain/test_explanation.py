@@ -103,6 +103,24 @@ def test_is_not_recognised(text: str):
     assert explain(text) is None
 
 
+BESIDE_FILE = {
+    "KeyError: 'g_ema2'": "container-key",
+    "AttributeError: 'AAttn' object has no attribute 'qkv'. Did you mean: 'qk'?": "attribute-of-module",
+    "TypeError: a bytes-like object is required, not 'str'": "",
+    "AttributeError: 'Trainer' object has no attribute 'colour'": "",
+    "AttributeError: 'NoneType' object has no attribute 'colour'": "",
+}
+
+
+@pytest.mark.parametrize(("text", "name"), BESIDE_FILE.items(), ids=BESIDE_FILE)
+def test_is_recognised_only_beside_a_checkpoint(text: str, name: str):
+    assert explain(text) is None
+    explanation = explain(text, Subject("model.pth"))
+    assert (explanation.name if explanation else "") == name
+    if explanation:
+        assert_whole(explanation)
+
+
 CASES = [(record.name, text) for record in RECORDS for text in (record.example, *KNOWN.get(record.name, ()))]
 
 
