@@ -21,6 +21,10 @@ BENCH_INSTALLED := .venv-bench/.installed
 BENCH ?= --readme benchmarks/README.md
 JUDGED_INSTALLED := .venv-bench/.judged-installed
 
+# Apart from these: beside a torch without CUDA, torchaudio does not import, and transformers imports it where it is.
+KNOWN_BIN := .venv-known/bin
+KNOWN_INSTALLED := .venv-known/.installed
+
 .PHONY: help install demo quick test docs bench judgement structures lint types format samples vendor screenshot clean
 
 help:
@@ -86,14 +90,21 @@ judgement: $(JUDGED_INSTALLED)
 # The libraries whose models ckptfix knows without them.
 KNOWN ?= timm torchvision transformers diffusers open_clip smp segment_anything torchaudio dinov2
 
-structures: $(JUDGED_INSTALLED)
-	PYTHONPATH=tests/peers $(BENCH_BIN)/python -m benchmarks.structures $(KNOWN)
+structures: $(KNOWN_INSTALLED)
+	PYTHONPATH=tests/peers $(KNOWN_BIN)/python -m benchmarks.structures $(KNOWN)
 
 # Built without their weights; the versions decide which models there are.
+PEERS := timm==1.0.31 torchvision transformers==5.23.0 diffusers==0.42.1
+
 $(JUDGED_INSTALLED): $(BENCH_INSTALLED)
-	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt transformers==5.23.0 peft==0.21.2 \
-	diffusers==0.42.1 open_clip_torch==3.3.0 segmentation-models-pytorch==0.6.0 segment-anything==1.0 torchaudio==2.11.0
-	$(BENCH_BIN)/python -m pip install --quiet --no-deps git+https://github.com/facebookresearch/dinov2@b8931f7bf91576930313be2c6d6af376033b35f0
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt $(PEERS) peft==0.21.2
+	@touch $@
+
+$(KNOWN_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-known
+	$(KNOWN_BIN)/python -m pip install --quiet -c constraints.txt -e . $(PEERS) open_clip_torch==3.3.0 \
+	segmentation-models-pytorch==0.6.0 segment-anything==1.0 torchaudio==2.11.0
+	$(KNOWN_BIN)/python -m pip install --quiet --no-deps git+https://github.com/facebookresearch/dinov2@b8931f7bf91576930313be2c6d6af376033b35f0
 	@touch $@
 
 lint: $(INSTALLED)
@@ -128,4 +139,4 @@ screenshot: $(TEST_INSTALLED)
 	$(BIN)/python -m tests.report.page.screenshot docs/report.png
 
 clean:
-	rm -rf .venv .venv-bench build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-known build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
