@@ -17,13 +17,13 @@ weights that live on, and is no warning unless a millionth is left or most value
 RMS is a power of ten, more closely than chance would have it, or one that is uniform within a power of ten: that is how
 they were initialised.
 
-The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (Adam's
-second moments are zero if not), whether the momentum is parallel to the weight (so it is where decay alone moves it),
-and what `weight_decay`, `lr` and the steps predict. The message says whether that agrees. A matrix that got no gradient
-and is to shrink to less than half by the same figures is a note, although its size gives nothing away yet, and a
-warning where they predict less than a tenth and no more than that is left. A tiny matrix that gradients arrived at, and
-whose size decay does not explain, started so: a note. So is one that is not called a weight or kernel (a hash grid, a
-gate), unless the optimizer says that no gradient arrived.
+The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (if not,
+Adam's second moments are zero, or what its own weight decay makes them), whether the momentum is parallel to the weight
+(so it is where decay alone moves it), and what `weight_decay`, `lr` and the steps predict. The message says whether
+that agrees. A matrix that got no gradient and is to shrink to less than half by the same figures is a note, although
+its size gives nothing away yet, and a warning where they predict less than a tenth and no more than that is left. A
+tiny matrix that gradients arrived at, and whose size decay does not explain, started so: a note. So is one that is not
+called a weight or kernel (a hash grid, a gate), unless the optimizer says that no gradient arrived.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
@@ -400,12 +400,15 @@ class Witness(Struct, frozen=True, dict=True):
         steps = training.steps or self._steps
         momentum = training.momentum
         cosine = None if momentum is None else alignment(self.context.checkpoint.specs[key], momentum)
+        rms, saw_none = self.context.statistics[key].rms, training.saw_no_gradient
+        if saw_none is False:
+            saw_none = training.saw_decay_only(rms, rms / share)
         terms = f"weight_decay {training.weight_decay:g} at lr {training.initial_lr or training.lr:g}"
         terms += f" over {steps} steps" if steps else ""
         return Corroboration(
             share,
             predicted=training.predicted_share(steps),
-            saw_no_gradient=training.saw_no_gradient,
+            saw_no_gradient=saw_none,
             alignment=cosine,
             terms=terms,
             weight_decay=training.weight_decay,

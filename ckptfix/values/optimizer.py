@@ -24,12 +24,15 @@ HYPERPARAMETERS = ("lr", "momentum", "weight_decay")
 # Names under which trainers save how many steps they made.
 COUNTERS = ("global_step", "step", "steps", "iteration", "iter", "num_steps", "num_updates")
 
+# Share of the learning rate below which no gradient of a loss leaves a weight: a step of Adam is about the rate.
+OF_A_STEP = 0.1
+
 
 class Training(Struct, frozen=True):
     """What the optimizer did to one parameter.
 
     ``second_moments`` are Adam's averages of the squared gradient, ``momentum`` the buffer of SGD. ``initial_lr`` is
-    what a scheduler started from."""
+    what a scheduler started from. ``decoupled`` weight decay is known not to be in the gradients, as of AdamW."""
 
     lr: float
     weight_decay: float
@@ -38,11 +41,19 @@ class Training(Struct, frozen=True):
     steps: int | None = None
     second_moments: TensorSpec | None = None
     momentum: TensorSpec | None = None
+    decoupled: bool = False
 
     @property
     def saw_no_gradient(self) -> bool | None:
         """Whether the second moments are zero throughout; None for an optimizer that has none."""
         return None if self.second_moments is None else tensor_statistics(self.second_moments).all_zero
+
+    def saw_decay_only(self, rms: float, start: float) -> bool:
+        """Return whether the gradients of a parameter that shrank from ``start`` to ``rms`` were those that the weight
+        decay of Adam adds itself: they are no larger, and the weights are less than what one step for a loss makes."""
+        if self.second_moments is None or self.decoupled or rms >= OF_A_STEP * max(self.lr, self.initial_lr or 0.0):
+            return False
+        return tensor_statistics(self.second_moments).mean <= (self.weight_decay * start) ** 2
 
     def predicted_share(self, steps: int | None) -> float | None:
         """Return which share of its start a parameter without any gradient still has after so many steps; None if
@@ -146,6 +157,7 @@ def _training(group: Mapping[str, object], row: Mapping[str, object]) -> Trainin
         steps=_count(row.get("step")),
         second_moments=second if isinstance(second, TensorSpec) and second.has_data else None,
         momentum=momentum if isinstance(momentum, TensorSpec) and momentum.has_data else None,
+        decoupled=group.get("decoupled_weight_decay") is True,
     )
 
 

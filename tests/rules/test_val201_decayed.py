@@ -238,11 +238,12 @@ def test_noop_a_table_that_starts_tiny(scale):
     assert propose(decayed, {**tables, "quantize.embedding.weight": scale * torch.randn(8192, 16)}) == []
 
 
-def test_a_weight_that_grew_from_nothing_is_acquitted_by_its_moments(tmp_path):
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_weight_that_grew_from_nothing_is_acquitted_by_its_moments(tmp_path, kind):
     """It started at 1e-9, gradients arrive, and decay has not begun to act."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     nn.init.normal_(model.get_parameter("2.weight"), std=1e-9)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    optimizer = kind(model.parameters(), lr=1e-9, weight_decay=0.01)
     for _ in range(3):
         model(torch.randn(8, 64)).square().sum().backward()
         optimizer.step()
@@ -337,6 +338,23 @@ def save(path, *, steps, gradient=0.0, optimizer=True):
 )
 def test_noop(tmp_path, settings):
     assert propose(decayed, save(tmp_path / "t.pth", **settings)) == []
+
+
+@pytest.mark.parametrize("forget", [(), ("decoupled_weight_decay",)], ids=["torch 2.7", "older"])
+def test_the_decay_that_adam_adds_to_its_gradients_acquits_nothing(tmp_path, forget):
+    net = Net()
+    adam = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
+    for _ in range(400):
+        for name, parameter in net.named_parameters():
+            parameter.grad = (0.0 if name.startswith(UNUSED) else 1.0) * torch.randn_like(parameter)
+        adam.step()
+    saved = adam.state_dict()
+    groups = [{name: value for name, value in group.items() if name not in forget} for group in saved["param_groups"]]
+    torch.save({"model": net.state_dict(), "optimizer": saved | {"param_groups": groups}}, tmp_path / "t.pth")
+    (finding,) = propose(decayed, open_file(str(tmp_path / "t.pth")))
+    assert finding.level > Level.NOTE
+    assert {"conv3.weight", "spare.weight"} <= set(finding.keys)
+    assert "no gradient arrived" in finding.message
 
 
 @pytest.mark.parametrize(("steps", "level"), [(40, "NOTE"), (80, "WARNING")])
