@@ -15,6 +15,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ _TOLD = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
 _NEMO_CONFIG = "model_config.yaml"
 _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
 _CONFIG_LIMIT = 1 << 20
+_MOST_PARTS = 1 << 12  # parts into which ranks divide a weight
 _DEPTH = 8
 _REPEATED = 1000  # entries of dicts that a rank may hold more than once: one that holds itself has no end of them
 
@@ -412,7 +414,10 @@ def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> tuple[d
     for key in held:
         if match := _MOMENT.fullmatch(str(key)):
             fields.setdefault(match[1], {})[match[2]] = rest.pop(key)
-    fields = {field: unstacked(found, layers) for field, found in fields.items()}
+    fields = {
+        field: {name: _unflattened(name, spec, model.get(name)) for name, spec in unstacked(found, layers).items()}
+        for field, found in fields.items()
+    }
     named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
     if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
         return {
@@ -430,6 +435,27 @@ def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> tuple[d
     return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies
 
 
+def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> TensorSpec:
+    """Return a moment in the shape of its weight.
+
+    In its ``fully_sharded_model_space`` form, the distributed optimizer has it as the parts into which ranks divide
+    each dimension, each of them flat: [4, 2, 6] for a weight of [8, 6]."""
+    counts = spec.shape[:-1]
+    if weight is None or len(counts) != len(weight.shape) or 0 in spec.shape or math.prod(counts) > _MOST_PARTS:
+        return spec
+    part = tuple(size // count for size, count in zip(weight.shape, counts, strict=True))
+    if tuple(map(mul, part, counts)) != weight.shape or math.prod(part) != spec.shape[-1]:
+        return spec
+    copies = {
+        Box(tuple(map(mul, place, part)), part): [
+            replace(spec, shape=part, strides=contiguous_strides(part), offset=spec.offset + number * spec.shape[-1])
+        ]
+        for number, place in enumerate(product(*map(range, counts)))
+    }
+    whole = TensorSpec(spec.dtype, weight.shape, contiguous_strides(weight.shape))
+    return merge_parts(name, whole, copies, name) if spec.is_contiguous else spec
+
+
 def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
     """Return the optimizer's state with its groups, if what Megatron decays says which parameters are in each."""
     while isinstance(saved, dict) and "param_groups" not in saved and isinstance(saved.get("optimizer"), dict):
@@ -439,7 +465,10 @@ def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
     groups = groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else []
     step = held.get("common_step") if isinstance(held, dict) else None
     plain = [name for name, moments in state.items() if name.endswith(".bias") or _is_vector(moments)]
-    for moments in state.values() if isinstance(step, TensorSpec) else ():
+    steps = [group.get("step") for group in groups]  # where the distributed optimizer has it
+    if step is None and type(steps[0] if steps else None) in (int, float) and steps.count(steps[0]) == len(steps):
+        step = steps[0]
+    for moments in state.values() if isinstance(step, (TensorSpec, int, float)) else ():
         moments["step"] = with_own_storage(step)
     decays = [bool(group.get("wd_mult", group.get("weight_decay"))) for group in groups]
     if len(groups) == 1:

@@ -16,6 +16,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.megatron import unstacked
+from ckptfix.reading.tensors import row_major_bytes
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import swap, unpacked
 
@@ -338,7 +339,9 @@ def test_a_rank_of_another_run_is_named(tmp_path: Path, args: dict[str, Any], le
     assert all("another run" in finding.message for finding in found)
 
 
-def write_torch_dist(folder: Path, groups: list[dict[str, Any]], **changed: Any) -> dict[str, torch.Tensor]:
+def write_torch_dist(
+    folder: Path, groups: list[dict[str, Any]], step: Any = 3.0, **changed: Any
+) -> dict[str, torch.Tensor]:
     """Write what megatron-core does of a mixed-precision optimizer; return the masters."""
     masters = {
         "decoder.layers.mlp.linear_fc1.weight": torch.randn(LAYERS, FFN, HIDDEN),
@@ -350,7 +353,9 @@ def write_torch_dist(folder: Path, groups: list[dict[str, Any]], **changed: Any)
     for number, field in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
         saved |= {f"optimizer.state.{field}.{key}": value + 1000 * number for key, value in masters.items()}
     save_dcp({**saved, **changed}, checkpoint_id=folder)
-    optimizer = {"optimizer": {"param_groups": groups, "state": {"common_step": torch.tensor(3.0)}}}
+    optimizer = {
+        "optimizer": {"param_groups": groups, "state": {} if step is None else {"common_step": torch.tensor(step)}}
+    }
     torch.save({"args": Namespace(num_layers=LAYERS), "iteration": 3, "optimizer": optimizer}, folder / "common.pt")
     return masters
 
@@ -388,6 +393,21 @@ def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Pa
     root: Any = checkpoint.root
     assert checkpoint.specs["output_layer.weight"].dtype == "bfloat16"
     assert root.keys() >= flat.keys()
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (4, 1), (1, 2), (4, 2)])
+def test_moments_in_flat_parts_are_put_together(tmp_path: Path, counts: tuple[int, int]) -> None:
+    """As the distributed optimizer saves them (``fully_sharded_model_space``), with the step in its groups."""
+    whole = torch.arange(VOCABULARY * HIDDEN, dtype=torch.float32).view(VOCABULARY, HIDDEN)
+    rows = [rows.chunk(counts[1], 1) for rows in whole.chunk(counts[0])]
+    flat = torch.stack([torch.stack([part.flatten() for part in row]) for row in rows])
+    names = {f"optimizer.state.{field}.output_layer.weight": flat for field in ("fp32_param", "exp_avg")}
+    write_torch_dist(tmp_path, [{**group, "step": 7} for group in GROUPS], step=None, **names)
+    root: Any = (checkpoint := ckptfix.open_checkpoint(tmp_path)).root
+    assert torch.equal(checkpoint.state_dict()["output_layer.weight"], whole)
+    state = root["optimizer"]["state"]["output_layer.weight"]
+    assert bytes(row_major_bytes(state["exp_avg"], "")) == bytes_of(whole)
+    assert state["step"] == 7
 
 
 def test_masters_of_torch_dist_that_are_not_the_weights_are_named(tmp_path: Path) -> None:
