@@ -17,7 +17,18 @@ from msgspec.structs import replace
 from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
-from ckptfix.maps.names import STATISTICS, bag, module, roles, segments, similarity, told_apart, weights
+from ckptfix.maps.names import (
+    STATISTICS,
+    bag,
+    concepts,
+    crosses_first,
+    module,
+    roles,
+    segments,
+    similarity,
+    told_apart,
+    weights,
+)
 from ckptfix.maps.trees import NARROW, Choice, Label, Matcher, assign
 
 if TYPE_CHECKING:
@@ -105,6 +116,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _turn_like_siblings(inference)
     _doubt_orientation(inference)
     _doubt_torn_layers(inference)
+    _doubt_norms(inference, weight == SORTED_WEIGHT, other == SORTED_WEIGHT)
     return inference
 
 
@@ -190,7 +202,7 @@ def _leaves(specs: Mapping[str, Shape], is_shown: bool = True) -> tuple[Leaves, 
     if not is_shown or is_in_order(keys, sorted(keys)):
         keys.sort(key=_natural)
         weight = SORTED_WEIGHT
-    paths = told_apart([segments(key) for key in keys])
+    paths = told_apart([segments(key) for key in keys], weight == ORDER_WEIGHT)
     return [whole(key, specs[key], path, at) for at, (key, path) in enumerate(zip(keys, paths, strict=True))], weight
 
 
@@ -351,6 +363,25 @@ def _doubt_torn_layers(inference: Inference) -> None:
         (own, *_), layer = inference.matches[bias].parts, part.source.rpartition(".")[0]
         if own.source.rpartition(".")[0] != layer and f"{layer}.bias" in inference.source:
             inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+
+
+def _doubt_norms(inference: Inference, *is_sorted: bool) -> None:
+    """Call the first two norms of a sorted side ambiguous if they go by other names and cross attention may come first:
+    in DETR ``norm1`` is that of the self attention, in Deformable DETR that of the cross attention."""
+    fronts = [
+        crosses_first(map(segments, side)) if hidden else {}
+        for side, hidden in zip((inference.source, inference.target), is_sorted, strict=True)
+    ]
+    for key, match in inference.matches.items():
+        names = segments(match.parts[0].source), segments(key)
+        for (*front, name, _), modules in zip(names, fronts, strict=True) if min(map(len, names)) > 1 else ():
+            if (
+                tuple(front) in modules
+                and "norm" in concepts(name)
+                and name[-1] in "12"
+                and names[0][-2:] != names[1][-2:]
+            ):
+                inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
 
 
 def _match_leftovers(inference: Inference) -> None:

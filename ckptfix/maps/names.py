@@ -240,10 +240,23 @@ _TORCH_NAMES = {"kernel": "weight", "moving_mean": "running_mean", "moving_varia
 _OF_NORMS = {"gamma": "weight", "beta": "bias"}
 
 
-def told_apart(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def crosses_first(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], bool]:
+    """Return the modules that have a ``cross_attn`` beside another attention, and whether it is defined first, as in
+    Deformable DETR: the first norm of the module is then that of the cross attention."""
+    found: dict[tuple[str, ...], dict[bool, None]] = {}
+    for path in paths:
+        for at, name in enumerate(path[:-1]):
+            if "attention" in (named := concepts(name)) and "norm" not in named:
+                found.setdefault(path[:at], {})["cross" in name.lower()] = None
+    return {front: next(iter(kinds)) for front, kinds in found.items() if len(kinds) > 1}
+
+
+def told_apart(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[tuple[str, ...]]:
     """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, a
     ``proj`` beside ``qkv`` is the output of attention, and ``norm2`` belongs to the MLP unless there is ``norm3`` or
-    attention across, as in ``nn.TransformerDecoderLayer``."""
+    attention across, as in ``nn.TransformerDecoderLayer``. ``is_shown`` says whether the paths are in the order of the
+    model."""
+    turned = {front for front, is_first in crosses_first(paths).items() if is_first and is_shown}
     norms = {path[:-1] for path in paths if path[-1] == "beta"}
     words = [_TORCH_NAMES | _OF_NORMS if path[:-1] in norms else _TORCH_NAMES for path in paths]
     paths = [(*path[:-1], names.get(path[-1], path[-1])) for path, names in zip(paths, words, strict=True)]
@@ -255,6 +268,8 @@ def told_apart(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         *front, norm = path[:-1] or ("",)
         if set(concepts(norm)) - {"c"} == {"proj"} and tuple(front) in attention:
             return (*front, "out_proj", path[-1])
+        if tuple(front) in turned and norm[-1:] in ("1", "2") and _SECOND.fullmatch(f"{norm[:-1]}2"):
+            return (*front, "norm_cross" if norm[-1] == "1" else "norm_attn", path[-1])
         if _SECOND.fullmatch(norm) and ((*front, f"{norm[:-1]}3") in modules or (*front, "") in crossed):
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":

@@ -436,6 +436,50 @@ def test_the_second_norm_beside_attention_across_is_its_own():
     assert found["layers.1.norm3.weight"] == ["layers.1.feed_forward.layer_norm.weight"]
 
 
+def crossing(*attentions: str, norms: tuple[str, ...]) -> Specs:
+    """A layer of a decoder, defined as in DETR: each norm after what it is of."""
+    layer: Specs = {}
+    for attention, name in zip(attentions, norms, strict=False):
+        for each in ("q", "k") if "self" in attention else ("q", "k", "v"):
+            layer |= linear(f"{attention}.{each}_proj", 8, 8)
+        layer |= norm(name)
+    return {**layer, **linear("linear1", 16, 8), **linear("linear2", 8, 16), **norm(norms[2])}
+
+
+NUMBERED, NAMED = ("norm1", "norm2", "norm3"), ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["in the order of definition", "sorted by name"])
+@pytest.mark.parametrize("is_back", [False, True], ids=["from numbers", "to numbers"])
+@pytest.mark.parametrize(
+    ("attentions", "own"),
+    [
+        pytest.param(("self_attn", "multihead_attn"), "norm1", id="DETR"),
+        pytest.param(("self_attn", "cross_attn"), "norm1", id="RT-DETR"),
+        pytest.param(("cross_attn", "self_attn"), "norm2", id="Deformable DETR"),
+    ],
+)
+def test_numbered_norms_belong_to_the_attentions_in_the_order_of_the_model(attentions, own, is_back, is_sorted):
+    numbered = stack("layers", [crossing(*attentions, norms=NUMBERED)] * 3)
+    named = stack("decoder", [crossing("self_attn", "encoder_attn", norms=NAMED)] * 3)
+    numbered = dict(sorted(numbered.items())) if is_sorted else numbered
+    names = "decoder.1.self_attn_layer_norm.bias", f"layers.1.{own}.bias"
+    source, target = (named, numbered) if is_back else (numbered, named)
+    match = infer(source, target).matches[names[is_back]]
+    if is_sorted and "cross_attn" in attentions:
+        assert match.label is Label.AMBIGUOUS
+    else:
+        assert (match.parts[0].source, match.label > Label.AMBIGUOUS) == (names[not is_back], True)
+
+
+def test_the_bias_of_a_fused_layer_is_taken_apart_like_its_weight():
+    """Other vectors of its length are on both sides, as many as its own."""
+    apart = {key: shape for each in "qkv" for key, shape in linear(f"attn.{each}_proj", 8, 8).items()}
+    source = {**stack("layers", [linear("attn.qkv", 24, 8)] * 2), **norm("old", 24)}
+    target = {**stack("layer", [apart] * 2), **norm("new", 24), **norm("more", 24)}
+    assert sources(source, target)["layer.1.attn.k_proj.bias"] == ["layers.1.attn.qkv.bias"]
+
+
 @pytest.mark.parametrize("is_source", [True, False], ids=["the file is sorted", "the target is sorted"])
 def test_layers_that_are_certain_show_the_order_of_a_sorted_file(is_source):
     ours = {**linear("expansion.expand", 24, 8), **norm("expansion.bn_of_it", 24), "depth.conv.weight": (24, 1, 3)}
