@@ -166,6 +166,11 @@ def _fused(leaves: Leaves, other: Leaves) -> dict[Leaf, dict[str, int]]:
             sizes = _sizes(named, leaf, groups)
             if sizes:
                 found[leaf] = sizes
+    whole = {(parent(leaf.path), module(leaf.path)): sizes for leaf, sizes in found.items()}
+    for leaf in leaves:  # the bias goes with its weight, however many vectors have its shape
+        sizes = whole.get((parent(leaf.path), module(leaf.path)))
+        if sizes and leaf not in found and leaf.shape == (sum(sizes.values()),):
+            found[leaf] = sizes
     taken = {leaf.shape for leaf in found}
     unnamed: dict[Shape, list[dict[str, int]]] = defaultdict(list)
     for group in _groups(other):
