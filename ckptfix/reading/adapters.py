@@ -58,7 +58,8 @@ _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
 )
-_FOREIGN = re.compile(r"(?:^|[._])(oft_\w+|boft_\w+|vera_\w+|scalar|adapter\.linear_in)(?:\.|$)")
+_FOREIGN = re.compile(r"(?:^|[._])(?:(oft|boft|vera)_\w+|(?P<scalar>scalar)|(adapter)\.linear_(?:in|out))(?:\.|$)")
+_FOREIGN_TYPES = {"scalar": "LyCORIS with use_scalar", "adapter": "LoRA of NeMo"}
 _BASE = "base_model.model."
 
 # Patterns of layers that take no more than some thousand steps, whatever they are matched with.
@@ -377,21 +378,36 @@ def _number(name: str, value: object) -> float:
     return value
 
 
+def foreign_type(adapter: Adapter) -> str:
+    """Return the type of an adapter that cannot be merged, by its configuration or else the names of its tensors; empty
+    if there is no sign of one."""
+    kind = str((adapter.config or {}).get("peft_type", "LORA")).upper()
+    found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
+    if kind not in _MERGED or found is None:
+        return "" if kind in _MERGED else kind
+    name = str(found[found.lastindex or 0])
+    return _FOREIGN_TYPES.get(name, name.upper())
+
+
+def is_foreign(adapter: Adapter, key: str) -> bool:
+    """Return whether a tensor is one of an adapter that cannot be merged, and of no model."""
+    found = _FOREIGN.search(key)
+    return found["scalar"] is None if found else adapter.config is not None and key.startswith(_BASE)
+
+
 def _refuse(adapter: Adapter, path: str) -> None:
     """Raise ``AdapterError`` for an adapter that is more than what its tensors say."""
     config = adapter.config or {}
     kind = str(config.get("peft_type", "LORA")).upper()
-    foreign = next((match[1] for key in adapter.checkpoint.specs if (match := _FOREIGN.search(key))), None)
     if kind in _PROMPTS:
         raise AdapterError(
             f"{path}: an adapter of the type {kind}, which adds to the model's input and changes no weights; load "
             "it beside the model, in peft with PeftModel.from_pretrained()"
         )
-    if kind not in _MERGED or (foreign is not None and adapter.path):
-        what = kind if kind not in _MERGED else foreign
+    if kind not in _MERGED or (foreign_type(adapter) and adapter.path):
         raise AdapterError(
-            f"{path}: an adapter of the type {what}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: merge it with what "
-            "trained it (in peft: merge_and_unload())"
+            f"{path}: an adapter of the type {foreign_type(adapter)}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: "
+            "merge it with what trained it (in peft: merge_and_unload())"
         )
     types = {layer.type.upper() for layer in adapter.layers}
     if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} - {"LORA", "IA3"}:

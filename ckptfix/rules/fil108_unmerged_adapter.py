@@ -44,7 +44,17 @@ from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError, Opt
-from ckptfix.reading.adapters import CONFIG, Adapter, adapter_in, check_alone, config_beside, model_config, open_adapter
+from ckptfix.reading.adapters import (
+    CONFIG,
+    Adapter,
+    adapter_in,
+    check_alone,
+    config_beside,
+    foreign_type,
+    is_foreign,
+    model_config,
+    open_adapter,
+)
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merged_tensors import is_merged, sampled_change
@@ -64,6 +74,10 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
     adapter = adapter_in(checkpoint, config=config)
     if not adapter.layers:
+        if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
+            yield rule.finding(
+                Level.NOTE, f"an adapter of the type {other}, and no model; only what trained it can merge it"
+            )
         return
     kind = _kind(adapter)
     if not _has_base(checkpoint, adapter):

@@ -445,7 +445,8 @@ class _Names:
                     f"{base}: {module} is quantised (it has {packed} and no weight); merge into the weights that were "
                     "quantised, and quantise the result"
                 )
-        if "model_type" in model_config(self.checkpoint) and not all(_is_of_words(f"{one}.weight") for one in lacking):
+        is_tied = all(map(self._may_be_tied, lacking)) and any(map(_is_of_words, self.checkpoint.specs))
+        if "model_type" in model_config(self.checkpoint) and not is_tied:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
             return AdapterError(
                 f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; "
@@ -453,7 +454,7 @@ class _Names:
                 "first, with ",
                 Opt("model", f"transformers:{folder}"),
             )
-        if all(_is_of_words(f"{one}.weight") for one in lacking) and any(map(_is_of_words, self.checkpoint.specs)):
+        if is_tied:
             return AdapterError(
                 f"{path}: changes {lacking[0]}, which {base} has only as the embedding that it is tied to; merged into "
                 "one tensor, it would change both: save the base with a tensor for each (tie_word_embeddings=False)"
@@ -470,6 +471,14 @@ class _Names:
             f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
             f"{lacking[0]}{own}; give the base that it was trained on"
         )
+
+    def _may_be_tied(self, module: str) -> bool:
+        """Return whether a layer is a head, by its name or by having the shape of the embedding."""
+        layer = next(layer for layer in self.layers if layer.module == module)
+        one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
+        shape = (*two.shape[:1], *one.shape[1:]) if one is not None and two is not None else ()
+        words = (spec.shape for key, spec in self.checkpoint.specs.items() if _is_of_words(key))
+        return _is_of_words(f"{module}.weight") or shape in words
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:

@@ -412,8 +412,33 @@ PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 def test_what_other_trainers_have_is_refused_by_its_name(tmp_path):
     tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", "oft_blocks")}
     save_file(tensors, tmp_path / "trained.safetensors")
-    with pytest.raises(AdapterError, match="an adapter of the type oft_blocks;"):
+    with pytest.raises(AdapterError, match="an adapter of the type OFT;"):
         ckptfix.repair_state_dict({"q.weight": torch.ones(4, 4)}, adapter=tmp_path / "trained.safetensors")
+
+
+_NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "kind"),
+    [
+        pytest.param(["scalar"], None, "", id="a model's scalar"),
+        pytest.param(["base_model.model.fc.weight", "base_model.scalar"], None, "", id="a model's prefix"),
+        pytest.param(["fc.weight", "fc.vera_lambda_b"], {"peft_type": "VERA"}, "", id="base and adapter"),
+        pytest.param(["fc.weight", "fc.adapter.linear_in.weight"], None, "", id="adapters in a model"),
+        pytest.param([_NEMO.format("in"), _NEMO.format("out")], None, "LoRA of NeMo", id="NeMo"),
+        pytest.param(["base_model.model.fc.oft_R.weight"], {"peft_type": "OFT"}, "OFT", id="OFT"),
+        pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is not known"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_is_named(keys, config, kind, tmp_path):
+    save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "adapter_model.safetensors")
+    if config is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    found = ckptfix.check(tmp_path / "adapter_model.safetensors", select="FIL108", values=False).findings
+    assert [each.message.split(", and no model")[0] for each in found] == [f"an adapter of the type {kind}"] * bool(
+        kind
+    )
 
 
 PAIR = {"lora_down.weight": (1, 8), "lora_up.weight": (8, 1)}
@@ -561,6 +586,10 @@ def test_a_head_that_is_tied_to_its_embedding(tmp_path):
     assert "embed_tokens.weight changes too, being tied" in finding.message
     del base["lm_head.weight"]
     with pytest.raises(AdapterError, match="has only as the embedding that it is tied to"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+    file = changed_config(adapter, target_modules=["proj_out"]) / "adapter_model.safetensors"  # as Whisper calls it
+    save_file({key.replace("lm_head", "proj_out"): value for key, value in load_file(file).items()}, file)
+    with pytest.raises(AdapterError, match="changes proj_out, which .* has only as the embedding that it is tied to"):
         ckptfix.repair_state_dict(base, adapter=adapter)
 
 
