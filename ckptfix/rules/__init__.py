@@ -113,7 +113,7 @@ RULES: tuple[Listed, ...] = (
         "FIL108",
         "unmerged-adapter",
         wanted_by="adapter",
-        keys=r"lora|ia3|base_layer|hada_|lokr_|oft_|vera_|token_adapter",
+        keys=r"lora|ia3|base_layer|base_model\.model\.|hada_|lokr_|oft_|vera_|token_adapter|adapter\.linear_",
     ),
     Listed("BUF101", "missing-num-batches-tracked"),
     Listed("BUF102", "unexpected-num-batches-tracked"),

@@ -427,6 +427,7 @@ _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.
         pytest.param(["fc.weight", "fc.vera_lambda_b"], {"peft_type": "VERA"}, "", id="base and adapter"),
         pytest.param(["fc.weight", "fc.adapter.linear_in.weight"], None, "", id="adapters in a model"),
         pytest.param([_NEMO.format("in"), _NEMO.format("out")], None, "LoRA of NeMo", id="NeMo"),
+        pytest.param(["linear_qkv.adapter.linear_in.weight"], None, "LoRA of NeMo", id="NeMo 2"),
         pytest.param(["base_model.model.fc.oft_R.weight"], {"peft_type": "OFT"}, "OFT", id="OFT"),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is not known"),
     ],
@@ -589,7 +590,7 @@ def test_a_head_that_is_tied_to_its_embedding(tmp_path):
         ckptfix.repair_state_dict(base, adapter=adapter)
     file = changed_config(adapter, target_modules=["proj_out"]) / "adapter_model.safetensors"  # as Whisper calls it
     save_file({key.replace("lm_head", "proj_out"): value for key, value in load_file(file).items()}, file)
-    with pytest.raises(AdapterError, match="changes proj_out, which .* has only as the embedding that it is tied to"):
+    with pytest.raises(AdapterError, match=r"changes proj_out, which .* has only as the embedding that it is tied to"):
         ckptfix.repair_state_dict(base, adapter=adapter)
 
 
