@@ -156,6 +156,7 @@ def spelled(source: Specs, target: Specs) -> Inference | None:
     maps = [
         {key: ours[front + name] for name, key in theirs.items() if front + name in ours}
         for front in {name.removesuffix(longest) for name in ours if name.endswith(longest)}
+        if not front or front.endswith("_")  # a word, and no part of one
     ]
     fitting = [
         found

@@ -299,6 +299,7 @@ def test_names_with_another_sign_for_their_dots(front, between, classes):
     ("fronts", "model"),
     [
         pytest.param(("", "ema_"), Stages(), id="two sets under two words"),
+        pytest.param(("x",), Stages(), id="letters before all names that are no word"),
         pytest.param(("",), within(a_b=nn.Linear(3, 3), a=within(b=nn.Linear(3, 3))), id="two names that become one"),
     ],
 )
