@@ -24,6 +24,10 @@ TRANSIENT: Mapping[str, str] = {
     "inv_freq": "rotary embeddings; LLaMA's is not saved since transformers 4.32, ESM's still is",
     "cos_cached": "rotary embeddings of early LLaMA ports",
     "sin_cached": "rotary embeddings of early LLaMA ports",
+    **dict.fromkeys(
+        ("freqs_cis", "freqs_cis_real", "freqs_cis_imag", "freqs_cos", "freqs_sin"),
+        "rotary embeddings of Llama's authors, SAM 2 and 3; mostly not saved",
+    ),
     "_float_tensor": "sinusoidal positions in fairseq",
     "anchor_grid": "YOLOv5 up to 5.0",
     "total_ops": "added by thop.profile",

@@ -53,7 +53,9 @@ from ckptfix.errors import TargetError
 from ckptfix.rules.rule import Context, Rule, rule
 
 # The known transient buffers whose values depend on more than a size.
-_ROTARY = frozenset({"inv_freq", "cos_cached", "sin_cached"})
+_ROTARY = frozenset(
+    {"inv_freq", "cos_cached", "sin_cached", "freqs_cos", "freqs_sin", "freqs_cis_real", "freqs_cis_imag"}
+)
 _AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at its buffers
 
 

@@ -168,6 +168,12 @@ def test_filled_from_the_model():
     assert torch.equal(after["position_ids"], IDS)
 
 
+def test_rotary_frequencies_are_filled_in_any_form():
+    for name, value in (("freqs_cis", torch.randn(4, 2, dtype=torch.complex64)), ("freqs_cos", torch.rand(4, 2))):
+        state = repaired(transient_buffer, Embeddings().state_dict(), Embeddings(name, value))
+        assert torch.equal(state[name], value)
+
+
 def test_replaced_if_the_model_has_another_size():
     """A file for longer texts, or other windows: what is worked out from a size is the model's."""
     model = Embeddings("position_ids")
