@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import Struct, field
 
-from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
@@ -181,13 +181,16 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
         if target.initial is not None:
             price = untrained(context.checkpoint, target)
             lost = tuple((key, price[key]) for key in keys if key in price)
-            yield Remedy((("fill", "target"),), "takes the model's initial values, which are untrained", lost)
+            what = "initial values, which are untrained" if lost else "own values of these buffers"
+            yield Remedy((("fill", "target"),), f"takes the model's {what}", lost)
         yield Remedy((("fill", FILE),), "takes them from another checkpoint")
 
 
 Shape = tuple[int, ...]
 
 MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
+
+LAYERS = 4  # layers of one stack that differ on both sides, from which on they are no heads of a detector's levels
 
 # Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept.
 DEEPEST = 32
@@ -265,7 +268,8 @@ def other_layout(context: Context, target: Target) -> str:
         return told
     modules = list(_rearranged(left, gone))
     if not modules:
-        return _repacked(left, gone)
+        wanted = [key for key in gone if target.slots[key].kind == PARAMETER]
+        return _repacked(left, gone) or _of_other_version(left, wanted)
     path, mine, theirs = modules[0]
     return (
         f"{counted(len(modules), 'module')} may have the missing weights in another layout, as fused or split "
@@ -341,6 +345,32 @@ def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
         f"{counted(len(same), 'missing tensor')} may be in the file under a longer name: {other} has as many elements"
         f" as {key}; take it out with what packed it, and save it again"
     )
+
+
+def _of_other_version(left: Mapping[str, Shape], wanted: Iterable[str]) -> str:
+    """Return what to say if layers of one stack have weights that the other side lacks, both here and there."""
+    mine = _by_layer(key for key, shape in left.items() if not is_buffer_name(key, shape))
+    theirs = _by_layer(wanted)
+    for stack, layers in mine.items():
+        if len(both := layers.keys() & theirs.get(stack, {}).keys()) >= LAYERS:
+            first = next(layer for layer in layers if layer in both)
+            return (
+                f"{len(both)} layers of `{stack}` have weights that the other side lacks, in the file"
+                f" ({layers[first]}) and in the model ({theirs[stack][first]}): name the version of the model that the"
+                " file belongs to"
+            )
+    return ""
+
+
+def _by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the first key of each layer, by the path of its stack and its number."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in keys:
+        *path, _ = key.split(".")
+        at = next((at for at, segment in enumerate(path) if at and segment.isdigit()), 0)
+        if at:
+            found[".".join(path[:at])].setdefault(path[at], key)
+    return found
 
 
 def _stems(key: str) -> Iterator[str]:

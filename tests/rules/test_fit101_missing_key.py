@@ -15,7 +15,7 @@ from ckptfix.core.edits import Fill, Tie
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.reading.opening import open_state_dict
-from ckptfix.report.advice import remedies_text
+from ckptfix.report.advice import Telling, next_command, remedies_text
 from ckptfix.rules.fit101_missing_key import missing_key, other_layout
 from tests.rules.proposals import context, propose, repaired
 
@@ -194,6 +194,19 @@ SPLIT = stack(q=(D, D), k=(D, D), v=(D, D), out=(D, D))
 )
 def test_silence(file, model):
     assert said(file.state_dict(), model) == ""
+
+
+def test_layers_of_another_version():
+    """As of RWKV 4 and 5, where each layer has a weight that the other version does not have."""
+
+    def version(**own: tuple[int, int]) -> nn.ModuleDict:
+        layers = [nn.ModuleDict({name: nn.Linear(*size) for name, size in own.items()}) for _ in range(4)]
+        return nn.ModuleDict({"blocks": nn.ModuleList(layers)})
+
+    state, model = version(key=(D, D), first=(D, 1)).state_dict(), version(key=(D, D), faaaa=(D, 3))
+    assert "version of the model" in said(state, model)
+    report = ckptfix.check(state, model)
+    assert next_command(report, Telling()) == ""
 
 
 def test_other_names_in_the_same_module():
