@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 
@@ -290,6 +291,15 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     from difflib import get_close_matches  # which only a slip needs
 
     return next(iter(get_close_matches(name, list(known), 1, likeness)), "")
+
+
+def folded_places(places: Iterable[str]) -> dict[str, list[str]]:
+    """Return places in a container by what names them together: those that differ in the numbers of lists only are one,
+    ``logging.ema[…] (1000)``."""
+    groups: dict[str, list[str]] = {}
+    for place in places:
+        groups.setdefault(re.sub(r"\[\d+\]", "[…]", place), []).append(place)
+    return {f"{name} ({len(group)})" if len(group) > 1 else group[0]: group for name, group in groups.items()}
 
 
 def typed(words: Iterable[str]) -> str:

@@ -34,6 +34,7 @@ from ckptfix.core.edits import (
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import extent
 from ckptfix.core.rename_map import CERTAIN, RenameMap
+from ckptfix.core.wording import folded_places
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import elements, tensor_text
 
@@ -246,6 +247,26 @@ def _module_lines(edits: Sequence[RenameModule], limit: int | None) -> Iterator[
         yield f"rename {counted(len(modules), 'row')} of _metadata: {change[0]} → {change[1]}"
 
 
+def _tie_lines(edits: Sequence[Tie], limit: int | None) -> Iterator[str]:
+    for ties in _alike(edits, lambda edit: rename_pattern(edit.key, edit.to)):
+        if len(ties) == 1 or limit is None:
+            yield from (f"tie {edit.key} to {edit.to}" for edit in ties)
+        else:
+            name, to = _numbered([rename_pattern(edit.key, edit.to) for edit in ties])
+            yield f"tie {counted(len(ties), 'key')}: {name} to {to}"
+
+
+def _plain_lines(edits: Sequence[Plain], limit: int | None) -> Iterator[str]:
+    lines = []
+    for (before, after), alike in _grouped(edits, lambda edit: (edit.before, edit.after)):
+        places = [edit.where for edit in alike]
+        lines += [f"turn {before} into {after} at {place}" for place in (folded_places(places) if limit else places)]
+    shown = lines if limit is None or len(lines) <= limit else lines[: limit - 1]
+    yield from shown
+    if rest := len(lines) - len(shown):
+        yield f"… and {counted(rest, 'more place')}"
+
+
 def _assemble_lines(edits: Sequence[Assemble], limit: int | None) -> Iterator[str]:
     reshapes = _headed(lambda edit: f"reshape {{}} from {list(extent(edit.parts[0].box))} to {list(edit.shape)}")
     yield from reshapes([edit for edit in edits if edit.is_reshape], limit)
@@ -291,11 +312,11 @@ LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]]
     MergeAdapter: _headed(_change),
     Zero: _headed(lambda edit: f"set the {edit.which} values of {{}} to zero"),
     Adapt: _adapt_lines,
-    Tie: lambda edits, limit: [f"tie {edit.key} to {edit.to}" for edit in edits],
+    Tie: _tie_lines,
     Cast: _headed(lambda edit: f"cast {{}} from {edit.before} to {edit.dtype}"),
     Fold: _headed(lambda edit: f"compute {{}} from their parts ({edit.form})"),
     Dequantise: _headed(lambda edit: f"multiply the codes of {{}} by their scales ({edit.scheme})"),
-    Plain: lambda edits, limit: [f"turn {edit.before} into {edit.after} at {edit.where}" for edit in edits],
+    Plain: _plain_lines,
     Retag: lambda edits, limit: [f"retag tensors from {edit.device} to {edit.to}" for edit in edits],
     Disarm: lambda edits, limit: ["leave out everything but the tensors of the state_dict"],
     Rewrite: lambda edits, limit: [f"write it anew: the file {edit.cause}" for edit in edits],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _FEW = 2  # defects of which the headline has the messages; of more it has the names, by kind
 _NAMES = 3
+_FIGURES = 12
 _LENGTH = 100
 _KEY_WIDTH = 60
 
@@ -270,7 +271,9 @@ def _shape(shape: Any) -> str:
 
 def _figures_text(figures: Mapping[str, Any]) -> str:
     """Return plain figures in words; what is nested is shown beside the keys, or with ``-v``."""
-    return ", ".join(_words(figures)).replace(", of ", " of ")  # `dead 3, of 64` is one figure
+    words = list(_words(figures))
+    more = [f"… ({len(words)})"] if len(words) > _FIGURES + 1 else []
+    return ", ".join([*words[: _FIGURES + (not more)], *more]).replace(", of ", " of ")  # `dead 3, of 64` is one figure
 
 
 def _words(figures: Mapping[str, Any]) -> Iterator[str]:

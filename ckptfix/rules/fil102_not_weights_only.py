@@ -53,7 +53,7 @@ from ckptfix.core.edits import Plain, renames
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clause, first_names
+from ckptfix.core.wording import clause, first_names, folded_places
 from ckptfix.reading.weights.loose_tensors import own_attributes
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
@@ -170,6 +170,15 @@ def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:
         )
 
 
+def _shown(conversions: list[Plain]) -> Iterator[tuple[str, str]]:
+    """Yield what becomes of which places; a log of a thousand epochs is one."""
+    changes: dict[str, list[str]] = {}
+    for edit in conversions:
+        changes.setdefault(f"{edit.before} → {edit.after}", []).append(edit.where)
+    for change, places in changes.items():
+        yield from ((place, change) for place in folded_places(places))
+
+
 def _text_of(name: str) -> str:
     """Return the text of a key that is bytes, by what stands for it among the keys; empty if it is none."""
     try:
@@ -226,6 +235,6 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     yield rule.finding(
         Level.WARNING,
         f"torch.load refuses this file with its default weights_only=True, because of {first_names(classes)}",
-        evidence={edit.where: f"{edit.before} → {edit.after}" for edit in conversions},
+        evidence=dict(_shown(conversions)),
         fix=Fix(tuple(conversions), Applicability.SAFE),
     )

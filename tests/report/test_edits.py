@@ -101,3 +101,21 @@ def test_without_a_limit_every_rename_is_shown():
 
 def test_every_kind_of_edit_has_its_line():
     assert set(LINES) | {Regroup, Moments, Omit} == set(EDITS.values())
+
+
+def test_a_log_of_a_thousand_epochs_is_one_line():
+    edits = [Plain(f"log.{name}[{n}]", "numpy.float64", "float") for name in "ab" for n in range(1000)]
+    assert edit_lines([*edits, Plain("best", "numpy.float64", "float")]) == [
+        "turn numpy.float64 into float at log.a[…] (1000)",
+        "turn numpy.float64 into float at log.b[…] (1000)",
+        "turn numpy.float64 into float at best",
+    ]
+    assert len(edit_lines(edits, limit=None)) == 2000
+    others = [Plain(f"args.{chr(97 + n)}", "numpy.float64", "float") for n in range(26)]
+    assert edit_lines(others)[-1] == "… and 15 more places"
+
+
+def test_ties_of_a_shared_module_are_one_line():
+    shared = [Tie(f"wrapped.h.{n}.{leaf}", f"h.{n}.{leaf}") for n in range(4) for leaf in ("weight", "bias")]
+    assert edit_lines(shared) == ["tie 8 keys: wrapped.{…} to {…}"]
+    assert len(edit_lines(shared, limit=None)) == 8

@@ -402,6 +402,12 @@ def test_a_module_of_torch_keeps_nothing_that_is_missed(tmp_path):
     assert [finding.level for finding in ckptfix.check(path, select=("FIL102",)).findings] == [Level.WARNING]
 
 
+def test_a_log_of_a_thousand_epochs_is_one_line_of_evidence(tmp_path):
+    log = {"ema": list(np.arange(1000.0)), "dice": [list(np.ones(2)), list(np.zeros(2))], "best": np.float64(1)}
+    (finding,) = ckptfix.check(saved(tmp_path, {"state_dict": weights(), "log": log})).findings
+    assert list(finding.evidence) == ["log.ema[…] (1000)", "log.dice[…][…] (4)", "log.best"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_packed_weights_are_not_taken_apart(tmp_path):
     lstm = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(3, 4)), {nn.LSTM}, dtype=torch.qint8)
