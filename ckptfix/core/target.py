@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -52,8 +53,9 @@ class Target(Struct, frozen=True, dict=True):
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
     ``frozen`` names the parameters that ask for no gradient. ``converts`` gives the parts of a file with these shapes
-    that the loader of the model's own library gives the model; None if it only loads what fits. ``stored`` gives the
-    values of a reference file, mapped; None for a model."""
+    that the loader of the model's own library gives the model; None if it only loads what fits. ``layers`` gives the
+    number of each parameter's layer, as the layer-wise decay of timm counts them; None for models of others. ``stored``
+    gives the values of a reference file, mapped; None for a model."""
 
     label: str
     slots: Mapping[str, Slot]
@@ -71,6 +73,7 @@ class Target(Struct, frozen=True, dict=True):
     loads: Callable[[Checkpoint], frozenset[str] | None] | None = None
     frozen: frozenset[str] = frozenset()
     converts: Converter | None = None
+    layers: Callable[[], Mapping[str, int]] | None = None
     stored: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @cached_property
@@ -124,7 +127,16 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
             if _VOCABULARY.match(name) and isinstance(size, int)
         ),
         loads=_Trial(module) if _has_hooks(module) else None,
+        layers=_layers(module),
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
+    )
+
+
+def _layers(module: torch.nn.Module) -> Callable[[], Mapping[str, int]] | None:
+    of_timm = sys.modules.get("timm.models") if type(module).__module__.startswith("timm.") else None
+    matcher, numbered = getattr(module, "group_matcher", None), getattr(of_timm, "group_parameters", None)
+    return (
+        None if matcher is None or numbered is None else lambda: numbered(module, matcher(coarse=False), reverse=True)
     )
 
 

@@ -185,10 +185,12 @@ def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec]
 
 
 class Layout(Struct, frozen=True):
-    """The parameters of a model in the order of ``named_parameters()``, and its modules' class names, if known."""
+    """The parameters of a model in the order of ``named_parameters()``, and if known, its modules' class names, and the
+    layer of each parameter as timm counts them."""
 
     shapes: Mapping[str, Shape]
     modules: Mapping[str, str] | None = None
+    layers: Mapping[str, int] | None = None
 
     def is_norm(self, key: str, *kinds: str) -> bool:
         """Return whether a parameter belongs to a norm: by the class of its module, else if the module's weight is
@@ -252,7 +254,9 @@ def _layer(key: str) -> int:
 
 
 def _layer_in_timm(layout: Layout, key: str) -> int:
-    """Return the same, with the norm after the blocks in the last one."""
+    """Return what the model says; else the same, with the norm after the blocks in the last one."""
+    if layout.layers is not None:
+        return layout.layers[key]
     if not bare(key).startswith("norm"):
         return _layer(key)
     return max((layer for layer in map(_layer, layout.shapes) if layer < MANY), default=MANY)

@@ -159,7 +159,7 @@ def scopes(change: Change) -> Iterator[Scope]:
                 chosen.append((list(filter(takes, order)), takes, f"{'of' if is_inside else 'outside'} {name}"))
         for keys, takes, what in chosen:
             which = " ".join(filter(None, (what, f"in {whose}" if len(dict(orders)) > 1 else "")))
-            yield Scope(Layout({key: parameters[key].shape for key in keys}, known), takes, which)
+            yield Scope(Layout({key: parameters[key].shape for key in keys}, known, change.layers), takes, which)
 
 
 # Muon is for matrices, and the rest has an optimizer of its own; so have tables and heads in most scripts.
@@ -248,7 +248,7 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
     made: list[Followed | None] = []
     recipes: list[Recipe] = []
     for order in [list(known)] if change.is_ordered else change.model_orders[:ORDERS]:
-        layout = Layout({key: known[key].shape for key in order if key in known}, change.modules)
+        layout = Layout({key: known[key].shape for key in order if key in known}, change.modules, change.layers)
         for recipe in _known_recipes(optimizer, naming, layout):
             recipes.append(recipe)
             made.append(follow(optimizer, replace(naming, recipe=recipe), change, replace(scope, layout=layout)))
@@ -440,8 +440,7 @@ class _Following(Struct, dict=True):
                 return (own(layout, sources[key])[0], own(lay, key)[1]) if key in sources else own(lay, key)
 
             recipe = replace(recipe, label=label_of)
-        modules = change.model.modules if change.model is not None else None
-        after = Layout({key: change.after[key].shape for key in of_key}, modules)
+        after = change.of_model({key: change.after[key].shape for key in of_key})
         groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
         if recipe.is_own:
             groups = [(label, members) for label, members in groups if members]
@@ -585,7 +584,7 @@ def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list
     if len(optimizer.groups) == 1 or optimizer.is_flat:
         return []
     named = set(naming.names.values())
-    layout = Layout({key: shape for key, shape in layout.shapes.items() if key in named}, layout.modules)
+    layout = replace(layout, shapes={key: shape for key, shape in layout.shapes.items() if key in named})
     want = [[naming.names[number] for number in group["params"]] for group in optimizer.groups]
 
     def fitting(recipes: Iterable[Recipe]) -> list[Recipe]:

@@ -23,6 +23,7 @@ from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
+from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import concepts, kind, segments
 from ckptfix.maps.positions import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
@@ -171,7 +172,14 @@ class Change(Struct, frozen=True, dict=True):
     def new(self) -> Layout:
         """The parameters of the result that come from nothing in the file."""
         found = {key: spec.shape for key, spec in self.result().items() if not self.origins[key].sources}
-        return Layout(found, self.model.modules if self.model is not None else None)
+        return self.of_model(found)
+
+    def of_model(self, shapes: Mapping[str, Shape]) -> Layout:
+        """Return the layout of parameters of the result."""
+        if self.model is None:
+            return Layout(shapes)
+        count = self.model.layers if self.layers is not None else None
+        return Layout(shapes, self.model.modules, None if count is None else count())
 
     @property
     def new_order(self) -> tuple[str, ...]:
@@ -200,6 +208,17 @@ class Change(Struct, frozen=True, dict=True):
             if (name := alike.get(re.sub(_NUMBERS, "0", module))) is not None:
                 found[module] = name
         return found
+
+    @cached_property
+    def layers(self) -> Mapping[str, int] | None:
+        """The layers of the file's parameters as timm counts those of the model; None unless it has all of them."""
+        if self.model is None or self.model.layers is None:
+            return None
+        numbers = self.model.layers()
+        found = {key: numbers[bare(key)] for key in self.before if bare(key) in numbers}
+        for key in numbers.keys() & self.origins.keys():
+            found |= dict.fromkeys(self.origins[key].sources, numbers[key])
+        return found if self.parameters().keys() <= found.keys() else None
 
     @cached_property
     def model_orders(self) -> list[list[str]]:

@@ -810,6 +810,28 @@ def test_a_layer_gone_and_a_new_one_of_its_shape_are_two(tmp_path):
     assert torch.equal(resumed.state[wanted.get_parameter("more.weight")]["exp_avg"], kept)
 
 
+def test_layers_are_those_that_a_model_of_timm_counts(tmp_path):
+    """ConvNeXt's groups go over its stages, which the names of its blocks do not show."""
+    models, optim = pytest.importorskip("timm.models"), pytest.importorskip("timm.optim")
+
+    def groups(model: nn.Module) -> Any:
+        return optim.param_groups_layer_decay(model, weight_decay=0.1, layer_decay=0.7)
+
+    before, wanted = (models.ConvNeXt(depths=(1, 1, 2, 1), dims=(8,) * 4, num_classes=n) for n in (3, 5))
+    path, optimizer = trained(tmp_path, before, groups(before))
+    asked: dict[str, Any] = {"unsafe_fixes": True, "drop_mismatched": True, "fill": "target"}
+    ckptfix.repair(path, wanted, output=tmp_path / "out.pth", **asked)
+    resumed = torch.optim.AdamW(groups(wanted))
+    scales = [group["lr_scale"] for group in resumed.param_groups]
+    resumed.load_state_dict(torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"])
+    assert [group["lr_scale"] for group in resumed.param_groups] == scales
+    for (key, one), other in zip(wanted.named_parameters(), before.parameters(), strict=True):
+        if key.startswith("head.fc"):
+            assert not resumed.state[one]
+        else:
+            assert torch.equal(resumed.state[one]["exp_avg"], optimizer.state[other]["exp_avg"]), key
+
+
 @pytest.mark.parametrize("is_of_trainer", [True, False])
 def test_the_file_of_the_trainer_is_read_by_its_recipe_alone(tmp_path, is_of_trainer):
     def block(has_bias: bool) -> nn.Module:
