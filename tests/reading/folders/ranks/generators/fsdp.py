@@ -12,8 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import start_processes
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # before torch 2.6
+    fully_shard = import_module("torch.distributed._composable.fsdp").fully_shard
 
 
 class Block(nn.Module):
@@ -58,10 +71,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
 
 
 def first_fsdp(folder: Path, rank: int, world: int) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import StateDictType
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
     for names in (False, True):
         torch.manual_seed(0)
         policy = ModuleWrapPolicy({Block})
@@ -80,15 +89,6 @@ def first_fsdp(folder: Path, rank: int, world: int) -> None:
 
 
 def second_fsdp(folder: Path, rank: int, world: int) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # before torch 2.6
-        fully_shard = import_module("torch.distributed._composable.fsdp").fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"fsdp2": ((world,), ("dp",))}
     if world == 4:
         shapes |= {"tensor_parallel": ((2, 2), ("dp", "tp")), "hybrid": ((2, 2), ("replicate", "shard"))}
@@ -120,7 +120,5 @@ def run(rank: int, folder: str, world: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    from torch.multiprocessing.spawn import start_processes
-
     # Forked: each rank would import torch anew otherwise, which takes longer than all that it does.
     start_processes(run, (sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), int(sys.argv[2]), start_method="fork")
