@@ -17,6 +17,7 @@ from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import HostileError
 from ckptfix.reading.torch_files.torchscript import PACKED_DEPTH_LIMIT, python_class, unpacked
 from tests.checks import bytes_of
+from tests.reading.files import saved
 from tests.reading.state_dicts import same
 from tests.reading.weights.test_quantized_modules import MODELS, dynamic, without_gradients
 
@@ -51,13 +52,12 @@ def test_the_state_dict_is_torchs_own_and_loads_strictly(build: Any, tmp_path: P
 @pytest.mark.parametrize("path", ["scripted", "whole"])
 def test_an_lstm_gives_the_same_from_both_forms(path: str, tmp_path: Path) -> None:
     module: Any = dynamic(nn.LSTM(2, 3))
-    whole = tmp_path / "whole.pth"
-    torch.save(module, whole)
-    report = ckptfix.repair(
-        scripted(module, tmp_path) if path == "scripted" else whole, output=tmp_path / "out.pth"
-    ).report
+    file = scripted(module, tmp_path) if path == "scripted" else saved(module, tmp_path)
+    report = ckptfix.repair(file, output=tmp_path / "out.pth").report
     (left,) = report.remaining
     assert (left.code, left.level, left.keys) == ("FIL102", Level.ERROR, ("0._all_weight_values.0.param",))
+    assert report.output is None
+    ckptfix.repair(file, output=tmp_path / "out.pth", ignore=("FIL102",))
     (entry,) = torch.load(tmp_path / "out.pth", weights_only=True).values()
     again = ckptfix.check(tmp_path / "out.pth").findings  # what was taken apart loads into no model either
     assert ("FIL102", Level.ERROR) in [(finding.code, finding.level) for finding in again]
