@@ -26,6 +26,8 @@ from ckptfix.reading.weights.quantized_modules import (
 DEPTH_LIMIT = 200
 # Modules and tensors in one tree: each place of a shared one counts, and nested shared ones have 2^depth places.
 PLACE_LIMIT = 200_000
+# Modules met again, which cost a small file nothing.
+REPEAT_LIMIT = 20_000
 
 # What torch.compile makes of a module: it pickles as a call with the module that it wraps.
 COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
@@ -77,10 +79,15 @@ class _Gatherer(Struct):
     entries: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     metadata: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     looks: int = PLACE_LIMIT
+    seen: set[int] = field(default_factory=set)
+    repeats: int = 0
 
     def gather(self, module: Opaque, prefix: str, depth: int) -> None:
         """Take up a module and what lies below it."""
-        if depth > DEPTH_LIMIT or len(self.metadata) + len(self.entries) > PLACE_LIMIT or len(prefix) > 10_000:
+        self.repeats += id(module) in self.seen
+        self.seen.add(id(module))
+        too_many = len(self.metadata) + len(self.entries) > PLACE_LIMIT or self.repeats > REPEAT_LIMIT
+        if depth > DEPTH_LIMIT or too_many or len(prefix) > 10_000:
             raise HostileError(
                 f"{self.path}: modules nested deeper than {DEPTH_LIMIT}, or one inside of another over and over; do "
                 "not use this file"

@@ -133,6 +133,15 @@ def test_modules_that_never_end_are_refused():
         wide = module({"a": wide, "b": wide})
     with pytest.raises(HostileError, match="do not use this file"):
         module_state_dict(wide, "f")
+    full = module({}, _buffers={f"b{index}": TensorSpec("float32", ()) for index in range(300)})
+    with pytest.raises(HostileError, match="do not use this file"):
+        module_state_dict(module({str(index): full for index in range(1000)}), "f")
+
+
+def test_a_block_that_is_shared_by_many_layers_is_in_each_of_them():
+    block = module({name: module({}) for name in "abcd"})
+    state_dict = module_state_dict(module({str(index): block for index in range(1000)}), "f")
+    assert len(state_dict) == 1 + 1000 * 5
 
 
 def test_a_module_of_stylegan_gives_its_weights_without_its_source(tmp_path, monkeypatch):
