@@ -76,11 +76,13 @@ def may_be_tar(content: Content) -> bool:
 
 def is_pickle(content: Content) -> bool:
     """Return whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and
-    1. A text may begin with the letter of a string, so more than that is looked at."""
+    1. A text, or an index of Faiss, may begin with the letter of a string or number, so more than that is looked at."""
     head = bytes(content.buffer[:2])
     if head[:1] in (b"V", b"S"):
         return re.match(_STRING, bytes(content.buffer[:4096])) is not None
-    return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}", b"L", b"I")
+    if head[:1] in (b"I", b"L"):
+        return re.match(rb"[IL]-?\d+L?\n", bytes(content.buffer[:4096])) is not None
+    return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}")
 
 
 def may_be_packed(content: Content) -> bool:

@@ -187,6 +187,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         (b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (), }", "pickled Python objects of NumPy"),
         (struct.pack("<iiiq", 0, 2, 0, 32013312) + NOISE, "a weight file of Darknet"),
         (struct.pack("<iiii", 0, 1, 0, 320133) + NOISE, "a weight file of Darknet"),
+        (b"IxFI\x00\x03\x00\x00" + bytes(40), "an index of Faiss"),
         (b"3000000 300\n</s> \x00\x80\x3a\x3f", "word vectors of word2vec"),
         (pickle.dumps("hello", protocol=0), "the file holds a str"),
         (b"S'hello'\np0\n.", "the file holds a str"),
