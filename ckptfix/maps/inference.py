@@ -97,9 +97,9 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     ours, weight = _leaves(sources, is_in_order(*used))  # statistics come first in the order of execution
     theirs, other = _leaves(targets)
     pairs = _oriented(ours, theirs)
-    is_sorted = max(weight, other) == SORTED_WEIGHT  # on both sides: then the order of names decides nothing
-    matcher = Matcher(NARROW / 3 if is_sorted else min(weight, other), without)
-    matcher.match(*pairs, sorted_side=None if weight == other else int(weight > other))
+    sides = tuple(side for side, each in enumerate((weight, other)) if each == SORTED_WEIGHT)
+    matcher = Matcher(NARROW / 3 if len(sides) == 2 else min(weight, other), sides, without)
+    matcher.match(*pairs)
     found: dict[str, list[tuple[Part, Label, tuple[str, ...]]]] = defaultdict(list)
     for decision in matcher.decisions:
         for at, (one, into, label) in enumerate(zip(decision.source, decision.target, decision.labels, strict=True)):
@@ -116,7 +116,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _turn_like_siblings(inference)
     _doubt_orientation(inference)
     _doubt_torn_layers(inference)
-    _doubt_norms(inference, weight == SORTED_WEIGHT, other == SORTED_WEIGHT)
+    _doubt_norms(inference, sides)
     return inference
 
 
@@ -366,12 +366,12 @@ def _doubt_torn_layers(inference: Inference) -> None:
             inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
 
 
-def _doubt_norms(inference: Inference, *is_sorted: bool) -> None:
+def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
     """Call the first two norms of a sorted side ambiguous if they go by other names and cross attention may come first:
     in DETR ``norm1`` is that of the self attention, in Deformable DETR that of the cross attention."""
     fronts = [
-        crosses_first(map(segments, side)) if hidden else {}
-        for side, hidden in zip((inference.source, inference.target), is_sorted, strict=True)
+        crosses_first(map(segments, side)) if at in sorted_sides else {}
+        for at, side in enumerate((inference.source, inference.target))
     ]
     for key, match in inference.matches.items():
         names = segments(match.parts[0].source), segments(key)

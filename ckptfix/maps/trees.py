@@ -76,6 +76,8 @@ class Node(Struct, eq=False):
 Near = Mapping[Path, Counter[Path]]
 """For each module of one side, how many of its leaves that are certain are in each module of the other side."""
 
+Scores = list[list[float]]
+
 Groups = Mapping[tuple[object, ...], tuple[list[Node], list[Node]]]  # the subtrees of each signature on both sides
 
 
@@ -115,10 +117,12 @@ class _Pool(Struct, frozen=True):
 class Matcher(Struct):
     """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool.
 
-    ``without`` are pairs that must not be chosen; ``choices`` are those that were chosen though others would have done,
-    with how much better they were."""
+    ``sorted_sides`` are the sides (0, 1) whose keys are sorted by name: order and numbers decide nothing there, except
+    in a single list of modules. ``without`` are pairs that must not be chosen; ``choices`` are those that were chosen
+    though others would have done, with how much better they were."""
 
     order_weight: float
+    sorted_sides: tuple[int, ...] = ()
     without: frozenset[Choice] = frozenset()
     choices: dict[Choice, float] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
@@ -129,15 +133,14 @@ class Matcher(Struct):
     _shown: set[tuple[Key, tuple[int, ...], tuple[int, ...]]] = field(default_factory=set)
     _near: tuple[Near, Near] = field(default_factory=lambda: ({}, {}))
 
-    def match(self, source: Sequence[Leaf], target: Sequence[Leaf], sorted_side: int | None = None) -> None:
+    def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
         """Match twice: the second time with the choices that the other templates made for modules of the same names.
 
-        ``sorted_side`` is the side (0, 1) whose keys are sorted by name, if only one is: what is certain then says in
-        which order its layers are."""
+        If only one side is sorted, what is certain says in which order its layers are."""
         for _ in range(2):
             is_shown = any(label >= Label.CERTAIN for each in self.decisions for label in each.labels)
-            if is_shown and sorted_side is not None:
-                source, target = _reordered((source, target), sorted_side, self.decisions)
+            if is_shown and len(self.sorted_sides) == 1:
+                source, target = _reordered((source, target), self.sorted_sides[0], self.decisions)
                 self.order_weight = REORDERED_WEIGHT
             self._near = _neighbours(self.decisions)
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
@@ -228,7 +231,14 @@ class Matcher(Struct):
             for one, other in zip(ours, theirs, strict=True):
                 yield _Pair(one, other, label, ())
             return
+        if runs := _equal_runs(source, target):
+            yield from self._pairs(*runs, places, False, key, pool)
+            ours, theirs = ([n for n in side if n not in run] for side, run in zip((source, target), runs, strict=True))
+            yield from self._pairs(ours, theirs, places, False, key, pool)
+            return
         scores = self._scores(source, target, places, self.order_weight)
+        by_name = self._scores(source, target, places, 0.0, 0.0) if self.sorted_sides else scores
+        by_order = _difference(scores, by_name)
         votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
         most = [max(column) for column in zip(*votes, strict=True)]
         for row, votes_of_row in zip(scores, votes, strict=True):
@@ -243,12 +253,10 @@ class Matcher(Struct):
             for to, other in enumerate(target):
                 scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
         chosen = assign(scores)
+        by_name = _difference(scores, by_order)
+        is_hidden = bool(self.sorted_sides) and not self._is_in_order(source, target, chosen)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
         is_named = _are_named(source, target) and all(_same_end(source[at], target[to]) for at, to in chosen)
-        unordered = scores
-        is_tower = len(source[0].members) >= LARGE and not any(numbers(node.path) for node in source + target)
-        if is_tower and self.order_weight <= REORDERED_WEIGHT:
-            unordered = self._scores(source, target, places, 0.0)
         for at, to in chosen:
             one, other = source[at], target[to]
             rivals = _rivals(at, to, chosen, scores)
@@ -256,8 +264,10 @@ class Matcher(Struct):
                 self.choices[key, one.path, other.path] = min(margin for _, margin in rivals)
             elif len(source) == len(target):  # shapes say which number is which
                 self._shown.add((key, numbers(one.path), numbers(other.path)))
-            if any(margin < NARROW for _, margin in rivals + _rivals(at, to, chosen, unordered)):
-                label = Label.AMBIGUOUS  # the order of sorted keys tells no towers apart
+            hidden = _rivals(at, to, chosen, by_name) if is_hidden else []
+            close = {source[rival].path: source[rival] for rival, margin in rivals + hidden if margin < NARROW}
+            if close:
+                label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:
                 label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
                 label = min(label, _counted(source, target))
@@ -265,15 +275,31 @@ class Matcher(Struct):
                 label = Label.CERTAIN if complete else Label.LIKELY
             else:
                 label = Label.AMBIGUOUS if is_contradicted else Label.LIKELY
-            close = tuple(source[rival] for rival, margin in rivals if margin < NARROW)
-            yield _Pair(one, other, label, close)
+            yield _Pair(one, other, label, tuple(close.values()))
+
+    def _is_in_order(self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]]) -> bool:
+        """Tell whether the numbers of one list, where keys are sorted, count the modules of the other side up."""
+        if not all(_is_run((source, target)[side]) for side in self.sorted_sides):
+            return False
+        pairs = [(source[at], target[to]) for at, to in chosen]
+        places = [
+            [numbers(node.path) if side in self.sorted_sides else (node.order,) for node in nodes]
+            for side, nodes in enumerate(zip(*pairs, strict=True))
+        ]
+        both = sorted(zip(*places, strict=True))
+        return all(one[1] <= other[1] for one, other in pairwise(both))
 
     def _vote(self, ends: tuple[Path, Path], key: Key) -> int:
         """Return in how many instances of other templates these two belonged together."""
         return sum(count for other, count in self._others.get(ends, {}).items() if other != key)
 
     def _scores(
-        self, source: list[Node], target: list[Node], places: Sequence[Places], order_weight: float
+        self,
+        source: list[Node],
+        target: list[Node],
+        places: Sequence[Places],
+        order_weight: float,
+        number_weight: float = 0.3,
     ) -> list[list[float]]:
         ranks = [[node.order for node in nodes] for nodes in (source, target)]
         if len(source) == len(target):
@@ -290,7 +316,7 @@ class Matcher(Struct):
                 score = similarity(one.words, other.words, named)
                 score += 0.25 * similarity(one.inner, other.inner, within)
                 score -= order_weight * abs(ranks[0][at] - ranks[1][to])
-                score += 0.3 * _same_numbers(counted[0][at], counted[1][to])
+                score += number_weight * _same_numbers(counted[0][at], counted[1][to])
                 score += 0.5 * (one.path == other.path)
                 row.append(score)
             rows.append(row)
@@ -331,6 +357,24 @@ def _signature(leaves: Sequence[Pooled]) -> tuple[object, ...]:
 def _is_run(nodes: Sequence[Node]) -> bool:
     """Tell whether nodes differ only by a number in their path."""
     return len(nodes) > 1 and len({template(".".join(node.path)) for node in nodes}) == 1
+
+
+def _equal_runs(source: Sequence[Node], target: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
+    """Return the longest list of modules that both sides have beside other modules, the only one of its length."""
+    sides: list[dict[int, list[list[Node]]]] = []
+    for nodes in (source, target):
+        runs: dict[str, list[Node]] = defaultdict(list)
+        for node in nodes:
+            runs[template(".".join(node.path))].append(node)
+        lengths: dict[int, list[list[Node]]] = defaultdict(list)
+        for run in runs.values():
+            lengths[len(run)].append(run)
+        sides.append(lengths)
+    for length in sorted(sides[0].keys() & sides[1].keys(), reverse=True):
+        ours, theirs = (side[length] for side in sides)
+        if length > 2 and len(ours) == len(theirs) == 1 and len(source) + len(target) > 2 * length:
+            return ours[0], theirs[0]
+    return None
 
 
 def _counted(source: Sequence[Node], target: Sequence[Node]) -> Label:
@@ -410,6 +454,10 @@ def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[l
                 kept += scores[other][columns[other]]
             rivals.append((other, kept - swapped))
     return rivals
+
+
+def _difference(scores: Scores, others: Scores) -> Scores:
+    return [[a - b for a, b in zip(one, other, strict=True)] for one, other in zip(scores, others, strict=True)]
 
 
 def _below(leaves: list[Pooled], depth: int) -> list[Pooled]:

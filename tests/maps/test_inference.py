@@ -491,6 +491,33 @@ def test_layers_that_are_certain_show_the_order_of_a_sorted_file(is_source):
     assert sources(source, target)["blocks.2.bn1.weight"] == ["layer.2.expansion.bn_of_it.weight"]
 
 
+def test_a_list_is_the_list_of_its_length_and_not_a_module_beside_it():
+    """As in YOLOv3: a block of the neck has the shapes of those of the backbone, and the neck is flat on one side."""
+    block = {**linear("cv1", 4, 8), **linear("cv2", 8, 4)}
+    source = {**stack("model.8", [block] * 8), **linear("model.9", 4, 8)}
+    source |= {f"model.10.{key}": shape for key, shape in block.items()}
+    blocks = {f"res{at}.conv{each[2:]}": shape for at in range(8) for each, shape in block.items()}
+    target = {f"backbone.stage.{key}": shape for key, shape in blocks.items()}
+    target |= {**linear("neck.in", 4, 8), **linear("neck.detect.conv1", 4, 8), **linear("neck.detect.conv2", 8, 4)}
+    found = sources(source, target)
+    assert [found[f"backbone.stage.res{at}.conv2.bias"] for at in range(8)] == [
+        [f"model.8.{at}.cv2.bias"] for at in range(8)
+    ]
+
+
+@pytest.mark.parametrize("is_sorted", [(True, False), (False, True), (True, True), (False, False)], ids=str)
+def test_only_the_order_of_the_model_tells_a_module_from_those_of_a_list(is_sorted):
+    """As in StyleGAN2: the first of four equal layers is in no list on one side; its number says nothing."""
+    source = {**linear("to_rgb1", 3, 8), **stack("to_rgbs", [linear("conv", 3, 8)] * 3)}
+    target = {f"b{size}.torgb.{key[2:]}": shape for size in (4, 8, 16, 32) for key, shape in linear("x", 3, 8).items()}
+    ours, theirs = (
+        dict(sorted(side.items())) if each else side for side, each in zip((source, target), is_sorted, strict=True)
+    )
+    inference = infer(ours, theirs)
+    given = {key: match.parts[0].source for key, match in inference.matches.items() if match.label > Label.AMBIGUOUS}
+    assert given == ({} if any(is_sorted) else dict(zip(target, source, strict=True)))
+
+
 def test_numbers_order_the_layers_of_a_sorted_file():
     ours = {**norm("bn1", 24), **norm("bn2", 24), **norm("bn3"), "conv_dw.weight": (24, 1, 3)}
     ours |= {**linear("conv_pw", 24, 8), **linear("conv_pwl", 8, 24)}
