@@ -35,7 +35,7 @@ class DType(Struct, frozen=True, dict=True):
     @cached_property
     def is_complex(self) -> bool:
         """Whether the elements are complex numbers."""
-        return self.name.startswith("complex")
+        return "complex" in self.name
 
     @cached_property
     def is_quantized(self) -> bool:
@@ -57,6 +57,7 @@ _TABLE = (
     DType("complex128", 16, "ComplexDoubleStorage"),
     DType("complex64", 8, "ComplexFloatStorage", "C64"),
     DType("complex32", 4),
+    DType("bcomplex32", 4),  # since torch 2.15: a pair of bfloat16
     DType("int64", 8, "LongStorage", "I64"),
     DType("int32", 4, "IntStorage", "I32"),
     DType("int16", 2, "ShortStorage", "I16"),

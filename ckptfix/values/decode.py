@@ -146,7 +146,7 @@ _INTEGERS = {
     **dict(zip("uint8 uint16 uint32 uint64 quint8 bool".split(), "<B <H <I <Q <B <B".split(), strict=True)),
 }
 
-_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+_COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
 
 
 def is_plain(spec: TensorSpec) -> bool:

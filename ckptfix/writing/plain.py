@@ -10,6 +10,7 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckptfix.bytes.limits import shown
@@ -302,11 +303,9 @@ def natural_form(value: Opaque) -> Any:
 
 
 def _path(value: Opaque) -> str:
-    """Return a path, whose pickle has its parts: the first is the root or drive."""
-    separator = "\\" if "Windows" in value.cls.name else "/"
-    parts = [str(part) for part in value.args]
-    first = parts[0] if parts else ""
-    return first + ("" if first.endswith(separator) or len(parts) < 2 else separator) + separator.join(parts[1:])
+    """Return a path as its own system writes it, from the parts that its release of Python pickled."""
+    kind = PureWindowsPath if "Windows" in value.cls.name else PurePosixPath
+    return str(kind(*map(str, value.args)))
 
 
 def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -187,7 +187,7 @@ MOMENT = datetime.datetime(2024, 5, 6, 7, 8, 9)
         (pathlib.PureWindowsPath("C:\\a\\b"), "C:\\a\\b"),
         (pathlib.PureWindowsPath("a/b"), "a\\b"),
         (pathlib.PurePosixPath("/"), "/"),
-        (pathlib.PurePosixPath(), ""),
+        (pathlib.PurePosixPath(), "."),
         (pathlib.PurePosixPath("a/../b"), "a/../b"),
         (MOMENT.replace(tzinfo=datetime.timezone.utc), "2024-05-06T07:08:09+00:00"),
         (MOMENT.replace(tzinfo=HOURS), "2024-05-06T07:08:09-03:30"),

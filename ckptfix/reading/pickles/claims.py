@@ -11,7 +11,7 @@ from ckptfix.core.dtypes import BY_STORAGE, DTYPES
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import HostileError
-from ckptfix.reading.pickles.stream import MalformedError
+from ckptfix.reading.pickles.stream import MalformedError, UnknownError
 
 # Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
 # Smaller ones are genuine: `torch.save` keeps an expanded tensor as it is.
@@ -72,6 +72,8 @@ def dtype_name(value: Any) -> str:
     """Return the name of a dtype that a pickle refers to as the global ``torch.float32``."""
     if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
         return value.name
+    if isinstance(value, Global) and value.module == "torch" and value.name.islower():
+        raise UnknownError(f"the dtype {value}")
     raise MalformedError(f"{shown(value)} is no dtype")
 
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.limits import bounded_keys, shown
 from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
@@ -342,7 +343,7 @@ class InertTable(Struct):
 
 def _refuse_gradient(dtype: str, requires_grad: Any) -> None:
     """Raise ``MalformedError`` for a gradient of whole numbers: torch neither writes such a tensor nor reads it."""
-    if requires_grad and not dtype.startswith(("float", "bfloat", "complex")):
+    if requires_grad and not (DTYPES[dtype].is_float or DTYPES[dtype].is_complex):
         raise MalformedError(f"a tensor of {dtype} that requires a gradient")
 
 

@@ -25,6 +25,7 @@ from ckptfix.reading.pickles.stream import (
     MalformedError,
     NoOpcodeError,
     PickleStream,
+    UnknownError,
     Utf8Text,
     python2_text,
 )
@@ -138,6 +139,8 @@ class PickleMachine(PickleStream):
             while not self._run():
                 pass
             return self.stack.pop()
+        except UnknownError as error:
+            raise UnreadableError(f"{self.path}: {error} is newer than this release of ckptfix; update it") from error
         except _MALFORMED as error:
             raise UnreadableError(
                 f"{self.path}: the pickle is malformed near offset {self.at} ({_reason(error)}); fetch the file again"

@@ -15,6 +15,10 @@ class MalformedError(ValueError):
     """A value of a pickle is not what its place asks for. The message is a noun phrase for the user."""
 
 
+class UnknownError(MalformedError):
+    """A value whose name only a later release of torch can have given."""
+
+
 class BrokenPickleError(UnreadableError):
     """The opcodes of a pickle go wrong at ``position``."""
 

@@ -113,11 +113,14 @@ def test_functions_of_packages_that_nobody_else_has_are_not_judged(name):
     assert not runs_code(name)
 
 
+PATHS = pathlib.Path.__module__  # `pathlib._local` in Python 3.13
+
+
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        (Calls(pathlib.Path.write_text, "x"), ["pathlib.Path.write_text"]),
-        (Calls(map, pathlib.Path.unlink, ["x"]), ["builtins.map", "pathlib.Path.unlink"]),
+        (Calls(pathlib.Path.write_text, "x"), [f"{PATHS}.Path.write_text"]),
+        (Calls(map, pathlib.Path.unlink, ["x"]), ["builtins.map", f"{PATHS}.Path.unlink"]),
         (Calls(Calls(functools.partial, torch.nn.init.zeros_, 1)), ["functools.partial"]),
     ],
     ids=["a method", "a function that calls", "the result of a call"],
