@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from ckptfix.reading.weights.document import Document
 NAME = FSDP
 
 _DEPTH = 32
+_SETTLED = 2_000_000_000  # nanoseconds
 # Bytes of a file in which its pickle names the first tensors, and what it says of those of ranks.
 _HEAD = 64 << 10
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
@@ -69,19 +72,32 @@ class RankSet(Struct, frozen=True):
         return re.sub(rf"((?:rank|shard)[._-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
 
 
-def rank_sets(folder: Path) -> list[RankSet]:
+_Key = tuple[str, int, str]  # what tells the sets of a folder apart: stem, world and suffix
+
+
+def rank_sets(folder: Path) -> Mapping[_Key, RankSet]:
     """Return the sets of files in a folder that are numbered by rank, as far as their names say."""
-    found: dict[tuple[str, int, str], dict[int, Path]] = {}
+    changed, now = folder.stat().st_mtime_ns, time.time_ns()
+    # A folder that has just changed may change again without another time.
+    return _sets_of(folder, changed if now - changed > _SETTLED else now)
+
+
+@lru_cache(maxsize=1)  # asked for with every file of a folder, of which there may be thousands
+def _sets_of(folder: Path, changed: int) -> Mapping[_Key, RankSet]:
+    found: dict[_Key, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
         if (match := NUMBERED.fullmatch(path.name)) and path.is_file():
-            key = match["stem"], int(match["world"] or 0), match["suffix"]
-            add_rank(found.setdefault(key, {}), int(match["rank"]), path)
-    return [RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()]
+            add_rank(found.setdefault(_key(match), {}), int(match["rank"]), path)
+    return {key: RankSet(*key, dict(sorted(files.items()))) for key, files in found.items()}
+
+
+def _key(match: re.Match[str]) -> _Key:
+    return match["stem"], int(match["world"] or 0), match["suffix"]
 
 
 def find(folder: Path) -> Path | None:
     """Return the folder itself if its files are numbered by rank. What is in them may be anything."""
-    return folder if any(len(found.files) > 1 or found.world > 1 for found in rank_sets(folder)) else None
+    return folder if any(len(found.files) > 1 or found.world > 1 for found in rank_sets(folder).values()) else None
 
 
 def is_named(folder: Path) -> bool:
@@ -102,7 +118,7 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | No
 def _chosen(folder: Path) -> RankSet | None:
     """Return the set of files in a folder; of several, that of the model. Raises ``UnreadableError`` if that is none or
     several."""
-    sets = [found for found in rank_sets(folder) if len(found.files) > 1 or found.world > 1]
+    sets = [found for found in rank_sets(folder).values() if len(found.files) > 1 or found.world > 1]
     models = sets if len(sets) < 2 else [found for found in sets if found.stem.startswith("model")]
     if len(models) != min(len(sets), 1):
         names = first_names([next(iter(found.files.values())).name for found in sets])
@@ -114,9 +130,9 @@ def _chosen(folder: Path) -> RankSet | None:
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, and what reads the set of files that it belongs to."""
-    if NUMBERED.fullmatch(file.name) is None:
+    if (match := NUMBERED.fullmatch(file.name)) is None:
         return None
-    found = next((ranks for ranks in rank_sets(file.parent) if file in ranks.files.values()), None)
+    found = rank_sets(file.parent).get(_key(match))
     if found is None or len(found.files) < 2:
         return None
     return file.parent, lambda folder, salvage, read: read_set(folder, found, salvage, read)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import ckptfix
 from ckptfix.bytes.files import OpenFile
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.folders.ranks import fsdp
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.cli.programs import run_here
@@ -110,6 +113,31 @@ def _dtensor(rank: int, whole: torch.Tensor, world: int = 2, **changes: Any) -> 
     share = -(-len(whole) // world)
     local = whole[rank * share : (rank + 1) * share].clone() if isinstance(placement, Shard) else whole.clone()
     return DTensor(local, DTensorSpec(mesh, (placement,), tensor_meta=meta), requires_grad=False)
+
+
+def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it has just changed: a rank that arrives is seen."""
+    looks, listed = [], Path.iterdir
+
+    def looked_at(folder: Path) -> Iterator[Path]:
+        looks.append(folder)
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", looked_at)
+    files = [tmp_path / f"model_rank_{rank}.pt" for rank in range(20)]
+    for file in files:
+        file.touch()
+    for is_old in (True, False):
+        if is_old:
+            os.utime(tmp_path, (1, 1))
+        looks.clear()
+        assert all(fsdp.of_file(file) for file in files)
+        assert (len(looks) == 1) is is_old
+        (tmp_path / "model_rank_20.pt").touch()
+    (found,) = fsdp.rank_sets(tmp_path).values()
+    assert len(found.files) == 21
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 12])
