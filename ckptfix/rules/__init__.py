@@ -108,7 +108,7 @@ RULES: tuple[Listed, ...] = (
     Listed("KEY104", "foreign-prefix", Needs.TARGET),
     Listed("KEY105", "renamed-by-release", Needs.TARGET),
     Listed("KEY106", "renamed-layers", Needs.TARGET),
-    Listed("FIT109", "reparametrised-weight", Needs.TARGET, keys=r"_[guv]$|_orig$|_mask$|_raw$|parametrizations\."),
+    Listed("FIT109", "reparametrised-weight", Needs.TARGET),
     Listed(
         "FIL108",
         "unmerged-adapter",

@@ -1,11 +1,12 @@
-"""FIT109 reparametrised-weight: the parts of a weight where the model wants the weight.
+"""FIT109 reparametrised-weight: the parts of a weight where the model wants the weight, and the reverse.
 
 ## What it finds
 
 Weights that `weight_norm` (`weight_g`, `weight_v`), `spectral_norm` (`weight_orig`, `weight_u`, `weight_v`) or pruning
 (`weight_orig`, `weight_mask`) keeps in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
 wants the plain weight; and those of AWD-LSTM, where `weight_hh_l0_raw` was trained, and `weight_hh_l0` is a copy of it
-after a dropout.
+after a dropout. Also plain weights, as of a vocoder whose weight_norm was removed, if the target has them under
+`weight_norm`.
 
 ## Why it matters
 
@@ -14,11 +15,14 @@ scale, or one that is not pruned, without any error.
 
 ## Fix safety
 
-Unsafe: `--unsafe-fixes` computes the weight with torch's own function, as `remove_weight_norm`, `remove_spectral_norm`,
-`prune.remove` and `remove_parametrizations` do for a model in eval mode, and drops the parts; a `_raw` weight takes the
-place of its copy. Training cannot go on with the parts afterwards. Nothing is offered if the file lacks a part
-(`weight_v` of spectral_norm), or if the shapes do not show which axis the norm is for: a square kernel, without a model
-that says whether it is of a transposed convolution.
+Safe for a plain weight that the target has under `weight_norm`: it stays bit for bit as `weight_v`, and `weight_g` is
+its norm, as when torch applies `weight_norm`. A weight with rows of zeros is refused, as it would become NaN.
+
+Unsafe otherwise: `--unsafe-fixes` computes the weight with torch's own function, as `remove_weight_norm`,
+`remove_spectral_norm`, `prune.remove` and `remove_parametrizations` do for a model in eval mode, and drops the parts; a
+`_raw` weight takes the place of its copy. Training cannot go on with the parts afterwards. Nothing is offered if the
+file lacks a part (`weight_v` of spectral_norm), or if the shapes do not show which axis the norm is for: a square
+kernel, without a model that says whether it is of a transposed convolution.
 
 ## Example
 
@@ -38,13 +42,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from ckptfix.core.edits import Drop, Edit, Fold, Rename
+from ckptfix.core.edits import Adapt, Drop, Edit, Fold, Rename
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM, is_adaptable
+from ckptfix.values.adapted_tensors import NORM, PRUNING, SPECTRAL_NORM, WEIGHT_NORM, is_adaptable
 
 _FORMS = (
     (WEIGHT_NORM, ("{}_v", "{}_g")),
@@ -63,6 +67,15 @@ def reparametrised_weight(rule: Rule, context: Context) -> Iterator[Finding]:
     """Proposes to compute the weights that the target wants from their parts in the file."""
     if context.target is None:
         return
+    if whole := list(_whole(context.checkpoint.specs, context.target)):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(whole), 'weight')} that the target has in parts (weight_norm)",
+            keys=tuple(adapt.source for adapt, _ in whole),
+            evidence={"forms": {WEIGHT_NORM: len(whole)}},
+            fix=Fix(tuple(edit for pair in whole for edit in pair), Applicability.SAFE),
+            blocks=Blocks.FILLING,
+        )
     folds = list(_folds(context.checkpoint.entries, context.target))
     raw = dict(_raw(context.checkpoint.specs, context.target))
     if not folds and not raw:
@@ -82,6 +95,19 @@ def reparametrised_weight(rule: Rule, context: Context) -> Iterator[Finding]:
         remedies=(Remedy((UNSAFE_FIXES,), "computes them, as torch does when it removes the parametrization"),),
         blocks=Blocks.FILLING,
     )
+
+
+def _whole(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[Adapt, Rename]]:
+    """Yield what makes the parts of `weight_norm` of each plain weight of which the target has these parts."""
+    for name, keys in in_parts([key for key in target.slots if key not in specs]).items():
+        for form, (main, *others) in forms_of(name):
+            spec = specs.get(name)
+            if form != WEIGHT_NORM or keys != {main, *others} or spec is None or name in target.slots:
+                continue
+            shape = target.slots[others[0]].shape
+            is_fit = is_adaptable(spec) and target.accepts(main, spec.shape) and shape is not None
+            if is_fit and shape is not None and _axis(form, spec.shape, [shape], None) is not None:
+                yield Adapt(others[0], name, NORM, spec.dtype, spec.shape, shape), Rename(name, main)
 
 
 def _raw(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[str, str]]:

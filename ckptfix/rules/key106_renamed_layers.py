@@ -114,12 +114,12 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     if target is None or two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
         return  # an adapter is merged first: it has the names of its layers
     source, wanted = _tensors(checkpoint, target), _slots(target)
-    parts = {} if twin is not None else _parts(checkpoint, target)
-    if parts:  # a weight that is in parts goes where it would go as one
-        wholes = {next(iter(renamed_parts(name, name, keys))): name for name, keys in parts.items()}
-        source = {
-            wholes.get(key, key): spec.shape for key, spec in checkpoint.specs.items() if key in source or key in wholes
-        }
+    if twin is None:  # a weight that is in parts on one side goes where it would go as one
+        source = _as_whole(
+            source, {key: spec.shape for key, spec in checkpoint.specs.items()}, _parts(checkpoint, target)
+        )
+        if not in_parts(checkpoint.specs):
+            wanted = _as_whole(wanted, wanted, in_parts([key for key in wanted if key not in checkpoint.specs]))
     if twin is not None:  # its order says more than that of a file, which may be sorted
         source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
     converters = twin.converts if twin is not None else None, target.converts
@@ -267,6 +267,19 @@ def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
         for key, spec in checkpoint.specs.items()
         if key not in parts and spec.storage is not None and not spec.quantizer and _takes_part(key, spec.dtype)
         if not is_superfluous(key, checkpoint, target)
+    }
+
+
+def _as_whole(given: dict[str, Shape], shapes: Specs, parts: Mapping[str, Collection[str]]) -> dict[str, Shape]:
+    """Return the shapes with one for each weight that is in parts, under the name of the weight."""
+    if not parts:
+        return given
+    wholes = {next(iter(renamed_parts(name, name, keys)), ""): name for name, keys in parts.items()}
+    others = {key for keys in parts.values() for key in keys} - wholes.keys()
+    return {
+        wholes.get(key, key): shape
+        for key, shape in shapes.items()
+        if key in wholes or (key in given and key not in others)
     }
 
 

@@ -57,6 +57,7 @@ def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
     return made
 
 
+NORM = "norm"  # the recipe for the `weight_g` of a weight
 WEIGHT_NORM, SPECTRAL_NORM, PRUNING = "weight_norm", "spectral_norm", "pruning"
 
 
@@ -361,8 +362,21 @@ def _in_the_centre(weight: Tensor, edit: Adapt) -> Tensor:
 
 Formula = Callable[["Tensor", Adapt], "Tensor"]
 
+
+def _norm(tensor: Tensor, edit: Adapt) -> Tensor:
+    """Return what `weight_norm` takes for `weight_g` when it is applied. A row of zeros has no direction."""
+    axes = [at for at, size in enumerate(edit.shape) if size > 1]
+    norm = torch.norm_except_dim(tensor, 2, (axes or [0])[0] if edit.shape else -1)
+    if not bool(norm.all()):
+        raise PlanError(
+            f"{edit.source} has rows of zeros, of which weight_norm makes NaN: load it into a model without"
+        )
+    return norm
+
+
 # What each recipe computes of the file's tensor.
 FORMULAS: Mapping[str, Formula] = {
+    NORM: _norm,
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py
     "pos_embed=plain": _resized(_interpolated("bicubic", align_corners=False), tokens_first=True),

@@ -128,6 +128,27 @@ def test_layers_that_were_renamed(form: str) -> None:
     assert {"FIT109"} == {finding.code for finding in refused if finding.needs_unsafe}
 
 
+@pytest.mark.parametrize("front", ["", "layer"], ids=["the same names", "other names"])
+@pytest.mark.parametrize("form", [form for form in FORMS if "weight_norm" in form])
+def test_a_plain_weight_gets_the_parts_that_torch_gives_it(form: str, front: str) -> None:
+    apply, _, numbers = FORMS[form]
+    model = plain()
+    before = {front + key: value.clone() for key, value in model.state_dict().items()}
+    for number in numbers:
+        apply(model.get_submodule(number), _name(number))
+    target = with_parts(apply, numbers)
+    state, report = ckptfix.repair_state_dict(before, target, rename_layers=True)
+    assert report.exit_code == 0
+    assert_same({key: state[key] for key in model.state_dict()}, dict(model.state_dict()))
+
+
+def test_a_plain_weight_with_a_row_of_zeros_is_refused() -> None:
+    before = plain().state_dict()
+    before["0.weight"][2] = 0
+    with pytest.raises(ckptfix.CkptfixError, match="rows of zeros"):
+        ckptfix.repair_state_dict(before, with_parts(weight_norm))
+
+
 def test_parts_under_names_that_say_nothing_are_not_dropped() -> None:
     normed = weight_norm(nn.Linear(3, 3, bias=False))
     before = {**{f"c.{key}": value for key, value in normed.state_dict().items()}, "bias": torch.ones(2)}
