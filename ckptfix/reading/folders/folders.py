@@ -18,7 +18,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks.files import ReadContent
 from ckptfix.reading.folders.ranks.frameworks import has_ranks, read_ranks
-from ckptfix.reading.folders.ranks.megatron import of_torch_dist
+from ckptfix.reading.folders.ranks.megatron import latest_iteration, of_torch_dist
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
@@ -115,7 +115,7 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
             if form.looks_like(folder):
                 found = form.read(folder, salvage)
                 return _with_common(found, folder, salvage, read) if form.name == dcp.NAME else found
-        document = read_ranks(folder, salvage, read) or _read_items(folder, salvage)
+        document = read_ranks(folder, salvage, read) or _read_items(folder, salvage, read)
         if document is not None:
             return document
         raise UnreadableError(f"{path}: {_contents(folder)}")
@@ -123,13 +123,16 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
         raise UnreadableError(f"{path}: {why_closed(path, error)}") from error
 
 
-def _read_items(folder: Path, salvage: bool) -> Document | None:
-    """Return the document of a folder with one of torch.distributed.checkpoint in it: the only one of them but for an
-    optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if there is none.
+def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of a folder with one of torch.distributed.checkpoint in it: Megatron's latest, or the only
+    one of them but for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
+    there is none.
 
     Raises ``UnreadableError`` if there are several."""
     found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
     models = [child for child in found if not child.name.startswith("optimizer")]
+    if len(models) > 1 and (named := latest_iteration(folder, dcp.looks_like)) is not None:
+        models = found = [named]
     if len(models) > 1:
         names = first_names([child.name for child in models])
         raise UnreadableError(
@@ -137,7 +140,7 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
         )
     if not models:
         return None
-    document = dcp.read_folder(models[0], salvage)
+    document = _with_common(dcp.read_folder(models[0], salvage), models[0], salvage, read)
     for child in found if isinstance(document.root, dict) else ():
         if child not in models:
             other = dcp.read_folder(child, salvage)

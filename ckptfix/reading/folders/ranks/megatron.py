@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from operator import mul
 from pathlib import Path
@@ -121,15 +121,25 @@ def _iterations(folder: Path) -> list[Path]:
     """Return the folders with one folder for each rank: this one, that of the latest iteration, or all in it."""
     if _rank_files(folder):
         return [folder]
-    latest = folder / LATEST
-    if latest.is_file() and latest.stat().st_size <= _TEXT_LIMIT:
-        word = latest.read_text(encoding="utf-8", errors="replace").strip()
-        name = f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word
-        named = file_inside(folder, name, str(latest))
-        if named.is_dir() and _rank_files(named):
-            return [named]
-        refuse_other(latest, named, [child for child in folder.iterdir() if child.is_dir() and _rank_files(child)])
+    if (named := latest_iteration(folder, lambda place: bool(_rank_files(place)))) is not None:
+        return [named]
     return sorted(child for child in folder.iterdir() if child.is_dir() and _rank_files(child))
+
+
+def latest_iteration(folder: Path, is_one: Callable[[Path], bool]) -> Path | None:
+    """Return the checkpoint that the folder of a training calls its latest; None if it says nothing of one.
+
+    Raises ``UnreadableError`` if it is not there, and others are."""
+    latest = folder / LATEST
+    if not latest.is_file() or latest.stat().st_size > _TEXT_LIMIT:
+        return None
+    word = latest.read_text(encoding="utf-8", errors="replace").strip()
+    name = f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word
+    named = file_inside(folder, name, str(latest))
+    if named.is_dir() and is_one(named):
+        return named
+    refuse_other(latest, named, [child for child in folder.iterdir() if child.is_dir() and is_one(child)])
+    return None
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:

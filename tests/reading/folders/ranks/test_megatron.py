@@ -386,6 +386,21 @@ def test_the_optimizer_of_torch_dist_is_there_by_name(tmp_path: Path, count: int
         assert count == 1 or groups[1]["params"] == [*bias, "decoder.final_layernorm.weight"]
 
 
+@pytest.mark.parametrize("home", ["weights", "iter_0000003"])
+def test_the_folder_around_a_torch_dist_folder_is_the_same_checkpoint(tmp_path: Path, home: str) -> None:
+    """NeMo has it in ``weights``; of several iterations of Megatron, the latest is taken."""
+    write_torch_dist(tmp_path / home, GROUPS)
+    if home != "weights":
+        write_torch_dist(tmp_path / "iter_0000002", GROUPS)
+        with pytest.raises(UnreadableError, match="holds 2 checkpoints"):
+            ckptfix.open_checkpoint(tmp_path)
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    around, inner = (ckptfix.open_checkpoint(folder) for folder in (tmp_path, tmp_path / home))
+    assert [around.keys(), around.container] == [inner.keys(), ("model",)]
+    got, wanted = around.state_dict(), inner.state_dict()
+    assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
 def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Path) -> None:
     flat = {"optimizer.state.exp_avg.output_layer.weight": torch.ones(VOCABULARY * HIDDEN)}
     write_torch_dist(tmp_path, GROUPS, **flat)
