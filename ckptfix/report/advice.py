@@ -91,7 +91,8 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
     yield (Span("left:", "strong"),)
     explained = _explained(remaining)
     for finding in remaining:
-        by = Counter(explained[key] for key in finding.keys if explained.get(key, finding.code) != finding.code)
+        keys = () if "shapes" in finding.evidence else finding.keys  # another name gives a tensor no other shape
+        by = Counter(explained[key] for key in keys if explained.get(key, finding.code) != finding.code)
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
         if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding, telling):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")

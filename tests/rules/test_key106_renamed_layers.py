@@ -295,6 +295,14 @@ def test_names_with_another_sign_for_their_dots(front, between, classes):
     assert all(torch.equal(done[key], value) for key, value in source.state_dict().items() if "fc." not in key)
 
 
+def test_another_name_gives_a_tensor_no_other_shape():
+    source, target = Stages(), Stages()
+    target.fc = nn.Linear(8, 5)
+    lines = list(report_lines(ckptfix.check(_spelled(source.state_dict(), "", "_"), target, values=False)))
+    (line,) = [line for line in map(str, lines) if "FIT103 shape-mismatch: " in line]
+    assert "--drop-mismatched" in line
+
+
 @pytest.mark.parametrize(
     ("fronts", "model"),
     [
