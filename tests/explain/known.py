@@ -50,7 +50,16 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: Expected state_dict to be dict-like, got <class 'str'>.",
         "AttributeError: 'PosixPath' object has no attribute 'keys'",
     ),
+    "names-of-an-engine": (
+        "ValueError: Following weights were not initialized from checkpoint: {'model.layers.0.attn.q_norm.weight'}",
+        "KeyError: 'layers.0.mlp.experts.gate_up_proj'",
+        "AssertionError: Checkpoint does not contain key: model.embed_tokens.weight",
+    ),
+    "opened-by-numpy": (
+        "_pickle.UnpicklingError: This file contains pickled (object) data. If you trust the file you can load it",
+    ),
     "no-such-model-type": (
+        "KeyError: 'qwen3'",
         "ValueError: Unrecognized configuration class <class 'BertConfig'> for this kind of AutoModel",
         "ValueError: The checkpoint you are trying to load has model type `qwen9` but Transformers does not recognize"
         " this architecture.",
@@ -766,7 +775,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f>: attribute lookup <lambda> on __main__ failed",
         "TypeError: cannot pickle '_thread.lock' object",
     ),
-    "lora-not-matched": ("Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",),
+    "lora-not-matched": (
+        "No LoRA keys associated to UNet2DConditionModel found with the prefix='unet'.",
+        "Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",
+    ),
     "unknown-model-type": ("ERROR: Could not detect model type of: /models/flux1-dev.safetensors",),
     "entry-that-is-no-tensor": ("ValueError: Unsupported type found in checkpoint! optimizer: <class 'dict'>",),
     "gradient-of-integers": ("RuntimeError: Only Tensors of floating point dtype can require gradients",),
