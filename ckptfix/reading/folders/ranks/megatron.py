@@ -451,7 +451,9 @@ def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> Tens
     In its ``fully_sharded_model_space`` form, the distributed optimizer has it as the parts into which ranks divide
     each dimension, each of them flat: [4, 2, 6] for a weight of [8, 6]."""
     counts = spec.shape[:-1]
-    if weight is None or len(counts) != len(weight.shape) or 0 in spec.shape or math.prod(counts) > _MOST_PARTS:
+    if weight is None or len(spec.shape) != len(weight.shape) + 1:
+        return spec
+    if 0 in spec.shape or math.prod(counts) > _MOST_PARTS or not spec.is_contiguous:
         return spec
     part = tuple(size // count for size, count in zip(weight.shape, counts, strict=True))
     if tuple(map(mul, part, counts)) != weight.shape or math.prod(part) != spec.shape[-1]:
@@ -463,7 +465,7 @@ def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> Tens
         for number, place in enumerate(product(*map(range, counts)))
     }
     whole = TensorSpec(spec.dtype, weight.shape, contiguous_strides(weight.shape))
-    return merge_parts(name, whole, copies, name) if spec.is_contiguous else spec
+    return merge_parts(name, whole, copies, name)
 
 
 def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:

@@ -401,9 +401,12 @@ def test_the_folder_around_a_torch_dist_folder_is_the_same_checkpoint(tmp_path: 
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)
 
 
-def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Path) -> None:
-    flat = {"optimizer.state.exp_avg.output_layer.weight": torch.ones(VOCABULARY * HIDDEN)}
-    write_torch_dist(tmp_path, GROUPS, **flat)
+@pytest.mark.parametrize("shape", [(VOCABULARY * HIDDEN,), (3, 1, 170), (2, 1, HIDDEN), (0, 1, HIDDEN), ()])
+def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    flat = {"optimizer.state.exp_avg.output_layer.weight": torch.ones(shape)}
+    write_torch_dist(
+        tmp_path, GROUPS, **{"scalar": torch.tensor(1.0), "optimizer.state.exp_avg.scalar": torch.tensor(1.0)}, **flat
+    )
     checkpoint = ckptfix.open_checkpoint(tmp_path)
     root: Any = checkpoint.root
     assert checkpoint.specs["output_layer.weight"].dtype == "bfloat16"
