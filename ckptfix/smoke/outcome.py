@@ -285,7 +285,7 @@ _DTYPE = re.compile(
     r"must have the same dtype|expected scalar type|Input type .* should be the same|same dtype, but got"
     r"|expected m1 and m2 to have the same dtype|Found dtype \w+ but expected|dtype of input and hidden"
     r"|Expected object of scalar type|mixed dtype|does not match weight dtype"
-    r"|not implemented for 'Half'"
+    r"|not implemented for 'Half'|input must have the type"
 )
 
 # After one of these the process can do nothing more on the GPU, and the line that reported it need not be the one.
@@ -316,7 +316,7 @@ _INPUT = re.compile(
     r"|Input type .* should be the same|normalized_shape|input.size\(-1\) must be equal|must be equal to input_size"
     r"|Sizes of tensors must match|shape mismatch|not enough values to unpack|too many values to unpack"
     r"|Dimension out of range|size mismatch|should be smaller than|is out of bounds|does not match weight dtype"
-    r"|to have the same dtype"
+    r"|to have the same dtype|input must have the type"
 )
 
 _CALL = re.compile(r"forward\(\) (missing|got an unexpected|got multiple|takes)")

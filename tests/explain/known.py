@@ -539,6 +539,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: mat1 and mat2 must have the same dtype, but got Half and Float",
         "RuntimeError: mat1 and mat2 must have the same dtype",
         "RuntimeError: Found dtype Double but expected Float",
+        "ValueError: input must have the type torch.float32, got type torch.float64",
+        "ValueError: RNN input dtype (torch.float64) does not match weight dtype (torch.float32).",
         "RuntimeError: Expected object of type torch.FloatTensor but found type torch.DoubleTensor for argument"
         " #2 'weight'",
         "TypeError: expected Float tensor (got Double tensor)",

@@ -251,9 +251,14 @@ def test_a_genuine_lack_of_memory_is_the_environments() -> None:
     assert is_out_of_memory(failure)
 
 
+def lstm_of_torch_2_4() -> None:
+    raise ValueError("input must have the type torch.float32, got type torch.float64")
+
+
 @pytest.mark.parametrize(
     "call",
     [
+        pytest.param(lstm_of_torch_2_4, id="lstm of torch 2.4"),
         pytest.param(lambda: nn.Linear(3, 2)(torch.ones(2, 3, dtype=torch.float64)), id="linear"),
         pytest.param(lambda: nn.Linear(3, 2).half()(torch.ones(2, 3)), id="half"),
         pytest.param(lambda: nn.Conv1d(3, 2, 1)(torch.ones(2, 3, 4, dtype=torch.float64)), id="convolution"),
