@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise, takewhile
@@ -23,6 +23,7 @@ from ckptfix.maps.names import (
     concepts,
     crosses_first,
     module,
+    parent,
     roles,
     segments,
     similarity,
@@ -48,6 +49,9 @@ Converters = tuple["Converter | None", "Converter | None"]
 
 CONVERTED = 0.75
 """The share of the target that a library's own loader has to fill: else the file is not one of its own."""
+
+FEW = 2
+"""So many tensors of one shape are compared with what is left over anywhere, as an embedding and its head."""
 
 COUNTER = "num_batches_tracked"
 
@@ -117,6 +121,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _doubt_orientation(inference)
     _doubt_torn_layers(inference)
     _doubt_norms(inference, sides)
+    _doubt_beside_gaps(inference)
     return inference
 
 
@@ -383,6 +388,48 @@ def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
                 and names[0][-2:] != names[1][-2:]
             ):
                 inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+
+
+def _doubt_beside_gaps(inference: Inference) -> None:
+    """Call a key ambiguous if a tensor of its shape is left over on one side whose name fits as well: if the file lacks
+    an embedding, its head has the shape of it; if the target lacks ``bn1``, its ``bn2`` may get it."""
+    numbers = Counter(map(_squeezed, inference.target.values()))
+    left: tuple[dict[object, list[str]], ...] = defaultdict(list), defaultdict(list)
+    for rivals, specs, keys in zip(
+        left, (inference.source, inference.target), (inference.unused, inference.missing), strict=True
+    ):
+        for key in keys:
+            rivals[_place(key, specs[key], numbers)].append(key)
+    for key, match in inference.matches.items():
+        part, *others = match.parts
+        if others or match.label is Label.AMBIGUOUS or part.source == key:
+            continue
+        pairs = [(other, key) for other in left[0].get(_place(part.source, inference.target[key], numbers), ())]
+        pairs += [(part.source, other) for other in left[1].get(_place(key, inference.target[key], numbers), ())]
+        if any(_alike(*pair) >= _alike(part.source, key) for pair in pairs):
+            inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+
+
+def _squeezed(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
+
+
+def _place(key: str, shape: Shape, numbers: Mapping[Shape, int]) -> object:
+    """Return what tensors that may be taken for each other share: shape, kind, and their block, unless they are few."""
+    small = _squeezed(shape)
+    return small, segments(key)[-1], _block(key) if numbers[small] > FEW else ()
+
+
+def _block(key: str) -> tuple[str, ...]:
+    """Return the module that has the layer of a tensor."""
+    path = segments(key)
+    return path[:-2] if path[-1] in STATISTICS else parent(path)
+
+
+def _alike(source: str, key: str) -> float:
+    """Return the share of concepts that two names have in common."""
+    one, other = (bag(segments(name)) for name in (source, key))
+    return similarity(one, other, dict.fromkeys(one | other, 1.0))
 
 
 def _match_leftovers(inference: Inference) -> None:

@@ -410,6 +410,30 @@ def test_a_common_last_name_is_not_certain(source, target):
     assert all(match.label < Label.CERTAIN for key, match in inference.matches.items() if not key.startswith("action"))
 
 
+@pytest.mark.parametrize("is_back", [False, True], ids=["the file lacks it", "the target lacks it"])
+def test_the_head_is_not_the_embedding_that_is_gone(is_back):
+    """Without its embedding, the whole file has the shapes of the target without its head."""
+    layers = stack("layers", [linear("attn", 8, 8) | linear("mlp", 16, 8)] * 4)
+    whole = {"tok_embeddings.weight": (32, 8), **layers, **norm("norm"), "output.weight": (32, 8)}
+    other = {f"model.{key}": shape for key, shape in ({"embed_tokens.weight": (32, 8)} | layers | norm("norm")).items()}
+    other["lm_head.weight"] = (32, 8)
+    lacking = {key: shape for key, shape in whole.items() if key != "tok_embeddings.weight"}
+    matches = infer(*((other, lacking) if is_back else (lacking, other))).matches
+    given = [key for key, match in matches.items() if len(match.parts[0].place) > 1 and match.label > Label.AMBIGUOUS]
+    assert not {"model.embed_tokens.weight", "lm_head.weight", "output.weight"}.intersection(given)
+    assert len([key for key in given if "layers" in key]) == 8
+
+
+def test_a_norm_that_the_target_lacks_gives_its_place_to_no_other():
+    block = {"conv1.weight": (8, 8, 1, 1), **norm("bn1"), "conv2.weight": (8, 8, 3, 3), **norm("bn2")}
+    renamed = {"first.conv.weight": (8, 8, 1, 1), "second.conv.weight": (8, 8, 3, 3), **norm("second.normalization")}
+    blocks = [linear("fc", 4, 8) | {f"body.{key}": shape for key, shape in block.items()}] * 3
+    target = stack("stages", [linear("out", 4, 8) | {f"x.{key}": shape for key, shape in renamed.items()}] * 3)
+    matches = infer(stack("layer", blocks), target).matches
+    taken = {match.parts[0].source for match in matches.values() if match.label > Label.AMBIGUOUS}
+    assert not any("bn1" in key for key in taken)
+
+
 def test_keras_names_of_a_normalisation():
     words = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
     source: Specs = {f"bn{at}.{word}": (8,) for at in range(3) for word in words}
