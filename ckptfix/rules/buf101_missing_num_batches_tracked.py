@@ -6,8 +6,8 @@ Modules whose `running_mean` and `running_var` are in the file and whose `num_ba
 target, those where the target wants the counter. Without one, those where `_metadata` says version 2, where another
 norm of the same version has its counter, and, in a file without `_metadata`, all that look like a BatchNorm: not the
 statistics of a reinforcement learner, with a `count` beside them or without any norm that has a weight. Where such a
-file is in a format that is younger than the counter (safetensors, the zip of torch 1.6), in numpy's arrays, or has a
-counter elsewhere, it is not that old: the norms are frozen ones, as in DETR and detectron2.
+file is in safetensors, in numpy's arrays, or has a counter elsewhere, the norms are frozen ones, as in detectron2. A
+zip of torch says nothing: old weights are saved anew, and loaders of frozen norms ignore a counter.
 
 ## Why it matters
 
@@ -43,7 +43,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.rules.rule import Context, Rule, rule
 
-_YOUNGER = frozenset({"safetensors", "torch-zip"})  # formats that came years after the counter
+SAFETENSORS = "safetensors"  # a format that came years after the counter, and has no room for `_metadata`
 _COUNTING_VERSION = 2  # the version of BatchNorm in `_metadata` that has the counter
 
 
@@ -99,7 +99,7 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
         return []
     if not checkpoint.metadata:
         is_numpy = any(remark.kind is Kind.NUMPY_WEIGHTS for remark in checkpoint.remarks)
-        if is_numpy or checkpoint.format in _YOUNGER or _with_leaf(checkpoint, NUM_BATCHES_TRACKED):
+        if is_numpy or checkpoint.format == SAFETENSORS or _with_leaf(checkpoint, NUM_BATCHES_TRACKED):
             return []
         has_weights = any(module + "weight" in checkpoint.specs for module in _with_leaf(checkpoint, "running_mean"))
         return [module for module in uncounted if has_weights and module + "count" not in checkpoint.entries]
