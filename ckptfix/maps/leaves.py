@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,13 +25,9 @@ class Leaf(Struct, frozen=True):
     order: float
 
     @property
-    def extent(self) -> Shape:
-        return tuple(stop - start for start, stop in (self.box[axis] for axis in self.axes))
-
-    @property
     def shape(self) -> Shape:
         """The shape without axes of one element: ``(1, 64)`` and ``(64,)`` hold the same values in the same order."""
-        return tuple(size for size in self.extent if size != 1)
+        return _shape(self.box, self.axes)
 
     @property
     def rows(self) -> int:
@@ -44,6 +41,11 @@ class Leaf(Struct, frozen=True):
             box = (*self.box[:axis], (start, start + size), *self.box[axis + 1 :])
             yield replace(self, box=box, path=path, order=self.order + at / len(sizes) / 2)
             start += size
+
+
+@lru_cache(maxsize=65536)
+def _shape(box: Bounds, axes: tuple[int, ...]) -> Shape:
+    return tuple(size for size in (box[axis][1] - box[axis][0] for axis in axes) if size != 1)
 
 
 def whole(key: str, shape: Sequence[int], path: Path, order: int) -> Leaf:
