@@ -19,7 +19,6 @@ TABULATOR := tabulator-tables@6.5.3
 BENCH_BIN := .venv-bench/bin
 BENCH_INSTALLED := .venv-bench/.installed
 BENCH ?= --readme benchmarks/README.md
-JUDGED_INSTALLED := .venv-bench/.judged-installed
 
 # Apart from these: beside a torch without CUDA, torchaudio does not import, and transformers imports it where it is.
 KNOWN_BIN := .venv-known/bin
@@ -76,29 +75,26 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
+# `tests/peers` lets torchvision import beside a torch without CUDA, and with it transformers.
 bench: $(BENCH_INSTALLED)
-	$(BENCH_BIN)/python -m benchmarks.speed $(BENCH)
+	PYTHONPATH=tests/peers $(BENCH_BIN)/python -m benchmarks.speed $(BENCH)
+
+judgement: $(BENCH_INSTALLED)
+	PYTHONPATH=tests/peers $(BENCH_BIN)/python -m benchmarks.judgement page
+
+# The versions decide which models there are.
+PEERS := timm==1.0.31 torchvision transformers==5.23.0 diffusers==0.42.1
 
 $(BENCH_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-bench
-	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . timm==1.0.31 torchvision
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . $(PEERS) peft==0.21.2
 	@touch $@
-
-judgement: $(JUDGED_INSTALLED)
-	$(BENCH_BIN)/python -m benchmarks.judgement page
 
 # The libraries whose models ckptfix knows without them.
 KNOWN ?= timm torchvision transformers diffusers open_clip smp segment_anything torchaudio dinov2
 
 structures: $(KNOWN_INSTALLED)
 	PYTHONPATH=tests/peers $(KNOWN_BIN)/python -m benchmarks.structures $(KNOWN)
-
-# Built without their weights; the versions decide which models there are.
-PEERS := timm==1.0.31 torchvision transformers==5.23.0 diffusers==0.42.1
-
-$(JUDGED_INSTALLED): $(BENCH_INSTALLED)
-	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt $(PEERS) peft==0.21.2
-	@touch $@
 
 $(KNOWN_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-known
