@@ -81,7 +81,7 @@ def open_checkpoint(
     the rest. Warns with ``DamageWarning`` if tensors may be others than were saved. Raises ``UnreadableError`` with the
     true cause if the file holds no weights."""
     checkpoint = open_file(os.fspath(path), weights, salvage=salvage, member=member)
-    doubts = dict.fromkeys(clause(fact) for fact in checkpoint.remarks if fact.kind in DOUBTS)
+    doubts = dict.fromkeys(map(clause, checkpoint.remarked(*DOUBTS)))
     if doubts:
         text = f"{checkpoint.path}: tensors may be others than were saved: {'; '.join(doubts)}"
         warnings.warn(one_line(text), DamageWarning, stacklevel=2)

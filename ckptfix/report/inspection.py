@@ -67,7 +67,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
         "extras": extras(checkpoint),
         "classes": classes(checkpoint.root),
         "unknown_classes": classes(checkpoint.root, unknown_only=True),
-        "untrusted_names": [clause(fact) for fact in checkpoint.remarks if fact.kind in _NAMES],
+        "untrusted_names": [clause(fact) for fact in checkpoint.remarked(*_NAMES)],
         "damage": [clause(fact) for fact in checkpoint.damage],
         "lost": list(checkpoint.lost),
         "likeness": None if likeness is None else likeness.to_json(),

@@ -98,7 +98,7 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
     if not uncounted:
         return []
     if not checkpoint.metadata:
-        is_numpy = any(remark.kind is Kind.NUMPY_WEIGHTS for remark in checkpoint.remarks)
+        is_numpy = checkpoint.remarked(Kind.NUMPY_WEIGHTS)
         if is_numpy or checkpoint.format == SAFETENSORS or _with_leaf(checkpoint, NUM_BATCHES_TRACKED):
             return []
         has_weights = any(module + "weight" in checkpoint.specs for module in _with_leaf(checkpoint, "running_mean"))

@@ -138,7 +138,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         cast = Remedy((("dtype", dtype),), "writes them as the training used them")
         yield rule.finding(Level.NOTE, clause(fact), evidence={"trained in": dtype}, remedies=(cast,))
     for kind, cause in _MIXED.items():
-        if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarks if fact.kind is kind]:
+        if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarked(kind)]:
             yield rule.finding(
                 Level.WARNING,
                 f"{'; '.join(odd)}: {cause}, and the weights made of it are wrong",
