@@ -1,13 +1,11 @@
-"""Which tensors of a checkpoint an adapter changes, and how: by the names of its layers and the shapes of both."""
+"""What an adapter changes in a checkpoint: the delta of each tensor, by the shapes of both."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -28,23 +26,14 @@ from ckptfix.reading.adapters import (
     Adapter,
     AdapterLayer,
     config_beside,
-    model_config,
 )
+from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words
 
 # What peft puts into the names of a model in which it has wrapped layers.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
-_PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
 _TAKEN_OFF = ("linear", "conv", "tucker", "experts", "hadamard", "kronecker", "bias", "scale")
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
-_HEADS = ("lm_head", "embed_out")
-# Layers of diffusion models as their authors name them, and not diffusers.
-_ORIGINAL = re.compile(r"(?:^|\.)(?:(?:in|out)put_blocks|middle_block|(?:double|single)_blocks)[._]")
-_DROPPED = 3  # leading segments of a layer's name that the base may lack
-
-# Segments that may stand in the place of each other: releases of a library nest the same layers in other modules.
-_OUTER = frozenset("model base_model module language_model text_model transformer".split())
 
 
 class Merge(Struct):
@@ -90,12 +79,12 @@ def find_merge(
                     "multiplied; take the base itself"
                 )
             # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
-            is_copy = delta.form == "whole" and _is_copied(adapter, key)
+            is_copy = delta.form == "whole" and is_copied(adapter, key)
             if is_copy:
                 copies[key] = adapter
             others = [] if is_copy else [one for one in twins[checkpoint.specs[key].view] if one != key]
-            for name in (key, *(other for other in others if not _is_copied(adapter, other))):
-                if name != key and delta.form != "rows" and _is_of_words(name):
+            for name in (key, *(other for other in others if not is_copied(adapter, other))):
+                if name != key and delta.form != "rows" and is_of_words(name):
                     merge.tied.add(name)
                 if delta not in merge.deltas[name]:
                     merge.deltas[name].append(replace(delta, weight=adapter.weight))
@@ -105,26 +94,17 @@ def find_merge(
     return merge
 
 
-def _is_copied(adapter: Adapter, key: str) -> bool:
-    """Return whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
-    return _is_named((adapter.config or {}).get("modules_to_save") or (), key.rpartition(".")[0])
-
-
 def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
     """Raise ``AdapterError`` unless all embeddings and heads of a vocabulary get the same one."""
     sizes = {checkpoint.specs[key].shape[0] for key in merge.resized}
     for key, spec in checkpoint.specs.items():
         is_whole = any(delta.form == "whole" for delta in merge.deltas.get(key, ()))
-        if spec.shape[:1] and spec.shape[0] in sizes and _is_of_words(key) and not is_whole:
+        if spec.shape[:1] and spec.shape[0] in sizes and is_of_words(key) and not is_whole:
             other, number = next(iter(merge.resized.items()))
             raise AdapterError(
                 f"{merge.deltas[other][0].adapter}: has {other} for a vocabulary of {number}, and {key} of the base "
                 f"has {spec.shape[0]}: save the adapter with both (save_embedding_layers=True in peft)"
             )
-
-
-def _is_of_words(key: str) -> bool:
-    return key.rpartition(".")[0].rpartition(".")[2] in (*_EMBEDDINGS, *_HEADS)
 
 
 def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Target | None, merge: Merge) -> None:
@@ -151,7 +131,7 @@ def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
     """Return the name of the head that a language model has tied to its embedding ``key``, by its configuration."""
     config = {} if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path, "config.json") or {}
     module = key.removesuffix(".weight").rpartition(".")[2]
-    if module not in _EMBEDDINGS or any(name.rpartition(".")[0].endswith(_HEADS) for name in checkpoint.specs):
+    if module not in EMBEDDINGS or any(name.rpartition(".")[0].endswith(HEADS) for name in checkpoint.specs):
         return set()
     classes = config.get("architectures")
     text = str(classes[0]) if isinstance(classes, list) and classes else ""
@@ -173,10 +153,10 @@ def _deltas(
     for layer in adapter.layers:
         groups[layer.component].append(layer)
     view, places = checkpoint, dict[str, _Places]()
-    names = {component: _Names(view, adapter, layers) for component, layers in groups.items()}
+    names = {component: BaseNames(view, adapter, layers) for component, layers in groups.items()}
     if not all(each.is_complete for each in names.values()):
         other, known = _with_other_names(checkpoint)
-        again = {component: _Names(other, adapter, layers) for component, layers in groups.items() if known}
+        again = {component: BaseNames(other, adapter, layers) for component, layers in groups.items() if known}
         if any(len(each.found) > len(names[component].found) for component, each in again.items()):
             view, places, names = other, known, again
     if not any(each.found for each in names.values()):
@@ -300,209 +280,6 @@ def _placed(
             )
         form = "linear" if expert else delta.form
         yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)
-
-
-class _Names:
-    """The tensors that the layers of an adapter are beside of, by the names of the layers.
-
-    The names are those of the base, or differ from them by the same prefix on every layer."""
-
-    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, layers: list[AdapterLayer]) -> None:
-        self.checkpoint, self.adapter, self.layers = checkpoint, adapter, layers
-        self.dot = "_" if adapter.is_kohya else "."
-        self.known: dict[str, list[str]] = defaultdict(list)
-        for key, spec in checkpoint.specs.items():
-            module, _, leaf = key.rpartition(".")
-            # A layer beside a parameter, such as that of all experts, has the name of its module too.
-            if leaf == "weight" or len(spec.shape) == 3:
-                self.known[self.dot.join(module.split("."))].append(key)
-        self.dropped, self.prefix, self.found = self._find()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every layer has its tensor."""
-        return len(self.found) == len({layer.module for layer in self.layers})
-
-    def renamed(self, name: str) -> str:
-        """Return the key of the base for one of the adapter's model."""
-        return self.prefix + ".".join(name.split(".")[self.dropped :])
-
-    def _find(self) -> tuple[int, str, dict[str, str]]:
-        modules = list(dict.fromkeys(layer.module for layer in self.layers))
-        best: tuple[int, str, dict[str, str]] = (0, "", {})
-        for dropped in range(_DROPPED + 1):
-            if dropped and self.dot == "_" and modules[0].split("_")[:dropped] != ["text", "model"]:
-                continue  # which transformers 5 leaves out; the segments of others are not known
-            tails = {module: self.dot.join(module.split(self.dot)[dropped:]) for module in modules}
-            ends = [*tails.values()]
-            if not all(ends) or len(set(ends)) < len(ends):
-                break
-            complete = []
-            for prefix in dict.fromkeys((*self._prefixes(ends[0]), *self._prefixes(ends[-1]))):
-                swapped = {*modules[0].split(".")[:dropped], *prefix.split(".")[:-1]}
-                if dropped and prefix and not swapped <= _OUTER:
-                    continue  # encoder.layers are not decoder.layers
-                found = {module: prefix + tail for module, tail in tails.items() if prefix + tail in self.known}
-                if len(found) == len(modules):
-                    complete.append((dropped, prefix, found))
-                if len(found) > len(best[2]):
-                    best = dropped, prefix, found
-            complete = [each for each in complete if self._has_shapes(each[2])] or complete
-            exact = [each for each in complete if not each[1]]
-            if len(exact or complete) > 1:
-                raise AdapterError(
-                    f"{self.adapter.path}: its layers may be those below {_either(each[1] for each in complete)} of "
-                    f"{self.checkpoint.path}; pick one with its own file"
-                )
-            if complete:
-                best = (exact or complete)[0]
-                break
-        return best
-
-    @property
-    def has_shapes(self) -> bool:
-        """Return whether the layers that were found have the inputs and outputs of the adapter's."""
-        return self._has_shapes(self.found)
-
-    def _has_shapes(self, found: Mapping[str, str]) -> bool:
-        for layer in self.layers:
-            one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
-            if one is None or two is None or layer.module not in found or not one.shape[1:] or not two.shape:
-                continue
-            shapes = [self.checkpoint.specs[key].shape for key in self.known[found[layer.module]]]
-            if not any({one.shape[1], two.shape[0]} <= {*shape} for shape in shapes):
-                return False
-        return True
-
-    def _prefixes(self, tail: str) -> list[str]:
-        """Return what the base may have before the names of the layers, by one of them."""
-        return [name.removesuffix(tail) for name in self.known if name == tail or name.endswith(self.dot + tail)]
-
-    def key_of(self, layer: AdapterLayer) -> str:
-        """Return the tensor that a layer changes. Raises ``AdapterError`` if it may be one of several."""
-        keys = self.known[self.found[layer.module]]
-        one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
-        if len(keys) > 1 and one is not None and two is not None:
-            sizes = {one.shape[-1], two.shape[0]} if one.shape and two.shape else set()
-            keys = [key for key in keys if set(self.checkpoint.specs[key].shape[-2:]) == sizes] or keys
-        if len(keys) > 1:
-            raise AdapterError(
-                f"{self.adapter.path}: the layer {layer.module} may be {_either(keys)} of {self.checkpoint.path}; "
-                "merge it with what trained it"
-            )
-        return keys[0]
-
-    def check_complete(self) -> None:
-        """Raise ``AdapterError`` if the configuration names more layers of a kind than the adapter has."""
-        config, own = self.adapter.config or {}, {layer.module for layer in self.layers}
-        head = next(iter(self.layers)).module.split(".")[: self.dropped]
-        extra = [name.removesuffix("eh_proj") for name in self.known if name.endswith(".eh_proj")]
-        kinds: dict[str, set[str]] = defaultdict(set)
-        for name, keys in self.known.items():
-            if not name.startswith(self.prefix) or any(f"{name}.".startswith(block) for block in extra):
-                continue  # a layer that predicts more tokens is in the file, and not in the model of transformers
-            module = ".".join((*head, name.removeprefix(self.prefix)))
-            if len(self.checkpoint.specs[keys[0]].shape) > 1 and _is_target(config, module):
-                kinds[re.sub(r"\d+", "", module)].add(module)
-        for modules in kinds.values():
-            leaf = next(iter(modules)).rpartition(".")[2]
-            if lacking := sorted(modules - own) if modules & own else []:
-                raise AdapterError(
-                    f"{self.adapter.path}: its configuration names {leaf} in {len(modules)} layers and the adapter has "
-                    f"{len(modules & own)} of them, not {lacking[0]}: fetch it again, or name its layers one by one in "
-                    f"the target_modules of {CONFIG}"
-                )
-        saved = {self.renamed(key) for key in self.adapter.saved}
-        for key in self.checkpoint.specs:
-            if key not in saved and _is_copied(self.adapter, key):
-                raise AdapterError(
-                    f"{self.adapter.path}: its configuration names {key.rpartition('.')[0]} in modules_to_save, and "
-                    f"the adapter has no {key}: fetch it again, or take the name out of {CONFIG}"
-                )
-
-    def mismatch(self) -> AdapterError:
-        """Return what to say of layers that are not in the base."""
-        path, base = self.adapter.path or self.checkpoint.path, self.checkpoint.path
-        lacking = [layer.module for layer in self.layers if layer.module not in self.found]
-        number = len(self.layers)
-        named = self.adapter.base
-        own = f"; it was trained on {named}" if named else ""
-        if self.adapter.path and any("base_layer" in key.split(".") for key in self.checkpoint.entries):
-            config = Path(path) / CONFIG if Path(path).is_dir() else CONFIG
-            return AdapterError(
-                f"{base}: holds an adapter that was never merged, beside its base; if it is this one, give its "
-                "configuration: ",
-                Opt("adapter", str(config)),
-            )
-        for module in lacking:
-            if f"{module}.in_proj_weight" in self.checkpoint.entries:
-                return AdapterError(
-                    f"{path}: changes {module}, an nn.MultiheadAttention, whose out_proj some releases of peft change "
-                    "twice; merge it with the release that trained it"
-                )
-            if packed := next((name for name in _PACKED if f"{module}.{name}" in self.checkpoint.entries), ""):
-                return AdapterError(
-                    f"{base}: {module} is quantised (it has {packed} and no weight); merge into the weights that were "
-                    "quantised, and quantise the result"
-                )
-        is_tied = all(map(self._may_be_tied, lacking)) and any(map(_is_of_words, self.checkpoint.specs))
-        if "model_type" in model_config(self.checkpoint) and not is_tied:
-            folder = Path(base) if Path(base).is_dir() else Path(base).parent
-            return AdapterError(
-                f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; "
-                "give the base that it was trained on, or if this is it, rename its layers for your transformers "
-                "first, with ",
-                Opt("model", f"transformers:{folder}"),
-            )
-        if is_tied:
-            return AdapterError(
-                f"{path}: changes {lacking[0]}, which {base} has only as the embedding that it is tied to; merged into "
-                "one tensor, it would change both: save the base with a tensor for each (tie_word_embeddings=False)"
-            )
-        if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
-            return AdapterError(
-                f"{path}: was trained on {named}, whose file lacks {len(lacking)} of the adapter's {number} layers, "
-                f"such as {lacking[0]}; fetch both again"
-            )
-        is_original = bool(_ORIGINAL.match(lacking[0]))
-        if is_original is not any(map(_ORIGINAL.search, self.checkpoint.entries)) and self.adapter.is_kohya:
-            own += "; its layers are named as in " + ("the one file of the authors" if is_original else "diffusers")
-        return AdapterError(
-            f"{path}: does not belong to {base}, which lacks {len(lacking)} of the adapter's {number} layers, such as "
-            f"{lacking[0]}{own}; give the base that it was trained on"
-        )
-
-    def _may_be_tied(self, module: str) -> bool:
-        """Return whether a layer is a head, by its name or by having the shape of the embedding."""
-        layer = next(layer for layer in self.layers if layer.module == module)
-        one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
-        shape = (*two.shape[:1], *one.shape[1:]) if one is not None and two is not None else ()
-        words = (spec.shape for key, spec in self.checkpoint.specs.items() if _is_of_words(key))
-        return _is_of_words(f"{module}.weight") or shape in words
-
-
-def _is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether a configuration names a module, by the rule of peft; no where it does so by an expression."""
-    targets, excluded = config.get("target_modules"), config.get("exclude_modules") or []
-    if not isinstance(targets, list) or not isinstance(excluded, list) or config.get("layers_pattern"):
-        return False
-    if _is_named([*excluded, *(config.get("modules_to_save") or [])], module) or not _is_named(targets, module):
-        return False
-    only = config.get("layers_to_transform")
-    if only is None or only == [] or module in targets:
-        return True
-    # The number of the last list of modules, as the greedy expression of peft finds it.
-    parts = module.split(".")
-    number = next((int(part) for part in parts[-2:1:-1] if part.isdecimal()), None)
-    return number in (only if isinstance(only, list) else [only])
-
-
-def _is_named(names: Iterable[object], module: str) -> bool:
-    return any(f".{module}".endswith(f".{name}") for name in names)
-
-
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(name or "the top" for name in names)
 
 
 class _Orientation:
@@ -758,13 +535,13 @@ def _whole(
             f"{adapter.path}: has {stored} whole, to which no weight applies; leave out ={adapter.weight:g}"
         )
     if spec is None:
-        if not _is_copied(adapter, key) and not (_is_of_words(key) and value.shape[1:]):
+        if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
             raise AdapterError(
                 f"{adapter.path}: has {stored}, for which {checkpoint.path} has no place; give the base that it was "
                 "trained on"
             )
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
-    elif spec.shape != value.shape and not (_is_of_words(key) and spec.shape[1:] == value.shape[1:]):
+    elif spec.shape != value.shape and not (is_of_words(key) and spec.shape[1:] == value.shape[1:]):
         raise AdapterError(
             f"{adapter.path}: has {key} as {list(value.shape)} and the base as {list(spec.shape)}: give the base that "
             "it was trained on, resized as it was then"

@@ -64,3 +64,18 @@ def changed_config(folder: Path, **values) -> Path:
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
     return folder
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        head.weight = embedding.weight
+        layers = [nn.ModuleDict({"q_proj": nn.Linear(8, 8), "v_proj": nn.Linear(8, 4)}) for _ in range(2)]
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": nn.ModuleList(layers)})
+        self.lm_head = head
+
+
+def language(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Language().to(dtype)

@@ -19,19 +19,7 @@ from ckptfix.errors import AdapterError
 from ckptfix.values import merged_tensors
 from ckptfix.values.merged_tensors import _factor
 from tests.checks import assert_same
-from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
-
-
-def test_a_base_with_other_prefixes(tmp_path):
-    adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
-    want = merged_by_peft([adapter])
-    for prefix in ("model.", "base.model."):
-        longer = {f"{prefix}{key}": value for key, value in net().state_dict().items()}
-        repaired, _ = ckptfix.repair_state_dict(longer, adapter=adapter, select="FIL108")
-        assert_same(repaired, {f"{prefix}{key}": value for key, value in want.items()})
-    two = {f"{prefix}{key}": value for prefix in ("a.", "b.") for key, value in net().state_dict().items()}
-    with pytest.raises(AdapterError, match=r"may be those below a\. or b\."):
-        ckptfix.repair_state_dict(two, adapter=adapter)
+from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, language, merged_by_peft, net, trained
 
 
 @pytest.mark.parametrize(
@@ -69,83 +57,6 @@ def test_what_the_matrices_alone_do_not_say_is_refused(config, says, tmp_path):
         assert len(errors) == 1
         assert errors[0]
         assert report.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        pytest.param(lambda base: base.pop("q.weight"), "lacks 1 of the adapter's 2 layers, such as q", id="name"),
-        pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 31)}), "do not fit q.weight", id="shape"),
-        pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 32).char()}), "quantised", id="int8"),
-        pytest.param(lambda base: base.update({"q.qweight": base.pop("q.weight")}), "it has qweight", id="GPTQ"),
-    ],
-)
-def test_another_base_is_refused(change, says, tmp_path):
-    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
-    base = dict(net().state_dict())
-    change(base)
-    with pytest.raises(AdapterError, match=says):
-        ckptfix.repair_state_dict(base, adapter=adapter)
-
-
-@pytest.mark.parametrize(
-    ("module", "key", "is_meant"),
-    [
-        ("model.layers.0.q", "layers.0.q", True),
-        ("model.language_model.layers.0.q", "language_model.model.layers.0.q", True),
-        ("bert.encoder.0.q", "encoder.0.q", True),
-        ("encoder.layers.0.q", "decoder.layers.0.q", False),
-        ("layers.0.q", "layers.0.q_proj", False),
-        ("layers.0.q", "xlayers.0.q", False),
-    ],
-)
-def test_names_of_other_releases(module, key, is_meant, tmp_path):
-    one, two, weight = torch.randn(2, 4), torch.randn(6, 2), torch.randn(6, 4)
-    tensors = {f"base_model.model.{module}.lora_A.weight": one, f"base_model.model.{module}.lora_B.weight": two}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
-    state = {f"{key}.weight": weight}
-    if is_meant:
-        repaired, _ = ckptfix.repair_state_dict(state, adapter=tmp_path, select="FIL108")
-        assert_same(repaired, {f"{key}.weight": weight + two @ one})
-    else:
-        with pytest.raises(AdapterError, match="lacks 1 of the adapter's 1 layers"):
-            ckptfix.repair_state_dict(state, adapter=tmp_path)
-
-
-def test_layers_of_two_towers_are_not_those_of_one(tmp_path):
-    modules = ("encoder.0.q", "decoder.0.q")
-    tensors = {f"{module}.lora_{side}.weight": torch.ones(2, 2) for module in modules for side in "AB"}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
-    with pytest.raises(AdapterError, match="lacks 2 of the adapter's 2 layers"):
-        ckptfix.repair_state_dict({"0.q.weight": torch.ones(2, 2)}, adapter=tmp_path)
-
-
-def test_names_with_underscores_for_dots(tmp_path):
-    """A kohya file without alpha scales by one; two modules that it cannot tell apart are refused."""
-    base = {"a.b_c.weight": torch.randn(6, 4), "a.d.weight": torch.randn(6, 4)}
-    one, two = torch.randn(2, 4), torch.randn(6, 2)
-    save_file(
-        {"lora_unet_a_b_c.lora_down.weight": one, "lora_unet_a_b_c.lora_up.weight": two}, tmp_path / "k.safetensors"
-    )
-    repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors", select="FIL108")
-    assert_same(repaired, {"a.b_c.weight": base["a.b_c.weight"] + two @ one, "a.d.weight": base["a.d.weight"]})
-    base["a_b.c.weight"] = torch.randn(6, 4)
-    with pytest.raises(AdapterError, match=r"may be a\.b_c\.weight or a_b\.c\.weight"):
-        ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors")
-    diffusion = {"model.diffusion_model.input_blocks.4.1.to_q.weight": torch.ones(4, 4)}
-    with pytest.raises(AdapterError, match="its layers are named as in diffusers"):
-        ckptfix.repair_state_dict(diffusion, adapter=tmp_path / "k.safetensors")
-
-
-def test_the_text_encoder_of_kohya_in_names_of_transformers_5(tmp_path):
-    name, one, two = "lora_te1_text_model_encoder_layers_0_q_proj", torch.randn(2, 4), torch.randn(6, 2)
-    save_file({f"{name}.lora_down.weight": one, f"{name}.lora_up.weight": two}, tmp_path / "k.safetensors")
-    for key in ("encoder.layers.0.q_proj.weight", "text_model.encoder.layers.0.q_proj.weight"):
-        base = {key: torch.randn(6, 4)}
-        repaired, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "k.safetensors", select="FIL108")
-        assert_same(repaired, {key: base[key] + two @ one})
 
 
 def test_square_experts_and_attention_are_refused(tmp_path):
@@ -252,21 +163,6 @@ def test_two_adapters_in_one_file_are_refused(tmp_path):
         ckptfix.repair_state_dict(base, adapter=tmp_path / "two.safetensors")
 
 
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
-        head.weight = embedding.weight
-        layers = [nn.ModuleDict({"q_proj": nn.Linear(8, 8), "v_proj": nn.Linear(8, 4)}) for _ in range(2)]
-        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": nn.ModuleList(layers)})
-        self.lm_head = head
-
-
-def language(dtype=torch.float32):
-    torch.manual_seed(0)
-    return Language().to(dtype)
-
-
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "SomeForConditionalGeneration", "LlamaModel"])
 def test_a_head_that_only_the_configuration_has_tied_keeps_the_old_values(name, tmp_path):
     config = LORA(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
@@ -340,27 +236,6 @@ def test_a_vocabulary_that_only_one_side_has_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(AdapterError, match=r"for a vocabulary of 24, and lm_head\.weight.* tied to it, for none"):
         ckptfix.repair(tmp_path / "model.safetensors", adapter=adapter, output=tmp_path / "out.safetensors")
-
-
-@pytest.mark.parametrize("only", [None, [0]])
-def test_an_adapter_with_fewer_layers_than_its_configuration_names_is_refused(only, tmp_path):
-    adapter = trained(
-        LORA(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=only), tmp_path / "adapter", make=language
-    )
-    base = language().state_dict()
-    # A tower that the prefix of the base sets apart, and a layer that transformers leaves out.
-    base = {f"text.{key}": value for key, value in base.items()} | {"vision.layers.0.q_proj.weight": torch.ones(8, 8)}
-    base |= {f"text.model.layers.2.{name}.weight": torch.ones(8, 8) for name in ("eh_proj", "mlp.q_proj", "q_proj")}
-    ckptfix.repair_state_dict(base, adapter=adapter)
-    file = adapter / "adapter_model.safetensors"
-    save_file({key: value for key, value in load_file(file).items() if "1.q_proj" not in key}, file)
-    if only:
-        ckptfix.repair_state_dict(base, adapter=adapter)
-        return
-    with pytest.raises(AdapterError, match=r"names q_proj in 2 layers and the adapter has 1 of them, not .*1\.q_proj"):
-        ckptfix.repair_state_dict(base, adapter=adapter)
-    changed_config(adapter, target_modules=r".*\.(q|v)_proj")
-    ckptfix.repair_state_dict(base, adapter=adapter)
 
 
 def test_a_zero_of_ia3_cannot_be_taken_off(tmp_path):
@@ -526,23 +401,6 @@ def test_a_convolution_in_three_parts(tmp_path):
 
 def test_a_parameter_named_as_a_difference_is_no_adapter():
     assert ckptfix.check({"net.diff": torch.ones(4, 4), "transformer.diff.weight": torch.ones(4, 4)}).findings == ()
-
-
-def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):
-    adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
-    whole = peft.PeftModel.from_pretrained(net(), adapter).state_dict()
-    with pytest.raises(AdapterError, match="holds an adapter that was never merged") as caught:
-        ckptfix.repair_state_dict(whole, adapter=adapter)
-    assert str(adapter / "adapter_config.json") in str(caught.value)
-    base = tmp_path / "base.safetensors"
-    save_file({"head.weight": torch.ones(5, 32)}, base)
-    changed_config(adapter, base_model_name_or_path=str(base))
-    with pytest.raises(AdapterError, match="whose file lacks 1 of the adapter's 1 layers"):
-        ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')  # which release 5 loads from the names of release 4
-    with pytest.raises(AdapterError, match="lacks, 1 of 1, such as q; ") as caught:
-        ckptfix.repair(base, adapter=adapter, output=tmp_path / "out.safetensors")
-    assert f"transformers:{tmp_path}" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
