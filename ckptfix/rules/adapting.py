@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 
 from msgspec import Struct
 
@@ -30,8 +29,9 @@ from ckptfix.core.edits import Adapt
 from ckptfix.core.finding import Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.core.wording import first_names, nearest
+from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UsageError
+from ckptfix.rules.class_maps import class_rows, is_of_boxes
 from ckptfix.values.adapted_tensors import is_of_blocks, patch
 
 Shape = tuple[int, ...]
@@ -290,7 +290,7 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
             words = f"a vocabulary of {stored[0]} in the file and of {wanted[0]} in the model"
             recipes = recipes[:1] if new < old else recipes[1:]
         elif name == HEAD:
-            kind = "outputs" if _is_of_boxes(next(iter(group))) or len(old) > 2 else "classes"
+            kind = "outputs" if is_of_boxes(next(iter(group))) or len(old) > 2 else "classes"
             words = f"{old[0]} {kind} in the file and {new[0]} in the model"
         elif name == IN_CHANS:
             words = f"{counted(old[1], 'input channel')} in the file and {new[1]} in the model"
@@ -567,101 +567,6 @@ def without_use(given: Sequence[Adaptation], known: Sequence[Case]) -> Iterator[
             keys = [key for case in known if case.name == asked.name for key in case.shapes]
             others = f"those are {first_names(keys)}" if keys else "none has another shape that it is for"
             yield f"{asked.text} fits no key of this kind: {others}"
-
-
-def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ...]:
-    """Return for each row of the model its row in the file; one past the last is the mean of all.
-
-    The map has a class of the file, by its number, or ``mean``, on each line; or the lists have the names of both
-    sides. Raises ``UsageError`` if they do not fit the layers."""
-    option = Opt("adapt", asked.text)
-    lists = [_lines(name) for name in asked.files()]
-    if len(lists) > 2:
-        raise UsageError(option, ": give one map, or the names of the file's classes and those of the model's")
-    groups, others = _groups(key, old, new, len(lists[-1]))
-    if groups > 1 and len(lists) == 1:
-        raise UsageError(
-            option,
-            f": {key} seems to have {groups} rows for each class; give the names of the file's classes and of the "
-            "model's, which say how many there are: ",
-            Opt("adapt", asked.with_recipe("OLD.txt,NEW.txt")),
-        )
-    classes, wanted = old // groups - others, new // groups - others
-    names = lists[0] if len(lists) == 2 else [str(row) for row in range(classes)]
-    if len(names) != classes or len(set(names)) != classes:
-        raise UsageError(
-            option,
-            f": {asked.files()[0]} has {len(set(names))} different names, and {key} {classes} classes in the file"
-            f"{_ONE_MORE * (classes == len(names) + 1)}",
-        )
-    place = {MEAN: classes, **{name: row for row, name in enumerate(names)}}
-    if len(lists[-1]) != wanted:
-        raise UsageError(
-            option,
-            f": {asked.files()[-1]} has {len(lists[-1])} lines, and {key} {wanted} classes in the model"
-            f"{_ONE_MORE * (wanted == len(lists[-1]) + 1)}",
-        )
-    for number, name in enumerate(lists[-1], 1):
-        if name not in place:
-            close = nearest(name, names)
-            hint = f"did you mean {close!r}? " if close and len(lists) == 2 else ""
-            rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {classes - 1}"
-            raise UsageError(
-                option,
-                f": line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one",
-            )
-    found = tuple(place[name] for name in lists[-1])
-    if groups == 1:
-        return found
-    if classes in found:
-        raise UsageError(
-            option,
-            f": {key} has {groups} rows for each class, and no mean for a new one; leave new classes out, or take a "
-            "fresh head with ",
-            Opt("drop-mismatched"),
-            " ",
-            Opt("fill", "target"),
-        )
-    if _is_of_boxes(key):  # the coordinates of each class are together, else the classes of each anchor
-        return tuple(row * groups + part for row in found for part in range(groups))
-    kept = (*range(others), *(others + row for row in found))
-    return tuple(group * (others + classes) + row for group in range(groups) for row in kept)
-
-
-_ONE_MORE = ", one more: that of the background or of no object needs a name, too"
-_OUTPUTS = re.compile(
-    r"(?:^|[._])(?:(bbox|box|boxes|reg)|(?:cls|class|classes|classification|conf|logits|scores?))(?=[._]|$)",
-    re.IGNORECASE,
-)
-_YOLO = re.compile(r"(?:^|\.)m\.\d+\.(?:weight|bias)$")  # the outputs of YOLOv5 and YOLOv7
-_BOX_AND_OBJECT = 5  # its rows before those of the classes
-
-
-def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
-    """Return in how many groups the rows of an output layer are, and how many of each are not those of classes.
-
-    Detectors have a box for each class, or scores of all classes for each anchor."""
-    others = _BOX_AND_OBJECT if _YOLO.search(key) else 0
-    groups = new // (classes + others)
-    is_whole = groups > 0 and new == groups * (classes + others) and old % groups == 0 and old > groups * others
-    return (groups, others) if is_whole and (others or _is_of_boxes(key) is not None) else (1, 0)
-
-
-def _is_of_boxes(key: str) -> bool | None:
-    """Return whether an output layer is for boxes, and not for classes; None if its name says neither."""
-    found = [match[1] is not None for match in _OUTPUTS.finditer(key)]
-    return found[-1] if found else None
-
-
-MEAN = "mean"  # what a map of classes has for one that the file does not have
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: a list of classes cannot be read: {error}") from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
