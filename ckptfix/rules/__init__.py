@@ -96,6 +96,8 @@ RULES: tuple[Listed, ...] = (
     Listed("FIL204", "copied-block", Needs.VALUES),
     Listed("FIL101", "several-state-dicts", wanted_by="weights"),
     Listed("FIL105", "shard-of-weights"),
+    Listed("FIL109", "other-suffix"),
+    Listed("FIL110", "paddle-weights"),
     Listed("FIL102", "not-weights-only"),
     Listed("FIL103", "device-tag"),
     Listed("FIL104", "lost-extras"),

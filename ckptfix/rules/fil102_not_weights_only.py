@@ -29,9 +29,6 @@ apart already, the file that is left says so.
 Attributes that the user's class keeps in a module (class names, strides, a configuration) are listed in a note: they
 are in no state_dict.
 
-From a file of PaddlePaddle nothing is written, as the matrices of its linear layers are transposed. A safetensors file
-under the name of a torch file, and the reverse, are a note: many programs choose the reader by the suffix.
-
 Keys of the state_dict that are bytes become text if there is a model, which has text. Keys that are numbers or tuples
 are a note: torch.load reads them. So are nested tensors, which
 ckptfix cannot write: it leaves the file alone.
@@ -191,42 +188,11 @@ def _text_of(name: str) -> str:
         return ""
 
 
-_OF_TORCH = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
-_SAFETENSORS = ".safetensors"
-_OF_PADDLE = "StructuredToParameterName@@"  # what `paddle.save` puts beside the weights
-
-
-def _under_another_name(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Note a file under the suffix of the other format: many programs choose the reader by it."""
-    path = checkpoint.path.lower()
-    if checkpoint.format == _SAFETENSORS[1:] and path.endswith(_OF_TORCH):
-        yield rule.finding(
-            Level.NOTE,
-            "a safetensors file under the name of a torch file, which torch.load refuses: rename it, or load it with "
-            "safetensors.torch.load_file",
-        )
-    elif checkpoint.format.startswith("torch") and path.endswith(_SAFETENSORS):
-        yield rule.finding(
-            Level.NOTE,
-            "a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge): rename it, "
-            "or write it with --format safetensors",
-        )
-
-
 @rule
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
     checkpoint = context.checkpoint
     yield from _not_carried(rule, checkpoint)
-    yield from _under_another_name(rule, checkpoint)
-    if isinstance(checkpoint.root, dict) and _OF_PADDLE in checkpoint.root:
-        yield rule.finding(
-            Level.ERROR,
-            "weights of PaddlePaddle, whose linear layers have the transposes of torch's matrices: as they are, square "
-            "ones load without an error and give wrong results",
-            remedies=advise("convert them with the code of the model, which knows its linear layers"),
-            blocks=Blocks.WRITING,
-        )
     names = [clause(remark) for remark in checkpoint.remarked(Kind.NON_STRING_KEY)]
     names = [name for name in names if name in checkpoint.entries]
     texts = {name: text for name in names if (text := _text_of(name)) and text not in checkpoint.entries}

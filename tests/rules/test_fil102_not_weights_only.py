@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
@@ -418,22 +417,3 @@ def test_packed_weights_are_not_taken_apart(tmp_path):
     assert not (tmp_path / "out.pth").exists()
     assert next_command(report, Telling()) == ""
     lstm.load_state_dict(torch.load(file, weights_only=False))
-
-
-@pytest.mark.parametrize(("name", "is_safetensors"), [("a.pth", True), ("a.safetensors", False)])
-def test_a_name_of_the_other_format_is_a_note(tmp_path, name, is_safetensors):
-    save: Any = save_file if is_safetensors else torch.save
-    for given in (name, "a.model"):
-        save({"weight": torch.ones(2)}, tmp_path / given)
-    (finding,) = ckptfix.check(tmp_path / name).findings
-    assert (finding.code, finding.level) == ("FIL102", Level.NOTE)
-    assert ckptfix.check(tmp_path / "a.model").findings == ()
-
-
-def test_weights_of_paddle_are_not_written(tmp_path):
-    """Their linear layers have the transposes, which only shows where they are not square."""
-    weights = {"StructuredToParameterName@@": {"fc.weight": "linear_0.w_0"}, "fc.weight": np.eye(3, dtype="float32")}
-    (tmp_path / "m.pdparams").write_bytes(pickle.dumps(weights))
-    report = ckptfix.repair(tmp_path / "m.pdparams", nn.ModuleDict({"fc": nn.Linear(3, 3, bias=False)})).report
-    assert report.is_refused
-    assert report.exit_code == 1

@@ -1,0 +1,43 @@
+"""FIL110 paddle-weights: the file was written by PaddlePaddle, for another layout of linear layers.
+
+## What it finds
+The entry `StructuredToParameterName@@`, which `paddle.save` puts beside the weights of a state_dict.
+
+## Why it matters
+The weights are numpy arrays in a plain pickle, under the names that the same model often has in torch. Paddle keeps the
+matrix of a linear layer as [in, out], torch as [out, in]: where it is square, it loads without an error, and the model
+is wrong.
+
+## Fix safety
+There is no fix, and nothing is written: which matrices belong to linear layers is known to the model alone, not to the
+file. Embeddings and convolutions have the same layout in both.
+
+## Example
+    FIL110 weights of PaddlePaddle, whose linear layers have the transposes of torch's matrices
+
+## Sources
+https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/nn/Linear_en.html: the weight is [in_features,
+out_features]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptfix.core.finding import Blocks, Finding, Level, advise
+from ckptfix.rules.rule import Context, Rule, rule
+
+_NAMES_OF_PARAMETERS = "StructuredToParameterName@@"
+
+
+@rule
+def paddle_weights(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Keep weights of Paddle from being written as torch's."""
+    root = context.checkpoint.root
+    if isinstance(root, dict) and _NAMES_OF_PARAMETERS in root:
+        yield rule.finding(
+            Level.ERROR,
+            "weights of PaddlePaddle, whose linear layers have the transposes of torch's matrices: as they are, square "
+            "ones load without an error and give wrong results",
+            remedies=advise("convert them with the code of the model, which knows its linear layers"),
+            blocks=Blocks.WRITING,
+        )
