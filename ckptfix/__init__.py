@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         UsageError,
         WriteError,
     )
-    from ckptfix.loading import load, repair_optimizer_state
+    from ckptfix.loading import load
     from ckptfix.modules.recalibration import Recalibration, recalibrate
     from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
+    from ckptfix.resuming import repair_optimizer_state
 
 __version__ = "0.1.0"
 
@@ -82,7 +83,7 @@ _HOMES = {
     "load": "loading",
     "progress": "core.progress",
     "recalibrate": "modules.recalibration",
-    "repair_optimizer_state": "loading",
+    "repair_optimizer_state": "resuming",
 }
 
 

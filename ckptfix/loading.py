@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import path_name
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Blocks, Level, counted
+from ckptfix.core.finding import counted
 from ckptfix.core.lazy import nn, torch
-from ckptfix.core.objects import Opaque
 from ckptfix.core.report import Report
-from ckptfix.core.target import target_from_module
-from ckptfix.engine.diagnosis import with_fitting_set
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import HostileError, Opt, TargetError, UsageError
-from ckptfix.maps.positions import optimizers_of
-from ckptfix.reading.opening import Source, open_source
-from ckptfix.reading.tensors import revive_tree
-from ckptfix.repairing import Repair, repair
-from ckptfix.report.advice import remedies_text
-from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
+from ckptfix.errors import TargetError, UsageError
+from ckptfix.reading.opening import Source
+from ckptfix.repairing import repair_to_load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +22,6 @@ if TYPE_CHECKING:
 
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import RepairSettings
-    from ckptfix.maps.positions import Optimizer
 
 SHOWN = 3
 """How many names a remark gives."""
@@ -64,117 +54,19 @@ def load(
     checked_settings(settings, model, function="load")
     check_loadable(model, map_location, assign)
     if optimizer is None:
-        repaired = repair(source, model, **settings)
-        refuse_misfit(repaired.report)
-        _log_choice(repaired.report)
+        repaired = repair_to_load(source, model, **settings)
         remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
         return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
     if assign:
         raise UsageError("assign=True gives the model new parameters, which the optimizer does not have; leave it out")
-    repaired, state, own = _with_state(source, model, optimizer, settings)
-    load_strictly(model, repaired.checkpoint, map_location)
-    optimizer.load_state_dict(state)
-    remarks = (f"the optimizer has other groups than the saved one: {', '.join(own)} stay as they were",) if own else ()
-    return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
+    from ckptfix.resuming import resume  # the optimizer's half of the rules, which most loads do not need
 
-
-def repair_optimizer_state(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Unpack[RepairSettings]
-) -> dict[str, Any]:
-    """Return the state of a checkpoint's optimizer for ``optimizer``, which is made of the parameters of ``model``.
-
-    Each parameter gets the state that was saved of it, whatever its name, its place and its group were; one that is
-    new, or whose values are not those of the file, gets none. A group has the hyperparameters of that which most of its
-    parameters were in; in other groups than the saved ones, those that tell groups apart are the script's.
-
-    ``settings`` are those of ``repair``; names that only follow from the order of the parameters take
-    ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or nothing
-    tells which of its positions is which parameter."""
-    checked_settings(settings, model, function="load")
-    return _with_state(source, model, optimizer, settings)[1]
-
-
-def _with_state(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings
-) -> tuple[Repair, dict[str, Any], list[str]]:
-    """Return the repaired checkpoint, the state for an optimizer, and the options of its groups that stay its own."""
-    from ckptfix.engine.optimizers import regrouped
-    from ckptfix.rules.following import ways
-    from ckptfix.rules.opt101_stale_optimizer import stale_optimizer, with_owners
-    from ckptfix.rules.origins import Change
-
-    checked = checked_settings(settings, model, function="load")
-    if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):
-        raise UsageError(f"optimizer is {optimizer!r:.60}; give the torch.optim.Optimizer itself")
-    if checked.drop_optimizer:
-        raise UsageError(Opt("drop_optimizer", True), " leaves out the state that the given optimizer is to load")
-    settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
-    repaired = repair(source, model, **settings)
-    refuse_misfit(repaired.report)
-    _log_choice(repaired.report)
-    findings = tuple(each for each in repaired.report.findings if each.code != stale_optimizer.code)
-    repaired = replace(repaired, report=replace(repaired.report, findings=findings))
-    target = target_from_module(model)
-    before, after = with_fitting_set(source, open_source(source, checked), target, checked), repaired.checkpoint
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    live = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-    if not all(all(group) for group in live):
-        raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
-    change = replace(Change.of(before, after, repaired.plan, target, checked.rename_layers), live=live)
-    place = path_name(after.container)
-    own = (one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets)
-    found = [(one, way) for one in own for way in ways(one, change)]
-    found = [(one, way) for one, way in found if any(step.source is not None for group in way.groups for step in group)]
-    if len(found) != 1:
-        places = dict.fromkeys(one.name for one, _ in found)
-        what = f"{len(found)} ways to name the parameters of {', '.join(places)}, which fit and differ"
-        if not found:
-            what = "no optimizer whose parameters are the model's"
-        elif len(places) > 1:
-            what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none has the name of the weights"
-        raise TargetError(f"{before.path}: has {what}; leave the optimizer out, and training starts with new moments")
-    saved, way = found[0]
-    _refuse_other_method(before.path, saved, optimizer)
-    if not (way.is_unchanged or way.naming.is_certain or checked.unsafe_fixes):
-        raise TargetError(
-            f"{before.path}: the state of {saved.name} has to be moved, and only the order of {way.naming.source} "
-            "tells its parameters apart; if that is right, load with ",
-            Opt("unsafe_fixes", True),
-        )
-    made = regrouped(after, saved, way.edits(), saved.name)
-    if any(isinstance(value, Opaque) for row in made["state"].values() for value in row.values()):
-        raise TargetError(
-            f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "
-            "load the optimizer from what is written"
-        )
-    state = revive_tree(made, after)
-    given = optimizer.param_groups
-    known = [n for n, steps in enumerate(way.groups) if any(step.source is not None or step.parts for step in steps)]
-    is_regrouped = [way.like[n] for n in known] != list(range(len(saved.groups)))
-    options = dict.fromkeys(name for group in given for name in group if not name.startswith("param"))
-    # What tells the groups of the script apart, or the saved ones that are put together, is the script's.
-    both = ([given[n] for n in known], saved.groups) if is_regrouped else ()
-    differ = [name for name in options if any(group.get(name) != one[0].get(name) for one in both for group in one)]
-    for number, group in enumerate(state["param_groups"]):
-        chosen = differ if number in known else options
-        group.update({name: given[number][name] for name in chosen if name in given[number]})
-    return repaired, dict(state), differ
-
-
-# Options that releases of torch added to all methods alike, and gives to old files itself.
-_ADDED = frozenset(("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
-
-
-def _refuse_other_method(path: str, saved: Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``TargetError`` if the state is that of another method: torch takes it, and fails or goes astray later."""
-    has = {name for group in saved.groups for name in group}
-    wants = {name for group in optimizer.param_groups for name in group}
-    lacks = sorted(optimizer.defaults.keys() - has - _ADDED)
-    if lacks and has - wants - {"initial_lr", "param_names"}:
-        raise TargetError(
-            f"{path}: {saved.name} is not that of {type(optimizer).__name__}: its groups have no {', '.join(lacks)} "
-            f"but {', '.join(sorted(has - wants))}; make the optimizer that was saved, or leave it out"
-        )
+    resumed = resume(source, model, optimizer, settings)
+    load_strictly(model, resumed.repaired.checkpoint, map_location)
+    optimizer.load_state_dict(resumed.state)
+    kept = ", ".join(resumed.kept)
+    remarks = (f"the optimizer has other groups than the saved one: {kept} stay as they were",) if kept else ()
+    return replace(resumed.repaired.report, remarks=(*resumed.repaired.report.remarks, *remarks))
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:
@@ -204,40 +96,6 @@ def _check_device(map_location: object) -> None:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"map_location={str(map_location)!r} does not work here ({reason}); leave it out") from error
-
-
-def refuse_misfit(report: Report) -> None:
-    """Raises ``TargetError`` if a strict load would fail, and ``HostileError`` for a file that would run code."""
-    if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
-        raise HostileError(
-            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
-        )
-    if left := report.obstacles:
-        reasons = "; ".join(
-            f"{finding.code} {finding.message}"
-            for finding in report.remaining
-            if finding.code[:3] in ("KEY", "FIT", "BUF")
-        )
-        hint = next(
-            (
-                remedies_text(finding.remedies, as_arguments=True)
-                for finding in report.remaining
-                if finding.remedies and finding.code.startswith("FIT")
-            ),
-            "see ckptfix.check",
-        )
-        raise TargetError(
-            f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
-            f"{reasons or 'the rules that say more were not selected'}; {hint}"
-        )
-
-
-def _log_choice(report: Report) -> None:
-    """Log which of several sets of weights is loaded: a script that does not print the report shows it nowhere."""
-    for finding in report.findings:
-        if finding.code == several_state_dicts.code:
-            level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
-            logging.getLogger("ckptfix").log(level, "%s: %s", report.source, finding.message)
 
 
 def load_strictly(

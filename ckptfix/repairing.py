@@ -8,7 +8,7 @@
 
 What has to be checked first (settings, destinations) is checked in ``engine.validation`` and ``engine.destination``.
 ``check`` stops after the diagnosis; ``repair_state_dict`` hands the view to torch instead of writing it, and
-``ckptfix.loading`` loads it into a model."""
+``ckptfix.loading`` loads it into a model, ``ckptfix.resuming`` its optimizer's state into an optimizer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from ckptfix.bytes.files import is_url
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
+from ckptfix.core.finding import Blocks, Level, counted
 from ckptfix.core.lazy import nn
 from ckptfix.core.report import Report
 from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on, with_fitting_set
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import DamageWarning, Opt, UsageError, one_line
+from ckptfix.errors import DamageWarning, HostileError, Opt, TargetError, UsageError, one_line
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.report.display import log_edits, report_lines, report_rows
 
@@ -204,6 +205,16 @@ def repair_state_dict(
     return repaired.state_dict(), repaired.report
 
 
+def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[RepairSettings]) -> Repair:
+    """Repair in memory what is to be loaded strictly into a model, and log which of several sets of weights it is.
+
+    Raises ``TargetError`` if the load would fail, and ``HostileError`` for a file that would run code."""
+    repaired = repair(source, model, **settings)
+    _refuse_misfit(repaired.report)
+    _log_choice(repaired.report)
+    return repaired
+
+
 def _arguments(model: nn.Module | str | None, given: Arguments, checkpoint: Checkpoint) -> Arguments:
     """Return the arguments of the model; a Lightning module finds those of its class in the file."""
     if not (isinstance(model, str) and model.startswith("lightning:")):
@@ -260,3 +271,42 @@ def _forward_test(model: nn.Module | str | None, model_args: Arguments, settings
     from ckptfix.smoke.run import forward_test
 
     return forward_test(settings, model, model_args)
+
+
+def _refuse_misfit(report: Report) -> None:
+    if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
+        raise HostileError(
+            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
+        )
+    if left := report.obstacles:
+        from ckptfix.report.advice import remedies_text
+
+        reasons = "; ".join(
+            f"{finding.code} {finding.message}"
+            for finding in report.remaining
+            if finding.code[:3] in ("KEY", "FIT", "BUF")
+        )
+        hint = next(
+            (
+                remedies_text(finding.remedies, as_arguments=True)
+                for finding in report.remaining
+                if finding.remedies and finding.code.startswith("FIT")
+            ),
+            "see ckptfix.check",
+        )
+        raise TargetError(
+            f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
+            f"{reasons or 'the rules that say more were not selected'}; {hint}"
+        )
+
+
+def _log_choice(report: Report) -> None:
+    """Log which of several sets of weights is loaded: a script that does not print the report shows it nowhere."""
+    import logging
+
+    from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
+
+    for finding in report.findings:
+        if finding.code == several_state_dicts.code:
+            level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
+            logging.getLogger("ckptfix").log(level, "%s: %s", report.source, finding.message)

@@ -6,6 +6,7 @@ model and optimizer are edited live by a function of this file; weights are comp
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ckptfix
 from ckptfix.core.rename_map import MapRule, RenameMap
+from ckptfix.errors import TargetError, UsageError
+from tests.checks import bytes_of
 
 Tensors = Mapping[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -537,3 +540,220 @@ def test_no_moment_gets_under_a_wrong_name(tmp_path):
             raise AssertionError(f"seed {seed}") from error
         shutil.rmtree(folder)
     assert outcomes["followed"] > 3 * outcomes["refused"] > 0, outcomes
+
+
+# A live optimizer gets its state from a file
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for number, name in enumerate(names):
+            self.add_module(name, nn.Linear(3, 3 + number))
+
+
+def adamw(model: nn.Module, decay_first: bool | None = None, names: bool = False) -> torch.optim.AdamW:
+    """Return an optimizer of one group, or of two: with decay and without."""
+    parts = {True: [], False: []}  # type: dict[bool, list[Any]]
+    for name, parameter in model.named_parameters():
+        parts[parameter.ndim > 1].append((name, parameter) if names else parameter)
+    if decay_first is None:
+        return torch.optim.AdamW(model.named_parameters() if names else model.parameters(), lr=0.25)
+    groups: list[dict[str, Any]] = [{"params": parts[decay_first]}, {"params": parts[not decay_first], "lr": 0.5}]
+    return torch.optim.AdamW(groups)
+
+
+def trained_file(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    weights = {prefix + key: value for key, value in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    state = optimizer.state
+    return {name: bytes_of(state[one]["exp_avg"]) for name, one in model.named_parameters() if one in state}
+
+
+def test_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    optimizer = adamw(model)
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    new = Layers("a", "b")
+    own = torch.optim.AdamW(new.parameters(), lr=1.0)
+    assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    assert own.param_groups[0]["lr"] == 0.25
+
+
+def test_a_container_in_memory_is_one_as_in_a_file(tmp_path: Path) -> None:
+    """``torch.load`` has read it already; a random state beside the weights does not make it a state_dict."""
+    model = Layers("a", "b")
+    optimizer = adamw(model)
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    container = {"rng": torch.get_rng_state(), **torch.load(tmp_path / "run.pth", weights_only=True)}
+    new = Layers("a", "b")
+    own = torch.optim.AdamW(new.parameters(), lr=1.0)
+    assert ckptfix.load(new, container, optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    assert list(ckptfix.repair_state_dict(container, new)[0]) == list(new.state_dict())
+    with pytest.raises(UsageError, match="container in memory"):  # it may hold objects of any class
+        ckptfix.repair(container, new, output=tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize("names", [True, False], ids=["names", "a recipe"])
+def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) -> None:
+    model = Layers("a", "b", "c")
+    optimizer = adamw(model, names=names)
+    trained_file(tmp_path / "run.pth", model, optimizer)
+    new = Layers("a", "b", "c")
+    own = adamw(new, decay_first=False)
+    if not names:
+        with pytest.raises(TargetError, match=r"only the order of model\.parameters\(\) tells .* unsafe_fixes=True"):
+            ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
+        assert not own.state
+    report = ckptfix.load(new, tmp_path / "run.pth", optimizer=own, unsafe_fixes=not names)
+    assert report.exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    assert [group["lr"] for group in own.param_groups] == [0.001, 0.5], (
+        "what tells the script's groups apart is its own"
+    )
+    assert report.remarks[-1] == "the optimizer has other groups than the saved one: lr stay as they were"
+
+
+def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> None:
+    """No recipe has a head before its backbone; the same script makes both optimizers."""
+
+    def own_groups(model: nn.Module) -> torch.optim.AdamW:
+        parts = [[p for n, p in model.named_parameters() if (n[0] in "bd") is inside] for inside in (True, False)]
+        return torch.optim.AdamW([{"params": part, "lr": 0.5 / (1 + n)} for n, part in enumerate(parts)])
+
+    model, new = Layers("a", "b", "c", "d"), Layers("a", "b", "c", "d")
+    optimizer = own_groups(model)
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    own = own_groups(new)
+    assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer)
+    other = own_groups(Layers("a", "b", "c", "d"))
+    other.param_groups.reverse()
+    with pytest.raises(ckptfix.UsageError, match="not the model's"):
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=other)
+    own.param_groups.reverse()
+    with pytest.raises(TargetError, match="has no optimizer whose"):
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
+
+
+class Alike(nn.Module):
+    """Layers of equal shapes, of which only the order tells the state apart."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        lambda model: [{"params": list(layer.parameters())} for layer in model.children()],
+        lambda model: [{"params": list(layer.parameters())} for layer in reversed(list(model.children()))],
+        lambda model: list(reversed(list(model.parameters()))),
+        lambda model: [parameter for name, parameter in model.named_parameters() if name[0] != "d"],
+    ],
+    ids=["layers", "layers from the top", "parameters from the top", "one is frozen"],
+)
+def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups: Any) -> None:
+    model, new = Alike("abcd"), Alike("abcd")
+    optimizer, own = (torch.optim.Adam(groups(one)) for one in (model, new))
+    trained_file(tmp_path / "run.pth", model, optimizer, "module.")
+    assert ckptfix.load(new, tmp_path / "run.pth", optimizer=own).exit_code == 0
+    assert moments_of(new, own) == moments_of(model, optimizer) != {}
+    # in another order of the model, nothing tells whose the moments are
+    other = Alike("acbd")
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(TargetError, match=r"ways to name the parameters of optimizer, which fit and differ"):
+        ckptfix.load(other, tmp_path / "run.pth", optimizer=torch.optim.Adam(groups(other)), unsafe_fixes=True)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+
+def test_of_two_optimizers_the_name_tells(tmp_path: Path) -> None:
+    both = Layers("a", "b"), Layers("a", "b")
+    made = [adamw(model) for model in both]
+    for model, optimizer in zip(both, made, strict=True):
+        trained_file(tmp_path / "one.pth", model, optimizer)
+    saved = {"G": both[0].state_dict(), "D": both[1].state_dict()}
+    torch.save({**saved, "optG": made[0].state_dict(), "optD": made[1].state_dict()}, tmp_path / "gan.pth")
+    new = Layers("a", "b")
+    own = adamw(new)
+    ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
+    assert moments_of(new, own) == moments_of(both[1], made[1])
+    torch.save({**saved, "first": made[0].state_dict(), "second": made[1].state_dict()}, tmp_path / "gan.pth")
+    with pytest.raises(TargetError, match="2 optimizers that fit, first, second"):
+        ckptfix.load(new, tmp_path / "gan.pth", optimizer=own, weights="D")
+
+
+def test_what_is_new_has_no_state_and_its_own_group(tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    optimizer = adamw(model, names=True)
+    trained_file(tmp_path / "run.pth", model, optimizer)
+    new = Layers("a", "b", "c")
+    new_ones = [parameter for name, parameter in new.named_parameters() if name.startswith("c.")]
+    old_ones = [parameter for name, parameter in new.named_parameters() if not name.startswith("c.")]
+    groups: list[dict[str, Any]] = [{"params": old_ones}, {"params": new_ones, "lr": 9}]
+    own = torch.optim.AdamW(groups)
+    state = ckptfix.repair_optimizer_state(tmp_path / "run.pth", new, own, fill="target")
+    assert [group["lr"] for group in state["param_groups"]] == [0.25, 9]
+    ckptfix.load(new, tmp_path / "run.pth", optimizer=own, fill="target")
+    assert moments_of(new, own) == moments_of(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        pytest.param({}, "has no optimizer whose parameters are the model's", id="none"),
+        pytest.param(
+            {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "has no optimizer whose", id="of another"
+        ),
+    ],
+)
+def test_without_an_optimizer_nothing_is_loaded(tmp_path: Path, saved: dict[str, Any], said: str) -> None:
+    model = Layers("a", "b")
+    torch.save({"model": {key: value + 1 for key, value in model.state_dict().items()}, **saved}, tmp_path / "run.pth")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(TargetError, match=said):
+        ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    trained_file(tmp_path / "run.pth", model, adamw(model))
+    with pytest.raises(ckptfix.UsageError, match="not the model's"):
+        ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(Layers("a", "b")))
+    with pytest.raises(ckptfix.UsageError, match="assign=True"):
+        ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model), assign=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "error"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "is not that of SGD: its groups have no dampening"),
+        (lambda p: torch.optim.RMSprop(p), {}, "is not that of RMSprop: its groups have no alpha"),
+        (lambda p: torch.optim.AdamW, {}, "give the torch.optim.Optimizer itself"),
+        (lambda p: [torch.optim.AdamW(p)], {}, "give the torch.optim.Optimizer itself"),
+        (lambda p: torch.optim.AdamW(p).state_dict(), {}, "give the torch.optim.Optimizer itself"),
+        (torch.optim.AdamW, {"drop_optimizer": True}, "leaves out the state that the given optimizer is to load"),
+        (lambda p: torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), {}, "that are not the model's"),
+        (torch.optim.Adam, {}, None),
+    ],
+    ids=["sgd", "rmsprop", "class", "list", "state_dict", "dropped", "another model", "adam"],
+)
+def test_what_is_not_the_optimizer_that_was_saved(tmp_path: Path, make: Any, asked: Any, error: str | None) -> None:
+    model, new = nn.Linear(3, 2), nn.Linear(3, 2)
+    trained_file(tmp_path / "run.pth", model, torch.optim.AdamW(model.parameters()))
+    before = new.weight.clone()
+    with pytest.raises((UsageError, TargetError), match=error) if error else contextlib.nullcontext():
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=make(list(new.parameters())), **asked)
+    assert torch.equal(new.weight, before if error else model.weight)

@@ -1,0 +1,150 @@
+"""The saved state of an optimizer goes into a live one: ``ckptfix.repair_optimizer_state``, and ``ckptfix.load``.
+
+The file's weights are repaired for the model first; the state then follows them, under the groups of the script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.lazy import nn
+from ckptfix.core.objects import Opaque
+from ckptfix.core.target import target_from_module
+from ckptfix.engine.diagnosis import with_fitting_set
+from ckptfix.engine.optimizers import regrouped
+from ckptfix.engine.validation import checked_settings
+from ckptfix.errors import Opt, TargetError, UsageError
+from ckptfix.maps.positions import Optimizer, optimizers_of
+from ckptfix.reading.opening import Source, open_source
+from ckptfix.reading.tensors import revive_tree
+from ckptfix.repairing import Repair, repair_to_load
+from ckptfix.rules.following import Followed, ways
+from ckptfix.rules.opt101_stale_optimizer import stale_optimizer, with_owners
+from ckptfix.rules.origins import Change
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from ckptfix.core.settings import RepairSettings
+
+
+class Resumed(Struct, frozen=True):
+    """A repaired checkpoint, the state of its optimizer for a live one, and the options that are the live one's own."""
+
+    repaired: Repair
+    state: dict[str, Any]
+    kept: tuple[str, ...]
+
+
+def repair_optimizer_state(
+    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Unpack[RepairSettings]
+) -> dict[str, Any]:
+    """Return the state of a checkpoint's optimizer for ``optimizer``, which is made of the parameters of ``model``.
+
+    Each parameter gets the state that was saved of it, whatever its name, its place and its group were; one that is
+    new, or whose values are not those of the file, gets none. A group has the hyperparameters of that which most of its
+    parameters were in; in other groups than the saved ones, those that tell groups apart are the script's.
+
+    ``settings`` are those of ``repair``; names that only follow from the order of the parameters take
+    ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or nothing
+    tells which of its positions is which parameter."""
+    checked_settings(settings, model, function="load")
+    return resume(source, model, optimizer, settings).state
+
+
+def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings) -> Resumed:
+    """Repair a checkpoint for a model, and its optimizer's state for ``optimizer``; neither is loaded yet. The settings
+    and errors are those of ``repair_optimizer_state``."""
+    checked = checked_settings(settings, model, function="load")
+    if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):
+        raise UsageError(f"optimizer is {optimizer!r:.60}; give the torch.optim.Optimizer itself")
+    if checked.drop_optimizer:
+        raise UsageError(Opt("drop_optimizer", True), " leaves out the state that the given optimizer is to load")
+    settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
+    repaired = repair_to_load(source, model, **settings)
+    findings = tuple(each for each in repaired.report.findings if each.code != stale_optimizer.code)
+    repaired = replace(repaired, report=replace(repaired.report, findings=findings))
+    target = target_from_module(model)
+    before = with_fitting_set(source, open_source(source, checked), target, checked)
+    change = Change.of(before, repaired.checkpoint, repaired.plan, target, checked.rename_layers)
+    followed = _followed(repaired.checkpoint, replace(change, live=_names_of_groups(model, optimizer)), before.path)
+    saved, naming = followed.optimizer, followed.naming
+    _refuse_other_method(before.path, saved, optimizer)
+    if not (followed.is_unchanged or naming.is_certain or checked.unsafe_fixes):
+        raise TargetError(
+            f"{before.path}: the state of {saved.name} has to be moved, and only the order of {naming.source} "
+            "tells its parameters apart; if that is right, load with ",
+            Opt("unsafe_fixes", True),
+        )
+    made = regrouped(repaired.checkpoint, saved, followed.edits(), saved.name)
+    if any(isinstance(value, Opaque) for row in made["state"].values() for value in row.values()):
+        raise TargetError(
+            f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "
+            "load the optimizer from what is written"
+        )
+    state = dict(revive_tree(made, repaired.checkpoint))
+    return Resumed(repaired, state, _take_options(state["param_groups"], followed, optimizer.param_groups))
+
+
+def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each group of a live optimizer."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    if not all(all(group) for group in groups):
+        raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
+    return groups
+
+
+def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
+    """Return the one optimizer of a checkpoint that has state for the live groups, and the one way to follow them."""
+    place = path_name(after.container)
+    own = (one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets)
+    found = [way for one in own for way in ways(one, change)]
+    found = [way for way in found if any(step.source is not None for group in way.groups for step in group)]
+    if len(found) == 1:
+        return found[0]
+    places = dict.fromkeys(way.optimizer.name for way in found)
+    what = f"{len(found)} ways to name the parameters of {', '.join(places)}, which fit and differ"
+    if not found:
+        what = "no optimizer whose parameters are the model's"
+    elif len(places) > 1:
+        what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none has the name of the weights"
+    raise TargetError(f"{path}: has {what}; leave the optimizer out, and training starts with new moments")
+
+
+def _take_options(groups: Iterable[dict[str, Any]], followed: Followed, live: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Give groups the options that are the script's, and return the names of those that tell its groups apart, or the
+    saved ones that are put together."""
+    saved = followed.optimizer.groups
+    known = [
+        n for n, steps in enumerate(followed.groups) if any(step.source is not None or step.parts for step in steps)
+    ]
+    is_regrouped = [followed.like[n] for n in known] != list(range(len(saved)))
+    options = dict.fromkeys(name for group in live for name in group if not name.startswith("param"))
+    both: tuple[Sequence[Mapping[str, Any]], ...] = ([live[n] for n in known], saved) if is_regrouped else ()
+    kept = [name for name in options if any(group.get(name) != side[0].get(name) for side in both for group in side)]
+    for number, group in enumerate(groups):
+        chosen = kept if number in known else options
+        group.update({name: live[number][name] for name in chosen if name in live[number]})
+    return tuple(kept)
+
+
+# Options that releases of torch added to all methods alike, and gives to old files itself.
+_ADDED = frozenset(("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
+
+
+def _refuse_other_method(path: str, saved: Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``TargetError`` if the state is that of another method: torch takes it, and fails or goes astray later."""
+    has = {name for group in saved.groups for name in group}
+    wants = {name for group in optimizer.param_groups for name in group}
+    lacks = sorted(optimizer.defaults.keys() - has - _ADDED)
+    if lacks and has - wants - {"initial_lr", "param_names"}:
+        raise TargetError(
+            f"{path}: {saved.name} is not that of {type(optimizer).__name__}: its groups have no {', '.join(lacks)} "
+            f"but {', '.join(sorted(has - wants))}; make the optimizer that was saved, or leave it out"
+        )
