@@ -213,6 +213,7 @@ def _contents(folder: Path) -> str:
     if not names:
         return "an empty folder; name a checkpoint file"
     if likely or below:
-        kind = "checkpoints" if checkpoints and not likely else "files"
-        return f"a folder, and no sharded checkpoint; name one of the {kind} in it: {_some(likely or below)}"
+        named = below if checkpoints or not likely else likely
+        kind = "checkpoints" if checkpoints else "files"
+        return f"a folder, and no sharded checkpoint; name one of the {kind} in it: {_some(named)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"

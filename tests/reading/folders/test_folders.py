@@ -80,6 +80,7 @@ def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
         *(f"checkpoint-2/global_step2/{rank}" for rank in ranks),
         "checkpoint-2/rng_state_0.pth",
         "a/b/.metadata",
+        "data.pt",  # as verl has the state of its data loader beside `actor`
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")

@@ -72,7 +72,9 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
             note_copies(files.remarks, (key,))
     files.note_renamed()
     merged = {**first, place: weights}
-    for key in [key for key, value in first.items() if key == _METADATA or is_optimizer(value)]:
+    for key in [
+        key for key, value in first.items() if key == _METADATA or (isinstance(value, dict) and is_optimizer(value))
+    ]:
         del merged[key]
         if key != _METADATA:
             files.remarks[Fact(Kind.RANK_LEFT_OUT, key)] = None

@@ -53,6 +53,8 @@ _SETTLED = 2_000_000_000  # nanoseconds
 # Bytes of a file in which its pickle names the first tensors, and what it says of those of ranks.
 _HEAD = 64 << 10
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
+# How the names of files begin that a trainer has beside those of the model (verl, accelerate).
+_BESIDE = ("optim", "extra_state", "rng", "random", "scheduler")
 # Keys of numbers that are the same in all ranks of one save.
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
 
@@ -69,7 +71,7 @@ class RankSet(Struct, frozen=True):
     def pattern(self) -> str:
         """The name of a file, with a place for the rank."""
         first, path = next(iter(self.files.items()))
-        return re.sub(rf"((?:rank|shard)[._-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
+        return re.sub(rf"((?:rank|shard)[._=-]?)0*{first}(?={re.escape(self.suffix)}$)", r"\g<1>{}", path.name)
 
 
 _Key = tuple[str, int, str]  # what tells the sets of a folder apart: stem, world and suffix
@@ -119,8 +121,9 @@ def _chosen(folder: Path) -> RankSet | None:
     """Return the set of files in a folder; of several, that of the model. Raises ``UnreadableError`` if that is none or
     several."""
     sets = [found for found in rank_sets(folder).values() if len(found.files) > 1 or found.world > 1]
-    models = sets if len(sets) < 2 else [found for found in sets if found.stem.startswith("model")]
-    if len(models) != min(len(sets), 1):
+    models = [found for found in sets if not found.stem.startswith(_BESIDE)] or sets
+    models = [found for found in models if found.stem.startswith("model")] or models
+    if len(models) > 1:
         names = first_names([next(iter(found.files.values())).name for found in sets])
         raise UnreadableError(
             f"{folder}: holds {len(sets)} sets of files that ranks wrote ({names}); name one of the files"

@@ -18,7 +18,7 @@ LLAMA_SHARD = re.compile(r"consolidated\.(\d{1,4})\.pth")
 LLAMA_PARAMS = "params.json"
 # Files that are numbered by rank are those of FSDP, and many others.
 NUMBERED = re.compile(
-    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
+    r"(?P<stem>.*?)(?:_?world_size_(?P<world>\d{1,7}))?[._-]?(?:rank|shard)[._=-]?(?P<rank>\d{1,7})(?P<suffix>\.\w{1,10})"
 )
 
 

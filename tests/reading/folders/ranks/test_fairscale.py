@@ -37,7 +37,13 @@ def write_fairscale(folder: Path, world: int, **metadata: Any) -> None:
             found.append({"fsdp_path": path, "params": {"flat_param_0": held}, **extra, **metadata})
         saved = {"param_metadata": found, "buffer_names": ["decoder.version"]}
         optimizer = {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]}
-        root = {"model": state, "shard_metadata": saved, "last_optimizer_state": optimizer, "extra": {"epoch": 2}}
+        root: dict[str, Any] = {
+            "model": state,
+            "shard_metadata": saved,
+            "last_optimizer_state": optimizer,
+            "extra": {"epoch": 2},
+        }
+        root |= {"args": None, "optimizer_history": [{"num_updates": 2}], "epoch": 2}  # as fairseq
         torch.save(root, folder / f"checkpoint_last-shard{rank}.pt")
 
 
@@ -48,7 +54,7 @@ def test_the_parts_are_the_whole(tmp_path: Path, world: int, given: str) -> None
     source = tmp_path / "ranks" if given == "folder" else tmp_path / "ranks" / "checkpoint_last-shard1.pt"
     assert ckptfix.repair(source, output=tmp_path / "whole.pth").report.exit_code == 0
     got = torch.load(tmp_path / "whole.pth")
-    assert got.keys() == {"model", "extra"}
+    assert got.keys() == {"model", "extra", "args", "optimizer_history", "epoch"}
     weights = got["model"]
     assert weights.keys() == WHOLE.keys() | {"decoder.output.weight", "decoder.version"}
     assert all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,28 @@ def test_a_folder_as_verl_leaves_it(tmp_path: Path) -> None:
         shutil.copy(folder / f"model_world_size_4_rank_{rank}.pt", folder / f"optim_world_size_4_rank_{rank}.pt")
     (folder / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 4}')
     assert ckptfix.open_checkpoint(folder).keys() == list(truth["model"])
+
+
+@pytest.mark.parametrize(
+    ("stem", "other"),
+    [
+        pytest.param("pytorch_model_fsdp_0_rank{}.bin", "optimizer_0_rank{}.bin", id="accelerate-use-dcp-false"),
+        pytest.param("pytorch_model_fsdp_rank{}.bin", "optimizer_0_rank{}.bin", id="accelerate-local"),
+        pytest.param("model-rank={}.pt", "optimizer-rank={}.pt", id="ray-train"),
+        pytest.param("net_rank{}.pt", "extra_state_rank{}.pt", id="other-names"),
+    ],
+)
+def test_what_a_trainer_saves_beside_the_model_is_not_taken_for_it(tmp_path: Path, stem: str, other: str) -> None:
+    folder, truth = saved(tmp_path)
+    for rank in range(4):
+        rank_file(folder, rank).rename(folder / stem.format(rank))
+        torch.save({"lr": 0.1}, folder / other.format(rank))
+    for given in (folder, folder / stem.format(1)):
+        assert ckptfix.open_checkpoint(given).keys() == list(truth["model"])
+    (folder / stem.format(1)).unlink()
+    (folder / other.format(1)).unlink()
+    with pytest.raises(UnreadableError, match=re.escape(stem.format(1))):
+        ckptfix.open_checkpoint(folder)
 
 
 def test_several_sets_are_named(tmp_path: Path) -> None:
