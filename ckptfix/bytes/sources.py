@@ -245,8 +245,8 @@ class Content(Struct, eq=False, weakref=True):
 
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
     ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds. ``damage`` says
-    what is wrong with the files that it was inside of. ``account`` is what
-    reading it may spend, where it is a part of a larger file or was packed in a smaller one."""
+    what is wrong with the files that it was inside of, and ``wrapper`` is the form of the outermost of them.
+    ``account`` is what reading it may spend, where it is a part of a larger file or was packed in a smaller one."""
 
     path: str
     buffer: Buffer
@@ -254,6 +254,7 @@ class Content(Struct, eq=False, weakref=True):
     member: str = ""
     salvage: bool = False
     damage: list[Fact] = field(default_factory=list)
+    wrapper: str = ""
     account: Bounds | None = None
     size: int = 0
 

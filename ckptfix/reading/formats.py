@@ -70,6 +70,8 @@ def read_document(content: Content, salvage: bool) -> Document:
         inner = error.without(f"{content.path}: ")
         raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it ", *inner) from error
     document.damage[:0] = content.damage
+    if content.wrapper:
+        document.remarks.append(Fact.of(Kind.PACKED_FILE, form=content.wrapper))
     # Tensors without a checksum of their own may be wrong if what they were packed in fails its own.
     document.remarks += [
         Fact.of(Kind.DOUBTFUL_VALUES, cause=fact) for fact in content.damage if fact.kind in WRONG_BYTES

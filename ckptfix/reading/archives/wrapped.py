@@ -22,7 +22,7 @@ from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_sa
 from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
 from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
-from ckptfix.reading.sniffing import PACKERS, is_torch_tar
+from ckptfix.reading.sniffing import PACKERS, is_torch_tar, is_zip
 
 DEPTH_LIMIT = 4  # how many wrappers may be around a checkpoint: a `.zip` of a `.tar.gz` of a `.pth.gz` has four
 _PATH_LIMIT = 4096  # characters of a name that may tell what an archive is; no system makes a file of a longer path
@@ -48,14 +48,17 @@ def unwrap(content: Content, member: str | None = None) -> Content:
     for bombs, and ``UsageError`` where several files could be meant."""
     wanted, outer = member, content.path
     damage: list[Fact] = []
+    wrapper = ""
     for _ in range(DEPTH_LIMIT + 1):
         archive = _archive(content, damage)
         if archive is not None:
+            wrapper = wrapper or ("zip" if is_zip(content) else "tar")
             chosen, wanted = _choose(content.path, archive, wanted, damage)
             label = f"{content.path}!{printable(chosen.name, _PATH_LIMIT)}"
             content = _replaced(content, expand(label, chosen.name, chosen.blocks))
             damage += content.damage
         elif (compression := unpacking.sniff(content)) is not None:
+            wrapper = wrapper or compression.name
             name = compression.name_inside(content.member or outer)
             content = _replaced(content, expand(content.path, name, partial(compression.blocks, content)))
             damage += content.damage
@@ -68,7 +71,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
                 f"{content.path}: not an archive that holds {wanted!r}; correct or leave out ", Opt("member")
             )
         else:
-            content.damage = damage
+            content.damage, content.wrapper = damage, wrapper
             return content
     raise HostileError(f"{outer}: archives are nested more than {DEPTH_LIMIT} deep; do not use this file")
 

@@ -67,11 +67,12 @@ def name_mangled(content: Content) -> str | None:
     if bytes(content.buffer[:16]).startswith(_MANGLED):
         return "every line feed in it became CR LF by a transfer in text mode; transfer it again in binary mode"
     head = bytes(content.buffer[:READ])
-    if as_text(head) is None and _replaced(content) >= _SIGNS:
-        return (
-            "was saved as text: every byte that is not text became the sign U+FFFD, which cannot be undone; fetch it"
-            " again in binary mode (not as text of a response, and not through an editor)"
-        )
+    replaced, letters = _made_letters(content) if as_text(head) is None else (0, 0)
+    again = "fetch it again in binary mode (not as text of a response, and not through an editor)"
+    if replaced >= _SIGNS:
+        return f"was saved as text: every byte that is not text became the sign U+FFFD, which cannot be undone; {again}"
+    if letters >= _SIGNS and looks_like_checkpoint(_bytes_of_letters(head)):
+        return f"was saved as text: bytes from 0x80 on became letters of UTF-8; {again}"
     if _is_utf16(head):
         return (
             "was saved as text in UTF-16, as `>` of PowerShell does: some of its bytes were changed and some are gone,"
@@ -93,17 +94,13 @@ def _transcoded(content: Content) -> str | None:
         return "is a checkpoint written as base64 text; decode it first (base64 -d FILE > NEW)"
     if is_chunked(content):
         return "is the answer of a web server with the sizes of its chunks in it; fetch it with curl -o, without them"
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        was = text.encode("cp1252" if any(ord(letter) > 0xFF for letter in text) else "latin-1", "ignore")
-    except UnicodeDecodeError:
-        return None
-    if sum(byte >= 0x80 for byte in was) < _SIGNS or not looks_like_checkpoint(was):
-        return None
-    return (
-        "was saved as text: bytes from 0x80 on became letters of UTF-8; fetch it again in binary mode (not as text of a"
-        " response, and not through an editor)"
-    )
+    return None
+
+
+def _bytes_of_letters(head: bytes) -> bytes:
+    """Return the bytes that became the letters of UTF-8."""
+    text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    return text.encode("cp1252" if any(ord(letter) > 0xFF for letter in text) else "latin-1", "ignore")
 
 
 def _decoded(letters: bytes) -> bytes:
@@ -115,15 +112,20 @@ def _decoded(letters: bytes) -> bytes:
         return b""
 
 
-def _replaced(content: Content) -> int:
-    """Return how often U+FFFD is in a file that is UTF-8; 0 for any other file."""
-    decoder, signs = codecs.getincrementaldecoder("utf-8")(), 0
+def _made_letters(content: Content) -> tuple[int, int]:
+    """Return how often U+FFFD and letters of Latin-1 are in a file that is UTF-8; zeros for any other file, and no
+    letters if they are so few that they may be those of names."""
+    decoder, replaced, letters = codecs.getincrementaldecoder("utf-8")(), 0, 0
+    signs = 0
     for start in range(0, min(len(content), _SCANNED), BLOCK):
         try:
-            signs += decoder.decode(bytes(content.buffer[start : start + BLOCK])).count("\ufffd")
+            text = decoder.decode(bytes(content.buffer[start : start + BLOCK]))
         except UnicodeDecodeError:
-            return 0
-    return signs
+            return 0, 0
+        signs += len(text)
+        replaced += text.count("\ufffd")
+        letters += len(text.encode("latin-1", "ignore")) - len(text.encode("ascii", "ignore"))
+    return replaced, letters if letters > signs // 10 else 0
 
 
 def _is_utf16(head: bytes) -> bool:

@@ -282,6 +282,7 @@ CHECKPOINTS = {
     "zip": in_memory(STATE),
     "legacy": in_memory(STATE, _use_new_zipfile_serialization=False),
     "safetensors": save(STATE),
+    "safetensors whose header stays what it was": save({"weight": STATE["weight"]}),
 }
 
 
@@ -324,9 +325,10 @@ def test_what_was_not_changed(data: bytes) -> None:
     assert not any(word in said for word in ("base64", "saved as text", "web server"))
 
 
-def test_zeros_and_names_of_other_alphabets_are_utf8_by_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["é€“”" * 9, "größe der fläche im übermaß der äste über der öde der übung"])
+def test_zeros_and_names_of_other_alphabets_are_utf8_by_right(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(save({"é€“”" * 9: torch.zeros(40)})[:-4])
+    path.write_bytes(save({f"{name}.{at}": torch.zeros(400) for at in range(4)})[:-4])
     with pytest.raises(UnreadableError, match="is cut short"):
         ckptfix.open_checkpoint(path)
 
