@@ -191,13 +191,16 @@ def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
 
 
 def _leaders(prefix: str) -> Iterator[str]:
-    """Yield what the network may be called that this one follows: `a.net.` for `a.teacher_net.`."""
+    """Yield what the network may be called that this one follows: `a.net.` for `a.teacher_net.`, and `net.model.` for
+    `net_ema.ema_model.`."""
     parent, dot, name = prefix[:-1].rpartition(".")
     words = name.split("_")
     for at, leaders in _following(words).items():
         for leader in leaders:
             if other := "_".join(filter(None, [*words[:at], leader, *words[at + 1 :]])):
                 yield f"{parent}{dot}{other}."
+                if parent:
+                    yield from (f"{above}{other}." for above in _leaders(f"{parent}."))
 
 
 def _under(specs: Mapping[str, TensorSpec], prefix: str) -> dict[str, tuple[int, ...]]:

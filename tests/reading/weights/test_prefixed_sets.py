@@ -35,6 +35,7 @@ def specs(keys, shapes=lambda key: (len(key.rpartition(".")[2]),)):
         pytest.param(under("query_proj.", "key_proj."), id="parts of attention"),
         pytest.param(under("branch_s.", "branch_m.", "branch_l."), id="three sizes"),
         pytest.param(under("average_branch.", "max_branch."), id="two ways of pooling"),
+        pytest.param(under("target.model.", "online.head."), id="the same in another part of the follower"),
         pytest.param(under("to_q.", "to_k.", keys=("weight", "bias")), id="single layers"),
     ],
 )
@@ -53,6 +54,10 @@ def test_one_set(keys):
         (under("actor.", "critic.", "critic_target."), ("critic", "critic_target")),
         (under("context_encoder.", "target_encoder."), ("context_encoder", "target_encoder")),
         (under("visual_encoder.", "visual_encoder_m."), ("visual_encoder", "visual_encoder_m")),
+        (
+            [*under("net.model.", "net_ema.ema_model."), "net.vae.weight", "net_ema.step"],
+            ("net.model", "net_ema.ema_model"),
+        ),
     ],
     ids=lambda value: " ".join(value[:2]),
 )
