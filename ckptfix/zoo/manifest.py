@@ -283,22 +283,25 @@ def free_name(name: str) -> str:
 @lru_cache(maxsize=1)
 def version() -> str:
     """Return the version of ckptfix."""
-    return metadata.version("ckptfix")
+    return _installed("ckptfix") or "not installed"  # in a tree that is only on the path
 
 
 @lru_cache(maxsize=1)
 def versions() -> Mapping[str, str]:
     """Return the versions that a result depends on."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
     return {
         "ckptfix": version(),
         "python": platform.python_version(),
-        "torch": torch,
+        "torch": _installed("torch"),
         "platform": platform.platform(terse=True),
     }
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def now() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from msgspec.structs import fields, replace
 
 from ckptfix.errors import UsageError
 from ckptfix.report.page.data import WEIGHTS_VERSION
-from ckptfix.zoo.manifest import MANIFEST_VERSION, Journal, Outcome, Record, line_of, read_manifest
+from ckptfix.zoo.manifest import (
+    MANIFEST_VERSION,
+    Journal,
+    Outcome,
+    Record,
+    line_of,
+    read_manifest,
+    version,
+    versions,
+)
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.workspace import opened
 
@@ -200,3 +210,18 @@ def test_a_dropped_source_has_no_line(tmp_path, scratch):
         journal.drop("never there")
         journal.tidy(scratch)
     assert (tmp_path / "m").read_text() == '{"source":"b","version":1}\n'
+
+
+def test_packages_that_are_not_installed_have_a_word_too(monkeypatch):
+    """ckptfix runs from a tree that is only on the path, and without torch."""
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    version.cache_clear()
+    try:
+        found = versions.__wrapped__()
+    finally:
+        version.cache_clear()
+    assert (found["ckptfix"], found["torch"]) == ("not installed", "")
