@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise, takewhile
 from math import prod
+from operator import sub
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -16,17 +17,19 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
 from ckptfix.core.rename_map import RenameMap
-from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
+from ckptfix.maps.leaves import Leaf, Leaves, Path, common, expanded, flipped, whole
 from ckptfix.maps.names import (
     STATISTICS,
     bag,
     concepts,
     crosses_first,
     module,
+    numbers,
     parent,
     roles,
     segments,
     similarity,
+    template,
     told_apart,
     weights,
 )
@@ -51,7 +54,7 @@ CONVERTED = 0.75
 """The share of the target that a library's own loader has to fill: else the file is not one of its own."""
 
 FEW = 2
-"""So many tensors of one shape are compared with what is left over anywhere, as an embedding and its head."""
+"""Up to this number, layers of one kind do not show by what they have in common which layers they are."""
 
 COUNTER = "num_batches_tracked"
 
@@ -122,6 +125,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _doubt_torn_layers(inference)
     _doubt_norms(inference, sides)
     _doubt_beside_gaps(inference)
+    _doubt_uneven_lists(inference)
     return inference
 
 
@@ -359,16 +363,41 @@ def _is_torn(key: str, inference: Inference) -> bool:
 
 
 def _doubt_torn_layers(inference: Inference) -> None:
-    """Call matrices ambiguous that are certain by their shape while the bias of their layer goes elsewhere: that of a
-    layer which is stored transposed goes where the matrix would fit the other way round."""
-    beside = {key.removesuffix("bias"): key for key in inference.target if key.endswith(".bias")}
-    for key, match in inference.matches.items():
-        bias, (part, *others) = beside.get(key[: key.rfind(".") + 1]), match.parts
-        if bias is None or others or len(inference.target[key]) != 2 or bias not in inference.matches:
-            continue
-        (own, *_), layer = inference.matches[bias].parts, part.source.rpartition(".")[0]
-        if own.source.rpartition(".")[0] != layer and f"{layer}.bias" in inference.source:
-            inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+    """Call the tensors of a layer ambiguous that do not move together: that of a layer which is stored transposed goes
+    where it would fit the other way round, and one that is alone goes to whatever lacks it."""
+    moves = {
+        key: part.source
+        for key, (part, *others) in ((key, match.parts) for key, match in inference.matches.items())
+        if not others and part.box == full(inference.source[part.source]) and _is_of_layer(key)
+    }
+    ends: tuple[dict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
+    for key, source in moves.items():
+        ends[0][_layer(source)].update([_layer(key)] if _is_of_layer(source) else ())
+        ends[1][_layer(key)].add(_layer(source))
+    torn = [
+        {_layer(key) for key in left if key.endswith(".weight")}  # a layer may have no bias on the other side
+        for left in (inference.unused, inference.missing)
+    ]
+    for key, source in moves.items():
+        own, other = _layer(source), _layer(key)
+        if source != key and (
+            _are_apart(ends[0][own]) or _are_apart(ends[1][other]) or own in torn[0] or other in torn[1]
+        ):
+            inference.matches[key] = replace(inference.matches[key], label=Label.AMBIGUOUS)
+
+
+def _are_apart(layers: set[str]) -> bool:
+    """Tell whether layers are several, and not one of which the other is a part."""
+    shortest = min(layers, key=len, default="")
+    return any(layer != shortest and not layer.startswith(f"{shortest}.") for layer in layers)
+
+
+def _is_of_layer(key: str) -> bool:
+    return key.rpartition(".")[2] in ("weight", "bias", *STATISTICS)
+
+
+def _layer(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
@@ -391,33 +420,101 @@ def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
 
 
 def _doubt_beside_gaps(inference: Inference) -> None:
-    """Call a key ambiguous if a tensor of its shape is left over on one side whose name fits as well: if the file lacks
-    an embedding, its head has the shape of it; if the target lacks ``bn1``, its ``bn2`` may get it."""
-    numbers = Counter(map(_squeezed, inference.target.values()))
+    """Call a key ambiguous if a tensor of its shape is left over on one side that it could be: of the same block, or
+    one whose name fits as well. If the file lacks an embedding, its head has the shape of it; if the target lacks
+    ``bn1``, its ``bn2`` may get it. Layers that move together with those of other blocks only fear their own block."""
     left: tuple[dict[object, list[str]], ...] = defaultdict(list), defaultdict(list)
     for rivals, specs, keys in zip(
         left, (inference.source, inference.target), (inference.unused, inference.missing), strict=True
     ):
         for key in keys:
-            rivals[_place(key, specs[key], numbers)].append(key)
-    for key, match in inference.matches.items():
-        part, *others = match.parts
-        if others or match.label is Label.AMBIGUOUS or part.source == key:
+            rivals[_squeezed(specs[key]), segments(key)[-1]].append(key)
+    single = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    doubtful: set[str] = set()
+    together = Counter((template(source), template(key)) for key, source in single.items())
+    for key, source in single.items():
+        match = inference.matches[key]
+        if match.label is Label.AMBIGUOUS or source == key:
             continue
-        pairs = [(other, key) for other in left[0].get(_place(part.source, inference.target[key], numbers), ())]
-        pairs += [(part.source, other) for other in left[1].get(_place(key, inference.target[key], numbers), ())]
-        if any(_alike(*pair) >= _alike(part.source, key) for pair in pairs):
+        shape = _squeezed(inference.target[key])
+        is_one_of_many = together[template(source), template(key)] > FEW
+        pairs = [(other, key, source) for other in left[0].get((shape, segments(source)[-1]), ())]
+        pairs += [(source, other, key) for other in left[1].get((shape, segments(key)[-1]), ())]
+        for one, other, own in pairs:
+            lost = one if own == source else other
+            if _block(lost) == _block(own):
+                is_doubtful = module(segments(source)) != module(segments(key))
+            else:
+                is_doubtful = not is_one_of_many and _alike(one, other) >= _alike(source, key)
+            if is_doubtful:
+                doubtful.add(_layer(key) if _is_of_layer(key) else key)
+                break
+    for key, match in inference.matches.items():
+        if key in doubtful or (_is_of_layer(key) and _layer(key) in doubtful):
             inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+
+
+def _doubt_uneven_lists(inference: Inference) -> None:
+    """Call the equal members of a numbered list ambiguous if one of them has no counterpart, as the other side may lack
+    any of them, or if their layers do not move in step: to the same layers of members that are as far apart."""
+    images: tuple[dict[str, list[str]], ...] = defaultdict(list), defaultdict(list)
+    for key, match in inference.matches.items():
+        for part in match.parts:
+            images[0][part.source].append(key)
+            images[1][key].append(part.source)
+    doubtful: set[str] = set()
+    for specs, image in zip((inference.source, inference.target), images, strict=True):
+        members: dict[Path, dict[Path, str]] = defaultdict(dict)
+        for key in specs:
+            path = segments(key)
+            for depth, segment in enumerate(path[:-1], 1):
+                if segment[-1:].isdigit():
+                    members[path[:depth]][path[depth:]] = key
+        equal: dict[object, list[dict[Path, str]]] = defaultdict(list)
+        for path, keys in members.items():
+            inside = frozenset((rest, specs[key]) for rest, key in keys.items())
+            equal[path[:-1], template(path[-1]), inside].append(keys)
+        for alike in equal.values():
+            is_layer = len({rest[:-1] for rest in alike[0]}) < FEW
+            if (
+                not is_layer
+                and len(alike) > 1
+                and not _in_step([{rest: image[key] for rest, key in keys.items()} for keys in alike])
+            ):
+                doubtful.update(key for keys in alike for key in keys.values())
+    for key, match in inference.matches.items() if doubtful else ():
+        if key in doubtful or any(part.source in doubtful for part in match.parts):
+            inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+
+
+def _in_step(members: Sequence[Mapping[Path, Sequence[str]]]) -> bool:
+    """Tell whether equal modules, given as what each of their tensors becomes, have counterparts that are equal, too.
+
+    Those of ``attn1`` and ``attn2`` may have names of their own."""
+    if any(2 * sum(not keys for keys in each.values()) > len(each) for each in members):
+        return False
+    owners: dict[Path, int] = {}
+    steps: list[set[tuple[int, ...]]] = [set() for _ in members]
+    for rest in members[0]:
+        found = [(at, each[rest]) for at, each in enumerate(members) if each[rest]]
+        names = [tuple(map(template, keys)) for _, keys in found]
+        if 1 < len(set(names)) < len(names) or 0 < 2 * len(found) < len(members):
+            return False
+        if len(found) < 2 or len(set(names)) > 1:
+            continue
+        for column in zip(*(keys for _, keys in found), strict=True):
+            paths = list(map(segments, column))
+            varies = [len(set(each)) > 1 for each in zip(*paths, strict=True)]
+            depth = varies.index(True) + 1 if True in varies else 0
+            for (at, _), path in zip(found, paths, strict=True):
+                if depth and owners.setdefault(path[:depth], at) != at:
+                    return False  # two modules share one
+                steps[at].add(tuple(step for step in map(sub, numbers(path), numbers(paths[0])) if step))
+    return all(len(each) < 2 for each in steps)
 
 
 def _squeezed(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
-
-
-def _place(key: str, shape: Shape, numbers: Mapping[Shape, int]) -> object:
-    """Return what tensors that may be taken for each other share: shape, kind, and their block, unless they are few."""
-    small = _squeezed(shape)
-    return small, segments(key)[-1], _block(key) if numbers[small] > FEW else ()
 
 
 def _block(key: str) -> tuple[str, ...]:

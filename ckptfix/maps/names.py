@@ -190,6 +190,7 @@ EXCLUSIVE = (
     frozenset({"image", "text"}),
     frozenset({"weight", "bias"}),
     frozenset({"encoder", "decoder"}),
+    frozenset({"first", "final"}),
     frozenset({"mean", "variance"}),
 )
 
@@ -295,6 +296,7 @@ def module(path: tuple[str, ...]) -> str:
     return path[-2] if kind(path) else path[-1]
 
 
+@lru_cache(maxsize=65536)
 def template(key: str) -> str:
     """Return a key with ``#`` for each number: the same for each of the layers of a stack."""
     return re.sub(r"\d+", "#", key)

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from operator import sub
@@ -21,6 +22,7 @@ from ckptfix.core.parts import Bounds, Shape
 from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import (
     BACKWARD,
+    EXCLUSIVE,
     FROM_THE_TOP,
     STATISTICS,
     bag,
@@ -45,6 +47,7 @@ LARGE = 8  # a subtree of this many leaves is hardly equal to another one by cha
 
 
 Places = Mapping[Path, tuple[int, int]]
+Signature = tuple[int, ...]  # a number for each kind of leaf, sorted
 Key = tuple[tuple[Path, ...], ...]  # a template: the paths of its leaves on both sides
 Choice = tuple[Key, Path, Path]  # a pair of subtrees of a template that belong together
 
@@ -60,17 +63,24 @@ class Pooled(Struct, frozen=True):
         return tuple(leaf.shape for leaf in self.leaves), STATISTICS.get(self.path[-1] if self.path else "", "")
 
 
-class Node(Struct, eq=False):
-    """A subtree of a template: the path that leads to it, and its leaves with their places in the template.
+class Node(Struct, eq=False, dict=True):
+    """A subtree of a template: the path that leads to it, and the places of its leaves among those of the template.
 
     ``order`` is where it comes among the leaves, from 0 to 1."""
 
     path: Path
     members: list[int]
-    signature: tuple[object, ...]
+    signature: Signature
     order: float
-    words: Counter[str] = field(default_factory=Counter)
-    inner: Counter[str] = field(default_factory=Counter)
+    leaves: list[Pooled]
+
+    @cached_property
+    def words(self) -> Counter[str]:
+        return bag(self.path)
+
+    @cached_property
+    def inner(self) -> Counter[str]:
+        return bag(segment for at in self.members for segment in self.leaves[at].path[len(self.path) :])
 
 
 Near = Mapping[Path, Counter[Path]]
@@ -78,7 +88,7 @@ Near = Mapping[Path, Counter[Path]]
 
 Scores = list[list[float]]
 
-Groups = Mapping[tuple[object, ...], tuple[list[Node], list[Node]]]  # the subtrees of each signature on both sides
+Groups = Mapping[Signature, tuple[list[Node], list[Node]]]  # the subtrees of each signature on both sides
 
 
 class Label(IntEnum):
@@ -164,15 +174,17 @@ class Matcher(Struct):
 
     def _level(self, pool: _Pool, key: Key) -> None:
         """Match the subtrees of one template; the root has no key."""
-        groups: dict[tuple[object, ...], tuple[list[Node], list[Node]]] = defaultdict(lambda: ([], []))
+        groups: dict[Signature, tuple[list[Node], list[Node]]] = defaultdict(lambda: ([], []))
+        kinds: defaultdict[object, int] = defaultdict(lambda: len(kinds))
+        signatures = [[kinds[leaf.signature] for leaf in leaves] for leaves in (pool.source, pool.target)]
         for side, leaves in enumerate((pool.source, pool.target)):
-            for node in _nodes(leaves, with_root=not key):
+            for node in _nodes(leaves, signatures[side], with_root=not key):
                 groups[node.signature][side].append(node)
         taken: tuple[set[int], set[int]] = (set(), set())
         places = _places(pool.source), _places(pool.target)
-        complete = _signature(pool.source) == _signature(pool.target)
+        complete = sorted(signatures[0]) == sorted(signatures[1])
         crossed = _crossed(groups, places)
-        for signature in sorted(groups.keys() - crossed, key=len, reverse=True):
+        for signature in sorted((each for each in groups if each not in crossed), key=len, reverse=True):
             here, there = (
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
@@ -182,7 +194,8 @@ class Matcher(Struct):
                 taken[1].update(pair.target.members)
                 ones = [pool.source[at] for at in pair.source.members]
                 others = [pool.target[at] for at in pair.target.members]
-                self._votes[_ends(pair.source, pair.target, places)][key] += len(pool.labels)
+                if pair.label > Label.AMBIGUOUS:
+                    self._votes[_ends(pair.source, pair.target, places)][key] += len(pool.labels)
                 labels = tuple(min(label, pair.label) for label in pool.labels)
                 if len(signature) == 1:
                     alternatives = tuple(pool.source[node.members[0]].leaves for node in pair.alternatives)
@@ -253,6 +266,12 @@ class Matcher(Struct):
             for to, other in enumerate(target):
                 scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
         chosen = assign(scores)
+        if any(numbers(node.leaves[at].path[len(node.path) :]) for node in source for at in node.members):
+            # A tower may be the only one that is whole on both sides. Names have to say which: its blocks may say more.
+            named = self._scores(source, target, places, 0.0, 0.0) if self.order_weight else scores
+            is_crossed = any(conflicts(source[at].words, target[to].words, EXCLUSIVE) for at, to in chosen)
+            if is_crossed or (len(source) != len(target) and any(margin < NARROW for margin in _spare(chosen, named))):
+                return
         by_name = _difference(scores, by_order)
         is_hidden = bool(self.sorted_sides) and not self._is_in_order(source, target, chosen)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
@@ -323,7 +342,7 @@ class Matcher(Struct):
         return rows
 
 
-def _nodes(leaves: list[Pooled], with_root: bool) -> Iterator[Node]:
+def _nodes(leaves: list[Pooled], signatures: Sequence[int], with_root: bool) -> Iterator[Node]:
     """Yield the subtrees, those of one child left out: their path is that of the child."""
     below: dict[Path, list[int]] = defaultdict(list)
     orders = [leaf.leaves[0].order for leaf in leaves]
@@ -339,19 +358,8 @@ def _nodes(leaves: list[Pooled], with_root: bool) -> Iterator[Node]:
             continue
         if not with_root and len(members) == len(leaves):
             continue
-        inside = [leaves[at] for at in members]
-        yield Node(
-            path,
-            members,
-            _signature(inside),
-            (sum(orders[at] for at in members) / len(members) - first) / span,
-            bag(path),
-            bag(segment for leaf in inside for segment in leaf.path[len(path) :]),
-        )
-
-
-def _signature(leaves: Sequence[Pooled]) -> tuple[object, ...]:
-    return tuple(sorted(leaf.signature for leaf in leaves))
+        order = (sum(orders[at] for at in members) / len(members) - first) / span
+        yield Node(path, members, tuple(sorted(signatures[at] for at in members)), order, leaves)
 
 
 def _is_run(nodes: Sequence[Node]) -> bool:
@@ -454,6 +462,14 @@ def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[l
                 kept += scores[other][columns[other]]
             rivals.append((other, kept - swapped))
     return rivals
+
+
+def _spare(chosen: list[tuple[int, int]], scores: Scores) -> Iterator[float]:
+    """Yield how much better each pair is than one with what is left over on the longer side."""
+    rows, columns = ({pair[side] for pair in chosen} for side in (0, 1))
+    for row, column in chosen:
+        yield from (scores[row][column] - scores[other][column] for other in range(len(scores)) if other not in rows)
+        yield from (scores[row][column] - each for to, each in enumerate(scores[row]) if to not in columns)
 
 
 def _difference(scores: Scores, others: Scores) -> Scores:
@@ -587,10 +603,10 @@ def _places(leaves: list[Pooled]) -> Places:
     return places
 
 
-def _crossed(groups: Groups, places: Sequence[Places]) -> set[tuple[object, ...]]:
+def _crossed(groups: Groups, places: Sequence[Places]) -> set[Signature]:
     """Return the subtrees that are equal though others of their lists show another order: if a layer between the stages
     belongs to the one before on one side and to the one after on the other, a stage may look like another one."""
-    lists: dict[tuple[Path, Path, int], list[tuple[tuple[object, ...], int, int]]] = defaultdict(list)
+    lists: dict[tuple[Path, Path, int], list[tuple[Signature, int, int]]] = defaultdict(list)
     for signature, (source, target) in groups.items():
         if len(source) == len(target) == 1:
             one, other = source[0].path, target[0].path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ckptfix.core.parts import check_bijection
@@ -692,3 +694,94 @@ def test_a_gate_and_what_it_gates_fused_under_a_name_that_does_not_say_the_order
     labels = {key: match.label for key, match in infer(ours, theirs).matches.items()}
     assert labels["layers.1.up_proj.weight"] is Label.AMBIGUOUS
     assert labels["layers.1.down_proj.weight"] > Label.AMBIGUOUS
+
+
+OF_TIMM = {
+    "attention.attention.query": "attn.qkv",
+    "attention.attention.key": "attn.qkv",
+    "attention.attention.value": "attn.qkv",
+    "attention.output.dense": "attn.proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+}
+
+
+def towers(number: int) -> tuple[Specs, Specs, dict[str, str]]:
+    """Return a model with one or two towers as both libraries have it, and which key is which."""
+    truth = {}
+    for tower in ("vision", "text")[:number]:
+        front = "visual." if tower == "vision" else ""
+        for at in range(4):
+            for name, own in OF_TIMM.items():
+                for leaf in ("weight", "bias"):
+                    truth[f"{tower}_model.layer.{at}.{name}.{leaf}"] = f"{front}blocks.{at}.{own}.{leaf}"
+        for leaf in ("weight", "bias"):
+            truth[f"{tower}_model.final_norm.{leaf}"] = f"{front}norm.{leaf}"
+    ours, theirs = timm_block() | norm("norm"), hf_block() | norm("final_norm")
+    source = {key: next(shape for name, shape in ours.items() if key.endswith(name)) for key in truth.values()}
+    target = {key: next(shape for name, shape in theirs.items() if key.endswith(name)) for key in truth}
+    return source, target, truth
+
+
+def counted_anew(key: str, gone: int) -> str:
+    """Return the name of a key once a layer before it has gone."""
+    return re.sub(r"\.(\d)\.", lambda found: f".{int(found[1]) - (int(found[1]) > gone)}.", key, count=1)
+
+
+LACKING = {
+    "the first layer": r"\.0\.",
+    "a layer": r"\.2\.",
+    "the last layer": r"\.3\.",
+    "the first norm of a layer": r"\.1\.(norm1|layernorm_before)\.",
+    "the first norms": r"\.\d\.(norm1|layernorm_before)\.",
+    "a weight": r"\.2\.(mlp.fc1|intermediate.dense)\.weight",
+    "all weights of a kind": r"\.\d\.(mlp.fc2|output.dense)\.weight",
+    "a bias": r"\.1\.(attn.proj|attention.output.dense)\.bias",
+    "the last norm": r"(visual.norm|vision_model.final_norm)\.",
+    "the weight of the last norm": r"(visual.norm|vision_model.final_norm)\.weight",
+    "attention in a layer": r"\.1\.att",
+}
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["in the order of definition", "sorted by name"])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("is_file", [True, False], ids=["the file lacks", "the target lacks"])
+@pytest.mark.parametrize("lacking", LACKING.values(), ids=LACKING)
+def test_nothing_takes_the_place_of_what_one_side_lacks(lacking, is_file, number, is_sorted):
+    """A list with a layer less, counted anew or not, shows in no shape which layer that is."""
+    source, target, truth = towers(number)
+    tower = ("visual", "vision") if number == 2 else ("", "")
+    sides = [source, target]
+    side = sides[0 if is_file else 1]
+    gone = {key for key in side if key.startswith(tower[not is_file]) and re.search(lacking, key)}
+    assert gone
+    kept = {key: shape for key, shape in side.items() if key not in gone}
+    names = {key: key for key in (*source, *target)}
+    if re.fullmatch(r"\\\.\d\\\.", lacking):
+        names |= {key: counted_anew(key, int(lacking[2])) for key in kept if key.startswith(tower[not is_file])}
+    sides[0 if is_file else 1] = {names[key]: shape for key, shape in kept.items()}
+    old = {names[key]: key for key in kept}
+    if is_sorted:
+        sides[0] = dict(sorted(sides[0].items()))
+    applied = {key: match for key, match in infer(sides[0], sides[1]).matches.items() if match.label > Label.AMBIGUOUS}
+    for key, match in applied.items():
+        wanted = truth[key if is_file else old[key]]
+        assert {old[part.source] if is_file else part.source for part in match.parts} == {wanted}, key
+
+
+def test_what_both_sides_have_is_still_found_beside_a_weight_that_is_missing():
+    source, target, _ = towers(1)
+    del source["visual.blocks.2.mlp.fc1.weight"]
+    matches = infer(source, target).matches
+    assert sum(match.label > Label.AMBIGUOUS for match in matches.values()) == len(target) - 2
+
+
+def test_attention_without_names_for_its_parts():
+    """``attn1`` and ``attn2`` are equal, and have other names each on the other side: that is no list out of step."""
+    inner = linear("q", 8, 8) | linear("out", 8, 8)
+    ours = {f"attn{at}.{key}": shape for at in (1, 2) for key, shape in inner.items()}
+    theirs = {f"{name}_attn.{key}": shape for name in ("self", "cross") for key, shape in inner.items()}
+    matches = infer(stack("a", [ours] * 3), stack("b", [theirs] * 3)).matches
+    assert all(match.label > Label.AMBIGUOUS for match in matches.values())
