@@ -10,8 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, product
-from math import nan
+from itertools import chain, islice, product
 from struct import unpack
 from typing import Any
 
@@ -239,7 +238,11 @@ def _decays_in_timm(layout: Layout, key: str) -> bool:
 
 
 def _decays_in_vit(layout: Layout, key: str) -> bool:
-    return _decays_in_timm(layout, key) and not re.search(_UNDECAYED, key)
+    return _decays_in_timm(layout, key) and _may_decay(layout, key)
+
+
+def _may_decay(layout: Layout, key: str) -> bool:
+    return not re.search(_UNDECAYED, key)
 
 
 def _is_hidden_matrix(layout: Layout, key: str) -> bool:
@@ -273,35 +276,23 @@ class Recipe(Struct, frozen=True):
     name: str
     label: Callable[[Layout, str], Hashable]
     order: tuple[Hashable, ...] = ()
-    is_reversed: bool = False
     is_mixed: bool = False
     """Whether the groups are of two methods, which keep different state."""
-    is_sorted: bool = False
-    """Whether each group lists its parameters by name."""
-    sorting: tuple[int, int, int] | None = None
-    """How groups whose labels are pairs are sorted: by the first item upwards (1) or downwards (-1), likewise by the
-    second, and which of the two counts more. Numbers count as they are, all else from its first appearance."""
+    within: Callable[[Iterable[str]], list[str]] | None = None
+    """In which order each group lists its parameters, if not in that of the model."""
     is_own: bool = False
     """Whether it is that of no trainer: its labels are a part of the model and a kind of parameter."""
     sign: str = ""
-    """A file that its trainer leaves beside the optimizer, if no other one does."""
+    """What only its trainer leaves beside the optimizer: a file, an entry of the checkpoint, an option of groups."""
     rises: Callable[[Any], tuple[float, float]] | None = None
     """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
 
     def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
         """Return each group's label and parameters."""
         groups: dict[Any, list[str]] = {label: [] for label in self.order}
-        for key in sorted(layout.shapes) if self.is_sorted else layout.shapes:
+        for key in self.within(layout.shapes) if self.within else layout.shapes:
             groups.setdefault(self.label(layout, key), []).append(key)
-        found = list(groups.items())
-        if self.sorting is not None:
-            up, down, is_swapped = self.sorting
-            places: dict[Any, int] = {}
-            for place, (part, _) in enumerate(groups):
-                places.setdefault(part, part if isinstance(part, int) else place)
-            ranks = {label: (up * places[label[0]], down * label[1]) for label in groups}
-            found.sort(key=lambda group: ranks[group[0]][:: -1 if is_swapped else 1])
-        return found[:: -1 if self.is_reversed else 1]
+        return list(groups.items())
 
     def agrees(self, labels: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the hyperparameters of groups do not contradict these labels."""
@@ -318,16 +309,15 @@ class Recipe(Struct, frozen=True):
                 return False
         return True
 
+    def signs(self, optimizer: Optimizer) -> bool:
+        """Return whether the groups have an option that only its trainer gives them."""
+        return bool(self.sign) and all(self.sign in group for group in optimizer.groups)
+
     def place_of(self, new: Layout | None, groups: Iterable[Hashable]) -> tuple[Hashable, ...]:
         """Return in which of these groups each new parameter would be: a number, or the label of another one."""
         places = {label: place for place, label in enumerate(groups)}
         labels = [self.label(new, key) for key in new.shapes] if new is not None else []
         return tuple(places.get(label, (label,)) for label in labels)
-
-    @property
-    def upside_down(self) -> Recipe:
-        """The same groups from the last to the first, as a script of one's own may have them."""
-        return replace(self, name=f"{self.name}, its groups in reverse", is_reversed=True)
 
 
 def _without_decay(group: Mapping[str, Any]) -> dict[str, Hashable]:
@@ -356,7 +346,7 @@ def _layered(label: tuple[float, float]) -> tuple[float, float]:
 
 
 PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
-PARTS = Recipe("a group for each part of the model", lambda layout, key: bare(key).partition(".")[0])
+EACH = Recipe("detectron2", lambda layout, key: key)
 
 
 def _is_decayed_in_mingpt(layout: Layout, key: str) -> bool:
@@ -377,26 +367,35 @@ RECIPES = (
     ),
     Recipe("timm", _decays_in_timm, (False, True), rises=_decaying),
     Recipe("timm with no_weight_decay", _decays_in_vit, (False, True), rises=_decaying),
-    PARTS,
+    Recipe("timm with only no_weight_decay", _may_decay, (False, True), rises=_decaying),
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
     Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
-    Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), is_sorted=True, rises=_decaying),
-    Recipe("ultralytics", _ultralytics, ("bias", "weight", "norm"), rises=lambda label: (0, label == "weight")),
-    Recipe("detectron2", lambda layout, key: key),
+    Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), within=sorted, rises=_decaying),
+    Recipe(
+        "ultralytics",
+        _ultralytics,
+        ("bias", "weight", "norm"),
+        sign="train_args",
+        rises=lambda label: (0, label == "weight"),
+    ),
+    EACH,
     Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
     Recipe(
         "layer-wise decay of BEiT and MAE",
         lambda layout, key: (_layer(key), _decays_in_vit(layout, key)),
+        sign="lr_scale",
         rises=_layered,
     ),
     Recipe(
         "layer-wise decay of MAE",
         lambda layout, key: (_layer(key), not (_is_flat(layout, key) or key in _MAE_UNDECAYED)),
+        sign="lr_scale",
         rises=_layered,
     ),
     Recipe(
         "layer-wise decay of timm",
-        lambda layout, key: (_layer_in_timm(layout, key), not (_is_flat(layout, key) or re.search(_UNDECAYED, key))),
+        lambda layout, key: (_layer_in_timm(layout, key), _may_decay(layout, key) and not _is_flat(layout, key)),
+        sign="lr_scale",
         rises=_layered,
     ),
 )
@@ -407,6 +406,8 @@ of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``so
 ``main.py`` of DETR."""
 
 Part = Callable[[str], Hashable]
+Kind = Callable[[Layout, str], Hashable]
+Order = Callable[[Iterable[str]], list[str]]
 _NUMBERED = re.compile(r"(.*?\.\d+)\.")
 _LISTED = re.compile("bias|norm|bn|embed|token")
 _PARTS: Mapping[str, Part] = {
@@ -417,7 +418,7 @@ _PARTS: Mapping[str, Part] = {
     "layer": _layer,
     "module": lambda key: key.rpartition(".")[0],
 }
-_KINDS: Mapping[str, Callable[[Layout, str], int]] = {
+_KINDS: Mapping[str, Kind] = {
     "": lambda layout, key: 0,
     "biases": lambda layout, key: bare(key).endswith("bias"),
     "names with bias": lambda layout, key: "bias" in key,
@@ -427,82 +428,88 @@ _KINDS: Mapping[str, Callable[[Layout, str], int]] = {
     "norms, biases and tables": lambda layout, key: _LISTED.search(bare(key)) is not None,
     "tables": lambda layout, key: layout.is_table(key),
     "norms and biases each": lambda layout, key: 2 if "bias" in key else layout.is_norm(key),
-    "biases and norms each": lambda layout, key: 1 if "bias" in key else 2 * layout.is_norm(key),
-    "norms before and biases after": lambda layout, key: 1 if "bias" in key else -layout.is_norm(key),
+    **{recipe.name: recipe.label for recipe in RECIPES if recipe not in (PLAIN, EACH)},
 }
-"""What scripts of their own put into groups: parts of a model, and kinds of parameters in them, 0 what decays."""
+"""What scripts of their own put into groups: parts of a model, and kinds of parameters in them."""
 
 
-def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
-    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both; those
-    that agree once, unless they would give the ``new`` parameters other groups.
-
-    The groups come in a natural order, or else in one of the script's own that the shapes of moments show."""
-    sizes = optimizer.sizes
+def own_groups(layout: Layout, optimizer: Optimizer) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
+    groups may come in any order, and list their parameters in that of the model or by name: each way that fits the
+    shapes is a recipe."""
+    sizes = sorted(optimizer.sizes)
     parts = dict(_PARTS)
     words = Counter(chain.from_iterable(map(_words, layout.shapes)))
     for word, count in words.items():
         if count < len(layout.shapes) and not word.isdecimal():
             parts[f"{word} or not"] = partial(_is_in, word)
     places = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
-    kinds = {kind: [int(of(layout, key)) for key in layout.shapes] for kind, of in _KINDS.items()}
-    seen: set[Hashable] = set()
+    kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
+    orders = [(name, within) for name, within in _orders(layout.shapes) if within in (None, sorted)]
     for part, kind in sorted(product(parts, kinds), key=lambda pair: all(pair)):  # the simpler one of two that agree
-        labels = list(zip(places[part], kinds[kind], strict=True))
-        if sorted(Counter(labels).values()) != sorted(sizes):
+        if sorted(Counter(zip(places[part], kinds[kind], strict=True)).values()) != sizes:
             continue
         what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
-        label = partial(_label, parts[part], _KINDS[kind])
-        recipe = Recipe(f"groups of one's own, {what}", label, rises=_rising, is_own=True)
-        signs = ((1, -1) if name else (1,) for name in (part, kind))
-        sortings = [*product(*signs, (0, 1) if part and kind else (0,)), None]
-        made: dict[Hashable, Recipe] = {}
-        for sorting, is_reversed in product(sortings, (False, True)):
-            each = replace(recipe, sorting=sorting, is_reversed=is_reversed)
-            natural = each.groups(layout)
-            if (found := _arranged(natural, layout, optimizer)) is None:
-                continue
-            if found != natural:
-                each = replace(recipe, name=f"{recipe.name}, in an order of their own", order=tuple(dict(found)))
-            groups = tuple((tuple(keys), _rising(label)[1]) for label, keys in found), each.place_of(new, dict(found))
-            if not (part and kind and groups in seen):
-                made.setdefault(groups, each)
-        seen.update(made)
-        yield from made.values()
+        of = partial(_label, parts[part], _KINDS[kind])
+        for name, within in orders:
+            recipe = Recipe(f"groups of one's own, {what}{name}", of, within=within, is_own=True)
+            for labels in islice(_arranged(recipe.groups(layout), layout, optimizer), 2):
+                yield replace(recipe, order=labels)
 
 
-def _top_down(layout: Layout) -> Iterator[Recipe]:
-    """Yield the recipes of scripts that give each parameter a group, part by part from the last one to the first."""
-    known = [list(layout.shapes), list(layout.shapes)[::-1]]
-    for part, of in _PARTS.items():
-        # A name times 0 is the same for all, so the parameters of a part stay in their order.
-        each = Recipe(f"a group for each parameter, by {part} in reverse", partial(_pair, of), sorting=(-1, 0, 0))
-        order = [keys[0] for _, keys in each.groups(layout)]
-        if order not in known:
-            known.append(order)
-            yield each
+def _orders(keys: Iterable[str]) -> Iterator[tuple[str, Order | None]]:
+    """Yield the orders in which a script may go through a model: its own, by name, and from the last part, or the last
+    parameter, to the first; those that change that of these keys."""
+    orders: dict[str, Order] = {
+        ", by name": sorted,
+        ", by name in reverse": partial(sorted, reverse=True),
+        ", in reverse": lambda keys: list(keys)[::-1],
+    }
+    orders |= {f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part}
+    yield "", None
+    yield from ((name, within) for name, within in orders.items() if within(keys) != list(keys))
 
 
-def _pair(part: Part, layout: Layout, key: str) -> tuple[Hashable, str]:
-    return part(key), key
+def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
+    places: dict[Hashable, int] = {}
+    for key in keys:
+        places.setdefault(part(key), -len(places))
+    return sorted(keys, key=lambda key: places[part(key)])
+
+
+LIMIT = 10_000
+"""Steps of a search for orders of groups; that of a file without moments has as many as there are orders."""
 
 
 def _arranged(
-    groups: list[tuple[Hashable, list[str]]], layout: Layout, optimizer: Optimizer
-) -> list[tuple[Hashable, list[str]]] | None:
-    """Return the groups in the order of those of the optimizer, of several that fit the first one first."""
-    left, found = list(groups), []
-    for rows in ([optimizer.row(number) for number in group["params"]] for group in optimizer.groups):
-        fitting = (
-            one
-            for one in left
-            if len(one[1]) == len(rows) and all(map(fits, rows, (layout.shapes[key] for key in one[1])))
-        )
-        if (first := next(fitting, None)) is None:
-            return None
-        found.append(first)
-        left.remove(first)
-    return found
+    groups: Sequence[tuple[Hashable, list[str]]], layout: Layout, optimizer: Optimizer
+) -> Iterator[tuple[Hashable, ...]]:
+    """Yield the orders of groups, by their labels, in which they fit those of the optimizer."""
+    rows = [[optimizer.row(number) for number in group["params"]] for group in optimizer.groups]
+    alike: dict[tuple[Shape, ...], list[int]] = {}
+    for at, (_, keys) in enumerate(groups):
+        alike.setdefault(tuple(layout.shapes[key] for key in keys), []).append(at)
+    fitting = [
+        [at for form, ats in alike.items() if len(form) == len(each) and all(map(fits, each, form)) for at in ats]
+        for each in rows
+    ]
+    stack = [0]  # for each group of the optimizer, which of those that fit it is tried
+    chosen: list[int] = []
+    for _ in range(LIMIT):
+        if not stack:
+            return
+        at, options = stack[-1], fitting[len(stack) - 1]
+        free = next((n for n in range(at, len(options)) if options[n] not in chosen), None)
+        if free is None:
+            stack.pop()
+            chosen = chosen[:-1]
+            continue
+        stack[-1] = free + 1
+        if len(stack) == len(fitting):
+            yield tuple(groups[one][0] for one in (*chosen, options[free]))
+        else:
+            chosen.append(options[free])
+            stack.append(0)
 
 
 def _is_in(word: str, key: str) -> bool:
@@ -515,14 +522,8 @@ def _words(key: str) -> set[str]:
     return {*names, *(name.rstrip("0123456789") for name in names)} - {""}
 
 
-def _label(part: Part, kind: Callable[[Layout, str], int], layout: Layout, key: str) -> tuple[Hashable, int]:
-    return part(key), int(kind(layout, key))
-
-
-def _rising(label: Any) -> tuple[float, float]:
-    part, kind = label
-    numbered = re.search(r"\.(\d+)$", part) if isinstance(part, str) else None
-    return part if type(part) is int else int(numbered[1]) if numbered else nan, not kind
+def _label(part: Part, kind: Kind, layout: Layout, key: str) -> tuple[Hashable, Hashable]:
+    return part(key), kind(layout, key)
 
 
 # Naming
@@ -584,7 +585,8 @@ def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> lis
 
 def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> Iterator[Naming]:
     """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout. Of recipes of
-    a script's own that agree, also on the groups of ``new`` parameters, there is one."""
+    a script's own that agree, also on the groups of ``new`` parameters, there is one; there are none beside a recipe
+    whose trainer has signed the groups."""
     sizes = optimizer.sizes
     if sum(sizes) != len(layout.shapes):
         return
@@ -593,28 +595,32 @@ def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> 
     counts = Counter(layout.shapes.values())
     unique = sum(counts[shape] == 1 for shape in layout.shapes.values())
     is_mixed = len({frozenset(row) for row in rows if row}) > 1
-    known: list[list[str]] = []
-    outcomes: list[Hashable] = []
-    # A script may have made the groups from the top down, or others, which only moments show.
-    is_shown = moments and len(sizes) > 1
-    own = _top_down(layout) if max(sizes, default=0) < 2 else own_groups(layout, optimizer, new)
-    for recipe in chain(RECIPES, own if is_shown else ()):
-        if recipe.is_mixed and not is_mixed:
-            continue
-        for each in (recipe, recipe.upside_down) if is_shown and not (recipe.is_own or recipe.sorting) else (recipe,):
-            made = each.groups(layout)
-            groups = [keys for _, keys in made]
-            if tuple(map(len, groups)) != sizes or not each.agrees([label for label, _ in made], optimizer.groups):
-                continue
-            order = list(chain.from_iterable(groups))
-            outcome = order, each.place_of(new, dict(made))
-            if recipe.is_own and (order in known or outcome in outcomes):
-                continue  # a trainer that is known does so
-            if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
-                if not recipe.is_own:
-                    outcomes.append(outcome)
-                    known += [] if each.is_reversed or recipe is PARTS else [order]  # these two are no trainer's
-                yield Naming(dict(zip(optimizer.ids, order, strict=True)), each.name, each, moments, unique)
+
+    def named(recipe: Recipe) -> Iterator[tuple[list[str], Hashable, Naming]]:
+        made = recipe.groups(layout)
+        order = list(chain.from_iterable(keys for _, keys in made))
+        is_like = [len(keys) for _, keys in made] == list(sizes)
+        if not is_like or not recipe.agrees([label for label, _ in made], optimizer.groups):
+            return
+        if all(fits(row, layout.shapes[key]) for row, key in zip(rows, order, strict=True)):
+            names = dict(zip(optimizer.ids, order, strict=True))
+            # A new group of one parameter has its place by the order in which the script goes through the model.
+            places = recipe.name if recipe.label is EACH.label else recipe.place_of(new, dict(made))
+            yield order, (order, places), Naming(names, recipe.name, recipe, moments, unique)
+
+    found = list(chain.from_iterable(named(recipe) for recipe in RECIPES if is_mixed or not recipe.is_mixed))
+    signed = [naming for _, _, naming in found if naming.recipe is not None and naming.recipe.signs(optimizer)]
+    yield from signed or (naming for _, _, naming in found)
+    if signed or not moments or len(sizes) == 1:
+        return  # only moments show groups of one's own
+    known, outcomes = [order for order, _, _ in found], [outcome for _, outcome, _ in found]
+    orders = _orders(layout.shapes)
+    each = (replace(EACH, name=f"a group for each parameter{name}", within=within) for name, within in orders)
+    for recipe in each if max(sizes) == 1 else own_groups(layout, optimizer):
+        for order, outcome, naming in named(recipe):
+            if outcome not in outcomes and (max(sizes) == 1 or order not in known):  # a trainer that is known does so
+                outcomes.append(outcome)
+                yield naming
 
 
 def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -432,6 +432,8 @@ class _Following(Struct, dict=True):
         is_open = recipe.rises is None and not recipe.is_mixed and not all(self.optimizer.sizes)
         if is_open and not all(change.origins[key].sources for key in of_key):
             return None  # the empty group may be for what is new
+        if recipe.is_own and recipe.within is not None and any(map(self._is_renamed, of_key)):
+            return None  # a prefix that is gone may have been in the names that were sorted
         if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
             sources = {key: source for key in of_key for source in self.sources(key)}
             own: Callable[[Layout, str], Any] = recipe.label
@@ -444,10 +446,9 @@ class _Following(Struct, dict=True):
         groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
         if recipe.is_own:
             groups = [(label, members) for label, members in groups if members]
-            kept = [old[label] for label, _ in groups if label in old]
-            is_placed = len(kept) == len(groups) or not recipe.order
-            if not is_placed or kept != sorted(kept) or _has_emptied(old, dict(groups)):
-                return None  # a script may list its groups in the order of the model or in one of its own
+            is_known = {label for label, _ in groups} <= old.keys() and not _has_emptied(old, dict(groups))
+            if not is_known or _met(own, layout, old, dict(groups)) != _met(label_of, after, old, dict(groups)):
+                return None  # nothing tells where a script lists a group, or whether it keeps an empty one
         left = {places[0] for step in self.steps if (places := self.places([step]))}
         if sum(bool(members) for _, members in groups) < len(left):
             return None  # groups that both have parameters left would be one, which the script may see otherwise
@@ -461,6 +462,9 @@ class _Following(Struct, dict=True):
                 return None
             like.append(found)
         return like, [members for _, members in groups]
+
+    def _is_renamed(self, key: str) -> bool:
+        return list(map(bare, self.change.origins[key].sources)) != [bare(key)]
 
     def _labels(self, recipe: Recipe) -> dict[Hashable, int]:
         """Return the group that each label of a recipe has in the optimizer."""
@@ -590,8 +594,13 @@ def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list
     def fitting(recipes: Iterable[Recipe]) -> list[Recipe]:
         return [recipe for recipe in recipes if [keys for _, keys in recipe.groups(layout)] == want]
 
-    known = fitting(chain.from_iterable((recipe, recipe.upside_down) for recipe in RECIPES))
-    return known or fitting(own_groups(layout, optimizer))
+    return fitting(RECIPES) or fitting(own_groups(layout, optimizer))
+
+
+def _met(label: Callable[[Layout, str], Any], layout: Layout, *known: Collection[Any]) -> list[Any]:
+    """Return the known labels in the order of first appearance."""
+    labels = dict.fromkeys(label(layout, key) for key in layout.shapes)
+    return [label for label in labels if all(label in each for each in known)]
 
 
 def _has_emptied(before: Collection[Any], after: Collection[Any]) -> bool:

@@ -24,16 +24,16 @@ Muon for the matrices and Adam for the rest, as two optimizers or two groups), o
 by parts of the model, by kinds of parameters, or by both: the sizes of all groups and the shapes of all moments confirm
 it. Where shapes are equal, this is what is assumed: one group is that of `model.parameters()`, in the order of the
 model; a list of your own in one group (the head first) that has the same shapes cannot be told from it. `parameters
-with a shape of their own` says how much the shapes confirm. If two recipes fit and lead to different states, nothing
-is touched. The same holds if no shape says whether groups were listed from the first layer or
-from the last, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits
-and the optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its
-group, or its place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script
-knows both, and so does an optimizer with names (`AdamW(model.named_parameters())`). With the positions, the
-state_dict takes on the order of the model. A few layers that were renamed by their shape only (KEY106), to names of
-nothing in common, start anew: `--rename OLD=NEW` or `--rename-layers` says that they are the same. A state of all
-parameters together (L-BFGS) follows no change of one of them. A check warns of an optimizer that cannot follow once
-keys are dropped or filled.
+with a shape of their own` says how much the shapes confirm. If two recipes fit and lead to different states, nothing is
+touched, unless one is that of a trainer that has left a file or an option of its own. The same holds if groups of equal
+shapes may be exchanged or may list their parameters by name, if the names fit at the top and under a prefix alike, and
+if the file has another state_dict that fits and the optimizer's name does not say whose it is (`optG` of `G`); and if a
+parameter is new and nothing tells its group, or its place in an order of your own. `ckptfix.load(model, file,
+optimizer=optimizer)` in the training script knows both, and so does an optimizer with names
+(`AdamW(model.named_parameters())`). With the positions, the state_dict takes on the order of the model. A few layers
+that were renamed by their shape only (KEY106), to names of nothing in common, start anew: `--rename OLD=NEW` or
+`--rename-layers` says that they are the same. A state of all parameters together (L-BFGS) follows no change of one of
+them. A check warns of an optimizer that cannot follow once keys are dropped or filled.
 `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
 keeps it as it is.
 
@@ -316,7 +316,10 @@ def _with_model(context: Context, found: list[Followed], is_named: bool) -> tupl
     if context.target is not None and context.target.modules is not None:
         if is_named and not found:
             return advise("the script's own optimizer knows that: ckptfix.load(model, file, optimizer=optimizer)")
-        return advise("train a step with the old model and save it, with names in the optimizer") if found else ()
+        if not found:
+            return ()
+        names = "names settle it: save a step of the old model with AdamW(model.named_parameters())"
+        return advise(f"{names}; or the script's own optimizer: ckptfix.load(model, file, optimizer=optimizer)")
     return (Remedy((("model", MODEL),), "gives the order of the parameters"),)
 
 

@@ -141,7 +141,9 @@ class Change(Struct, frozen=True, dict=True):
         }
         is_ordered = not before.format.endswith("safetensors")
         is_current = _is_current(before, target)
-        signs = [HF_FILE] if Path(before.path).with_name(HF_FILE).is_file() else []
+        signs = {HF_FILE} if Path(before.path).with_name(HF_FILE).is_file() else set()
+        if isinstance(before.root, Mapping):
+            signs.update(name for name in before.root if isinstance(name, str))
         return cls(before.specs, after.specs, known, target, kinds, is_ordered, signs=signs, is_current=is_current)
 
     @property

@@ -55,6 +55,7 @@ def folder_of_a_trainer(folder: Path, model: nn.Module) -> torch.optim.Optimizer
     save_file(dict(sorted(model.state_dict().items())), folder / "model.safetensors")
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     torch.save(schedule.state_dict(), folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text("{}")
     return optimizer
 
 
@@ -82,7 +83,9 @@ def test_a_run_of_a_trainer_goes_on(tmp_path, save):
         tmp_path / "run" / save, target, output=tmp_path / "new" / save, unsafe_fixes=True, fill="target"
     )
     assert not result.report.is_open
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted([save, "optimizer.pt", "scheduler.pt"])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(
+        [save, "optimizer.pt", "scheduler.pt", "trainer_state.json"]
+    )
 
     reference, before = copy.deepcopy(target), dict(model.named_parameters())
     kept = {key: value for key, value in model.state_dict().items() if key[0] in names or len(key.split(".")[0]) > 1}

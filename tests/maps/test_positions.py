@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -152,6 +153,33 @@ def test_a_model_without_blocks_has_no_layer_wise_groups():
     found = [naming.source for naming in namings(state, Layout(shapes))]
     assert found
     assert not any(source.startswith("layer-wise") for source in found)
+
+
+@pytest.mark.parametrize(
+    ("groups", "count"),
+    [
+        pytest.param([["a.b", "c.b"], ["a.w", "c.w"]], 2, id="lists-by-name"),
+        pytest.param([["c.w", "c.b"], ["a.w", "a.b"]], 2, id="parts-that-may-be-exchanged"),
+        pytest.param([["d.w", "d.b"], ["c.w", "c.b", "a.w", "a.b"]], 1, id="a-part-with-a-shape-of-its-own"),
+    ],
+)
+def test_groups_of_a_script_have_a_name_for_each_order_that_fits(groups, count):
+    names = ("c", "a", *("d" for group in groups if "d.w" in group))
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{n}.{leaf}": (4, 4) if leaf == "w" else (4,) for n in names for leaf in "wb"
+    }
+    shapes |= {key: (5, *shape[1:]) for key, shape in shapes.items() if key[0] == "d"}
+    rows: dict[int, Any] = {}
+    params: list[list[int]] = []
+    for group in groups:
+        params.append([len(rows) + n for n in range(len(group))])
+        rows |= {
+            number: {"m": TensorSpec("float32", shapes[key])} for number, key in zip(params[-1], group, strict=True)
+        }
+    (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": [{"params": one} for one in params]}})
+    found = list(namings(state, Layout(shapes)))
+    assert len({tuple(naming.names.values()) for naming in found}) == count
+    assert list(chain(*groups)) in [list(naming.names.values()) for naming in found]
 
 
 def test_every_recipe_has_a_name_of_its_own():
