@@ -132,6 +132,7 @@ class RankFiles:
         self.folder, self.salvage, self._read = folder, salvage, read
         self.names: set[str] = set()
         self._home: Path | None = None
+        self._opened: tuple[Path, Content] | None = None  # the last one
         self._saved_as: dict[Path, str] = {}  # what a file was called when it was saved
         self.remarks: dict[Fact, None] = {}
         self.damage: list[Fact] = []
@@ -139,14 +140,9 @@ class RankFiles:
     def root(self, file: Path) -> Any:
         """Return what a file holds; None if it cannot be read, which is damage.
 
-        Raises ``HostileError`` for a link that leads out of the folder, or elsewhere than that of the first file: the
-        cache of the Hugging Face hub keeps all files of a snapshot in another place."""
-        self._home = self._home or file
-        found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
+        Raises ``HostileError`` for a link that leads out of the folder."""
         try:
-            content = Content.of_file(str(found))
-            self._saved_as[file] = _saved_as(content)
-            document = self._read(content, self.salvage)
+            document = self._read(self.content(file), self.salvage)
         except UnreadableError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
                 raise  # nothing is wrong with the file
@@ -156,6 +152,17 @@ class RankFiles:
         self.remarks.update(dict.fromkeys(document.remarks))
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in document.damage]
         return document.root
+
+    def content(self, file: Path) -> Content:
+        """Return the bytes of a file. Raises ``UnreadableError`` if they cannot be opened, ``HostileError`` for a link
+        that leads out of the folder, or elsewhere than that of the first file: the cache of the Hugging Face hub keeps
+        all files of a snapshot in another place."""
+        if self._opened is None or self._opened[0] != file:
+            self._home = self._home or file
+            found = file_inside(self.folder, file.relative_to(self.folder).as_posix(), str(self._home))
+            self._opened = file, Content.of_file(str(found))
+            self._saved_as[file] = _saved_as(self._opened[1])
+        return self._opened[1]
 
     @contextmanager
     def merging(self) -> Iterator[None]:

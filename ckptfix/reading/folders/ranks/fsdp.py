@@ -31,6 +31,7 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
+from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
     MOST_RANKS,
@@ -178,20 +179,26 @@ class _Merge:
         """Return the merged document; None if no tensor is a part of a larger one."""
         first: Any = None
         lacking: dict[_Path, Path] = {}
+        alike: AlikeRanks | None = None
         for rank, file in self.ranks.files.items():
-            if (root := self.files.root(file)) is None:
-                continue
-            if first is None and fairscale.has_metadata(root):
-                return self._of_fairscale(rank, root)
-            parts = root.values() if isinstance(root, dict) else ()
-            groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
+            leaves = self._alike(alike, file)
+            groups = alike.groups if alike is not None else []
+            if leaves is None:
+                if (root := self.files.root(file)) is None:
+                    continue
+                if first is None and fairscale.has_metadata(root):
+                    return self._of_fairscale(rank, root)
+                parts = root.values() if isinstance(root, dict) else ()
+                groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
+                leaves = list(_leaves(root, (), set()))
             self.told[file.name] = {"param_groups": groups}
             known = len(self.found) if first is not None else None
-            self._collect(rank, file, root)
+            self._collect(rank, file, leaves)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
-            first = root if first is None else first
             if not self.kinds:
                 return None  # the files of the other ranks are not read for it
+            if first is None:
+                first, alike = root, AlikeRanks(self.files.content(file), leaves, groups)
         if not self.kinds:
             return None
         self._check_counters()
@@ -207,13 +214,19 @@ class _Merge:
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
 
+    def _alike(self, alike: AlikeRanks | None, file: Path) -> Leaves | None:
+        """Return the tensors of a rank whose file is that of the first one but for its beginning; None for others."""
+        try:
+            return None if alike is None or self.files.salvage else alike.leaves(self.files.content(file))
+        except UnreadableError:
+            return None  # it is read by itself, which says why
+
     def _of_fairscale(self, rank: int, root: Any) -> Document:
         later = {other: self.files.root(file) for other, file in self.ranks.files.items() if other > rank}
         roots = {rank: root, **{other: held for other, held in later.items() if fairscale.has_metadata(held)}}
         return fairscale.document(self.files, roots, self.ranks.files, self.ranks.pattern)
 
-    def _collect(self, rank: int, file: Path, root: Any) -> None:
-        leaves = list(_leaves(root, (), set()))
+    def _collect(self, rank: int, file: Path, leaves: Leaves) -> None:
         flat = {id(spec.storage) for path, leaf in leaves if _is_flat_name(path) for spec in _local(leaf)}
         for path, leaf in leaves:
             if isinstance(leaf, TensorSpec):

@@ -1,0 +1,173 @@
+"""Ranks whose files differ from the first one's only near their beginning: what is read of them is what they hold."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.ranks import fsdp
+from ckptfix.reading.folders.ranks.alike import AlikeRanks
+from tests.checks import bytes_of
+
+WORLD = 3
+
+
+def _save(folder: Path, change: Callable[[int, dict[str, Any]], None] = lambda rank, state: None, **mesh: Any) -> None:
+    """Save 24 sharded tensors, a buffer and a counter as FSDP 2 does: all share the mesh of their rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    numbers = torch.arange(24.0 * WORLD * 4).view(24, WORLD * 2, 2)
+    for rank in range(WORLD):
+        placed = DeviceMesh("cpu", torch.arange(WORLD), _init_backend=False, _rank=rank, **mesh)
+        state: dict[str, Any] = {}
+        for index, whole in enumerate(numbers):
+            spec = DTensorSpec(placed, (Shard(0),), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+            local = whole[2 * rank : 2 * rank + 2].clone()
+            state[f"blocks.{index}.weight"] = DTensor(local, spec, requires_grad=False)
+        state |= {"mean": torch.ones(2), "step": 7}
+        change(rank, state)
+        torch.save(state, folder / f"model_world_size_{WORLD}_rank_{rank}.pt")
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each rank after the first was read by what it has in common with that."""
+    found: list[bool] = []
+    leaves = AlikeRanks.leaves
+
+    def watched(ranks: AlikeRanks, content: Any) -> Any:
+        made = leaves(ranks, content)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(AlikeRanks, "leaves", watched)
+    return found
+
+
+def _is_whole(folder: Path) -> bool:
+    checkpoint = ckptfix.open_checkpoint(folder)
+    numbers = torch.arange(24.0 * WORLD * 4).view(24, WORLD * 2, 2)
+    read = [checkpoint.read(f"blocks.{index}.weight") for index in range(24)]
+    return all(bytes_of(got) == bytes_of(whole) for got, whole in zip(read, numbers, strict=True))
+
+
+@pytest.mark.parametrize("named", [None, ("fsdp",)])
+def test_what_follows_the_mesh_is_read_once(tmp_path: Path, alike: list[bool], named: Any) -> None:
+    _save(tmp_path, mesh_dim_names=named)
+    assert _is_whole(tmp_path)
+    assert alike == [True, True]
+
+
+def test_each_rank_has_a_device_of_its_own(tmp_path: Path, alike: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks of one machine have."""
+    at = [0]
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: f"cuda:{at[0]}")
+
+    def move(rank: int, state: dict[str, Any]) -> None:
+        at[0] = rank
+        state["device"] = torch.device("cuda", rank)
+
+    _save(tmp_path, move)
+    assert _is_whole(tmp_path)
+    assert alike == [True, True]
+
+
+def _other_mean(rank: int, state: dict[str, Any]) -> None:
+    state["mean"] = torch.full((2,), float(rank))
+
+
+def test_a_buffer_in_the_common_part_has_the_values_of_its_rank(tmp_path: Path, alike: list[bool]) -> None:
+    _save(tmp_path, _other_mean)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert [mark.place for mark in checkpoint.remarks] == ["mean"]  # they differ
+    assert alike == [True, True]
+
+
+def _step(rank: int, state: dict[str, Any]) -> None:
+    state["step"] += rank == 2
+
+
+def _first_is_other(rank: int, state: dict[str, Any]) -> None:
+    """Change the kind of what comes before the mesh."""
+    held = {"before": torch.ones(2, dtype=torch.float64 if rank == 2 else torch.float32), **state}
+    state.clear()
+    state.update(held)
+
+
+def _other_names(rank: int, state: dict[str, Any]) -> None:
+    if rank == 2:
+        state["blocks.99.weight"] = state.pop("blocks.23.weight")
+
+
+class Runs:
+    """What would run code if the pickle were loaded."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def _hostile(rank: int, state: dict[str, Any]) -> None:
+    _first_is_other(rank, state)
+    if rank == 2:
+        state["before"] = Runs()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(_step, "different saves: model_world_size_3_rank_2.pt", id="another-step"),
+        pytest.param(_other_names, "which the first rank lacks", id="another-name"),
+    ],
+)
+def test_a_rank_that_differs_elsewhere_is_read_by_itself(
+    tmp_path: Path, alike: list[bool], change: Any, said: str
+) -> None:
+    _save(tmp_path, change)
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(tmp_path)
+    assert alike == [True, False]
+
+
+def test_code_in_a_later_rank_is_found(tmp_path: Path, alike: list[bool]) -> None:
+    _save(tmp_path, _hostile)
+    assert "FIL901" in {finding.code for finding in ckptfix.check(tmp_path).findings}
+    assert alike == [True, False]
+
+
+def test_another_dtype_before_the_mesh_is_noted(tmp_path: Path, alike: list[bool]) -> None:
+    _save(tmp_path, _first_is_other)
+    assert [mark.place for mark in ckptfix.open_checkpoint(tmp_path).remarks] == ["before"]
+    assert alike == [True, False]
+
+
+def test_damage_is_found_as_in_a_file_that_is_read_by_itself(tmp_path: Path, alike: list[bool]) -> None:
+    _save(tmp_path)
+    file = tmp_path / "model_world_size_3_rank_1.pt"
+    with zipfile.ZipFile(file) as archive:
+        held = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in held.items():
+            archive.writestr(name, data[:-4] if name.endswith("data/5") else data)
+    with pytest.raises(UnreadableError, match="rank_1"):
+        ckptfix.open_checkpoint(tmp_path)
+    assert alike == [True]
+    assert "blocks.0.weight" in ckptfix.open_checkpoint(tmp_path, salvage=True).specs
+
+
+def test_it_makes_what_reading_all_of_a_rank_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, _other_mean)
+    quick = ckptfix.open_checkpoint(tmp_path)
+    monkeypatch.setattr(fsdp._Merge, "_alike", lambda *given: None)
+    whole = ckptfix.open_checkpoint(tmp_path)
+    assert (quick.remarks, quick.producer, quick.keys()) == (whole.remarks, whole.producer, whole.keys())
+    assert all(bytes_of(quick.read(key)) == bytes_of(whole.read(key)) for key in whole.specs)
