@@ -1,7 +1,7 @@
 """Make folders of ranks with FSDP on a CPU: ``python fsdp.py FOLDER WORLD PORT``. Each kind has its truth beside it.
 
 Kinds: ``sharded``, ``local`` and ``names`` (FSDP 1: SHARDED_STATE_DICT, LOCAL_STATE_DICT without and with
-``use_orig_params``), ``fsdp2`` (``fully_shard``) and, on four ranks, ``tensor_parallel`` and ``hybrid``."""
+``use_orig_params``), ``fsdp2`` (``fully_shard``), ``tensor_parallel`` and ``hybrid``."""
 
 from __future__ import annotations
 
@@ -89,13 +89,15 @@ def first_fsdp(folder: Path, rank: int, world: int) -> None:
 
 
 def second_fsdp(folder: Path, rank: int, world: int) -> None:
-    shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"fsdp2": ((world,), ("dp",))}
-    if world == 4:
-        shapes |= {"tensor_parallel": ((2, 2), ("dp", "tp")), "hybrid": ((2, 2), ("replicate", "shard"))}
+    shapes: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "fsdp2": ((world,), ("dp",)),
+        "tensor_parallel": ((2, world // 2), ("dp", "tp")),
+        "hybrid": ((2, world // 2), ("replicate", "shard")),
+    }
     for kind, (shape, names) in shapes.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         torch.manual_seed(0)
-        net = Net(8 if world == 4 else 7)
+        net = Net(7 if kind == "fsdp2" else 8)  # rows that four ranks cannot divide, and rows that they can
         if kind == "tensor_parallel":
             parallelize_module(net, mesh["tp"], {"head": ColwiseParallel()})
             mesh = mesh["dp"]
