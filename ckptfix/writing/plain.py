@@ -349,62 +349,48 @@ def _numpy_scalar(value: Opaque) -> Any:
     return {"class": "numpy.generic", "dtype": dtype_label(value.args[0]) if value.args else "", "data": data}
 
 
-def _bytes(value: Any) -> bytes | None:
-    data = raw_bytes(value, "replace") if isinstance(value, str) else value
-    return data if isinstance(data, bytes) else None
+def _record(value: Opaque) -> dict[str, Any]:
+    """Return what stands for an object whose arguments make no value."""
+    return {"class": str(value.cls), "args": list(value.args)}
 
 
 def _moment(value: Opaque) -> Any:
-    """``datetime.datetime`` and ``date`` from the bytes of their pickle, in ISO 8601."""
-    data = _bytes(value.args[0]) if value.args else None
-    if data is None or len(data) not in (4, 10):
-        return {"class": str(value.cls), "args": list(value.args)}
-    text = f"{data[0] << 8 | data[1]:04}-{data[2] & 0x7F:02}-{data[3]:02}"
-    if len(data) == 10:
-        text += f"T{_clock(data[4:])}"
-    return _zoned(value, text)
+    """``datetime.datetime``, ``date`` and ``time`` from the bytes of their pickle, in ISO 8601, with their offset from
+    UTC if there is one; as a record if their zone is a name."""
+    from datetime import date, datetime, time  # which few files need
 
-
-def _time(value: Opaque) -> Any:
-    """``datetime.time``: hour, minute, second and three bytes of microseconds; the top bit is the fold."""
-    data = _bytes(value.args[0]) if value.args else None
-    if data is None or len(data) != 6:
-        return {"class": str(value.cls), "args": list(value.args)}
-    return _zoned(value, _clock(bytes([data[0] & 0x7F]) + data[1:]))
-
-
-def _clock(data: bytes) -> str:
-    microsecond = data[3] << 16 | data[4] << 8 | data[5]
-    return f"{data[0]:02}:{data[1]:02}:{data[2]:02}" + (f".{microsecond:06}" if microsecond else "")
-
-
-def _zoned(value: Opaque, text: str) -> Any:
-    """Return a moment with its offset from UTC, where it has one; as a record where its zone is a name."""
-    if len(value.args) < 2 or value.args[1] is None:
+    data, zone = (*value.args, None, None)[:2]
+    data = raw_bytes(data, "replace") if isinstance(data, str) else data
+    kinds: Mapping[int, Callable[..., date | time]] = {4: date, 6: time, 10: datetime}
+    try:
+        text = kinds[len(data)](data).isoformat()
+    except (LookupError, TypeError, ValueError):
+        return _record(value)
+    if zone is None:
         return text
-    zone = value.args[1]
     offset = _timezone(zone) if isinstance(zone, Opaque) and str(zone.cls) == "datetime.timezone" else None
-    if isinstance(offset, str):
-        return f"{text}{offset}"
-    return {"class": str(value.cls), "local": text, "tzinfo": zone}
+    return f"{text}{offset}" if isinstance(offset, str) else {"class": str(value.cls), "local": text, "tzinfo": zone}
 
 
 def _timezone(value: Opaque) -> Any:
     """``datetime.timezone`` as an offset from UTC: ``+02:00``."""
-    delta = value.args[0] if value.args else None
-    seconds = _timedelta(delta) if isinstance(delta, Opaque) else None
-    if not isinstance(seconds, float) or abs(seconds) >= 86_400 or seconds % 60:
-        return {"class": str(value.cls), "args": list(value.args)}
-    minutes = int(abs(seconds)) // 60
-    return f"{'-' if seconds < 0 else '+'}{minutes // 60:02}:{minutes % 60:02}"
+    from datetime import time, timedelta, timezone
+
+    seconds: Any = _timedelta(value.args[0]) if value.args and isinstance(value.args[0], Opaque) else None
+    try:
+        return time(tzinfo=timezone(timedelta(seconds=seconds))).isoformat()[len("00:00:00") :]
+    except (TypeError, ValueError, OverflowError):
+        return _record(value)
 
 
 def _timedelta(value: Opaque) -> Any:
     """``datetime.timedelta`` in seconds."""
-    if len(value.args) != 3 or any(type(part) is not int or abs(part) > 1 << 40 for part in value.args):
-        return {"class": str(value.cls), "args": list(value.args)}
-    days, seconds, microseconds = value.args
-    return ((days * 86_400 + seconds) * 1_000_000 + microseconds) / 1_000_000
+    from datetime import timedelta
+
+    try:
+        return timedelta(*value.args).total_seconds()
+    except (TypeError, ValueError, OverflowError):
+        return _record(value)
 
 
 def _range(value: Opaque) -> Any:
@@ -454,7 +440,7 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "numpy.dtype": dtype_label,
     "datetime.datetime": _moment,
     "datetime.date": _moment,
-    "datetime.time": _time,
+    "datetime.time": _moment,
     "datetime.timedelta": _timedelta,
     "datetime.timezone": _timezone,
     "zoneinfo.ZoneInfo._unpickle": lambda value: value.args[0] if value.args else "",
