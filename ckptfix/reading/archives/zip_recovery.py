@@ -45,7 +45,6 @@ from ckptfix.reading.archives.zip_directory import (
     member_limit,
     plain_members,
     plain_name,
-    plain_starts,
     read_header,
     refusal,
 )
@@ -261,13 +260,7 @@ class DirectoryRepair:
         self.faults: list[Fact] = []
         self.proof = Proof(content)
         self.in_place = 0  # how many members begin where the directory says
-        self.odd: list[int] = []
-        for place, start in enumerate(plain_starts(content, infos)):
-            if start is not None:
-                self.in_place += 1
-                listing.agreed[infos[place].header_offset] = start
-            elif not self._is_plain(infos[place]):
-                self.odd.append(place)
+        self.odd = [place for place, info in enumerate(infos) if not self._is_plain(info)]
 
     def _is_plain(self, info: Member) -> bool:
         """Return whether the header of a member says what the directory says."""

@@ -74,25 +74,8 @@ class Archive(Struct, dict=True):
         """The account of what is parsed of the archive."""
         return self.content.bounds
 
-    @cached_property
-    def _sound(self) -> dict[str | None, tuple[int, int]]:
-        """Where the members lie, and their sizes, about which nothing is odd: nearly all."""
-        listing, size = self.listing, self.content.size
-        agreed = {} if listing.starts else listing.agreed
-        return {
-            name: (start, info.compress_size)
-            for name, info in self.members.items()
-            if (start := agreed.get(info.header_offset)) is not None
-            and start + info.compress_size <= size
-            and info.compress_type == STORED
-            and not why_closed(info.flag_bits, STORED)
-        }
-
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a member; its place is the local header's word, checked against the file."""
-        place = self._sound.get(name)
-        if place is not None:
-            return self.content.source(*place)
         info, content, found = self.members[name], self.content, self.listing.found
         if content.is_remote and info.compress_type == STORED and not why_closed(info.flag_bits, STORED):
             return SoughtBytes(info.compress_size, lambda: self._remote_member(info))
@@ -147,7 +130,7 @@ class Archive(Struct, dict=True):
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
         """Return what is left of a storage in a damaged archive; None if the storage is whole."""
-        if name in self._sound or self.content.is_remote:
+        if self.content.is_remote:
             return None
         if self.found is None:
             if name is None or self._is_there(self.members[name]):
