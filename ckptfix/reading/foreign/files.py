@@ -17,7 +17,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -388,35 +387,16 @@ def _json(text: str, size: int) -> str | None:
             return None
         state = "" if size > READ else ", cut short or damaged,"
         return f"a JSON file{state} and not a checkpoint; name the file that holds the weights"
-    if isinstance(parsed, dict) and size <= READ:
-        said = ", ".join(dict.fromkeys(_complaints(parsed)))
-        if said:
-            return f"the answer of a web service and not a checkpoint: {_quoted(said)}; {AGAIN}"
+    if isinstance(parsed, dict) and len(parsed) <= _FEW and parsed.keys() & _OF_ANSWERS:
+        return f"the answer of a web service and not a checkpoint: {_quoted(text)}; {AGAIN}"
     names = ", ".join(f"{name!s:.30}" for name in list(parsed)[:4]) if isinstance(parsed, dict) else ""
     held = f" with {names}" if names else ""
     return f"a JSON file{held}, and not a checkpoint; name the file that holds the weights"
 
 
-_FAULTS = ("error", "errors", "error_description", "Error", "fault")
-_SAID = ("message", "Message", "detail", "msg", "title", "reason", "description")
-_FEW = 8  # members of an object up to which a message in it is all that it has to say
-
-
-def _complaints(answer: dict[str, Any]) -> Iterator[str]:
-    """Yield what an answer says went wrong: texts under the names that web services give them."""
-    faults = [answer[name] for name in _FAULTS if answer.get(name)]
-    if faults or len(answer) <= _FEW:
-        yield from _texts([*faults, *(answer[name] for name in _SAID if isinstance(answer.get(name), str))])
-
-
-def _texts(values: list[Any]) -> Iterator[str]:
-    for value in values[:_FEW]:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            yield from _texts(value)
-        elif isinstance(value, dict):
-            yield from _texts([value[name] for name in (*_SAID, "code") if name in value][:1])
+# Names under which web services say what went wrong, and members of an object up to which one is all that it says.
+_OF_ANSWERS = frozenset("error errors error_description Error fault message Message detail msg reason".split())
+_FEW = 8
 
 
 def _markup(text: str, size: int) -> str | None:

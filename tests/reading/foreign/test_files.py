@@ -247,7 +247,7 @@ def test_text_that_ends_inside_of_a_letter() -> None:
         ("HTTP/2 302 Found\r\nLocation: /login\r\n", '"302 Found"'),
         ('{"error": "Repository not found"}', '"Repository not found"'),
         ('{"error": {"code": 404, "message": "No such object"}}', '"No such object"'),
-        ('{"errors": ["bad", {"detail": "worse"}]}', '"bad, worse"'),
+        ('{"errors": ["bad", {"detail": "worse"}]}', 'service and not a checkpoint: "{"errors": ["bad", {"detail"'),
         ('{"message": "Not Found", "status": "404"}', '"Not Found"'),
         (json.dumps({"message": "Hello", **dict.fromkeys("abcdefgh", 1)}), "a JSON file with message, a, b, c"),
         ('{"architectures": ["Bert"], "hidden_size": 1}', "a JSON file with architectures, hidden_size"),
