@@ -3,8 +3,8 @@
 ## What it finds
 Matrices of 256 values or more, named as layers name theirs, with figures that no training gives:
 
-- a hole around zero: nearly all values are between half and twice their RMS, in many different values. bfloat16 that is
-  read as float16 looks so;
+- a hole around zero: nearly all values are between half and twice their RMS, in many different values and with both
+  signs. bfloat16 that is read as float16 looks so, and the gain of a norm, whose values are all near one, does not;
 - values over twenty orders of magnitude, most of them a thousandth of the RMS or less, which make an ordinary matrix
   once their bits are read as float16. float16 that is read as bfloat16 looks so;
 - NaN or values in the hundreds and more, which make an ordinary matrix once the bytes of each value are reversed:
@@ -46,6 +46,7 @@ DISTINCT = 16  # a binary or ternary network has fewer different values than tha
 
 # The share of the RMS below which hardly any value is (that share of them): of a normal matrix every fifth is.
 HOLE, OUTSIDE = 0.25, 0.005
+SIGN = 0.1  # the least share of either sign in a matrix
 LARGE = 100  # an RMS that no matrix has, from which on its bytes are looked at in the other order
 LARGEST_CODE = 255  # of unsigned bytes
 CODES = "whole numbers only, as codes without their scale"
@@ -108,9 +109,11 @@ def _are_codes(spec: TensorSpec) -> bool:
 
 
 def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    numbers = np.abs(first_numbers(spec, LOOK))
-    inside = np.count_nonzero(numbers < HOLE * figures.rms)
-    return bool(inside <= OUTSIDE * len(numbers)) and len(np.unique(numbers)) > DISTINCT
+    numbers = first_numbers(spec, LOOK)
+    negative = np.count_nonzero(numbers < 0) / len(numbers)
+    sizes = np.abs(numbers)
+    inside = np.count_nonzero(sizes < HOLE * figures.rms)
+    return SIGN < negative < 1 - SIGN and bool(inside <= OUTSIDE * len(sizes)) and len(np.unique(sizes)) > DISTINCT
 
 
 def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:

@@ -27,6 +27,7 @@ def test_noop_models_as_they_are_born(make, dtype):
         pytest.param(torch.randn(64, 64), id="a normal of one"),
         pytest.param(torch.rand(64, 64) * 2 - 1, id="a uniform of one"),
         pytest.param(torch.ones(64, 64), id="constant"),
+        pytest.param(1 + 0.05 * torch.randn(1, 264), id="the gain of a norm over two dimensions"),
         pytest.param((torch.randn(64, 64) ** 5).bfloat16() * 1e-6, id="heavy tails that are tiny"),
         pytest.param(torch.randn(64, 64) * (torch.rand(64, 64) < 0.1), id="pruned"),
         pytest.param((0.02 * torch.randn(64, 64) * (torch.rand(64, 64) < 0.1)).bfloat16(), id="pruned in bfloat16"),

@@ -32,6 +32,9 @@ _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|y
 # What stable-baselines3 puts beside the weights, which it calls `policy.pth`.
 _BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables)\.pth$")
 
+# Of torch's older files: how the magic number begins that a plain pickle lacks (`torch_legacy.MAGIC`), binary and text.
+_OF_TORCH_SAVE = (b"\x8a\nl\xfc\x9cF\xf9", b"L119547037146038801333356L")
+
 _PICKLE = re.compile(
     rb"\x80[\0-\5]"  # protocol 2 and on
     rb"|\(dp?\d*\n|\(lp?\d*\n|c[A-Za-z_][\w.]*\n\w+\n|\(i[A-Za-z_][\w.]*\n\w+\n"  # protocol 0
@@ -110,6 +113,8 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     likely = [member for member in likely if not _NO_CHECKPOINT.search(member.name)] or likely
     if any(member.name.rpartition("/")[2] == "policy.pth" for member in likely):
         likely = [member for member in likely if not _BESIDE_POLICY.search(member.name)]
+    # Beside weights, a plain pickle is what a program needs to build the model or to prepare its input.
+    likely = [member for member in likely if not _is_plain_pickle(member.head)] or likely
     present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
     whole = name_bundle(present, PARTS) if all(PART.search(member.name) for member in likely) else None
     if wanted is None and whole is not None:
@@ -155,6 +160,11 @@ def looks_like_checkpoint(head: bytes) -> bool:
         return True
     # safetensors: the length of a JSON header, and the header.
     return len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000
+
+
+def _is_plain_pickle(head: bytes) -> bool:
+    """Return whether a file that begins so is a pickle that neither ``torch.save`` wrote nor ``safetensors``."""
+    return bool(_PICKLE.match(head)) and not any(head[:32].find(magic) >= 0 for magic in _OF_TORCH_SAVE)
 
 
 def _wraps(head: bytes) -> bool:

@@ -156,11 +156,13 @@ def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parameters of shape (0,), where there are so many of them, or DeepSpeed's notes, that none is meant to
     be.
 
-    A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight."""
+    A single empty tensor may be meant so, and observers of a quantised model have empty ranges; neither is a weight.
+    Layers of e3nn without parameters have them empty, beside the mask of their outputs."""
     shapes = {key: value.shape for key, value in entries.items() if isinstance(value, TensorSpec)}
     empty = tuple(key for key, shape in shapes.items() if shape == (0,) and _is_weight(key))
     if not empty or (isinstance(root, dict) and any(note in root for note in _DEEPSPEED)):
         return empty
+    empty = tuple(key for key in empty if f"{key.rpartition('.')[0]}.output_mask" not in shapes)
     return empty if len(empty) > 1 and len(empty) >= _LEAST_SHARE * sum(map(_is_weight, shapes)) else ()
 
 

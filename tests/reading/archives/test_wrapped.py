@@ -280,3 +280,20 @@ def test_the_policy_of_stable_baselines3_is_the_checkpoint(tmp_path: Path) -> No
         archive.writestr("policy.optimizer.pth", saved_bytes({"state": {0: torch.ones(2)}, "param_groups": []}))
     checkpoint = ckptfix.open_checkpoint(path)
     assert (checkpoint.keys(), checkpoint.member) == (list(weights), "policy.pth")
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+def test_a_plain_pickle_beside_weights_is_no_choice(tmp_path: Path, is_zip: bool) -> None:
+    """medaka's archives have what builds the model in one; alone it is what the archive holds."""
+    file = io.BytesIO()
+    torch.save({"fc.weight": torch.ones(2)}, file, _use_new_zipfile_serialization=is_zip)
+    path = tmp_path / "model.tar.gz"
+    members = {"model/meta.pkl": pickle.dumps({"gru_size": 256}), "model/weights.pt": file.getvalue()}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    assert ckptfix.open_checkpoint(path).member == "model/weights.pt"
+    with pytest.raises(UnreadableError, match="no weights"):
+        ckptfix.open_checkpoint(path, member="meta.pkl")

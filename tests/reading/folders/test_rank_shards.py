@@ -37,6 +37,21 @@ def sharded(name: str = "ShardedTensor") -> Opaque:
             {**{f"{n}.weight": MATRIX for n in range(20)}, "x.weight": EMPTY, "y.weight": EMPTY},
             id="two-empty-ones-of-many",
         ),
+        pytest.param(
+            None,
+            {
+                f"{n}.{key}": spec
+                for n in range(3)
+                for key, spec in (
+                    ("linear.weight", VECTOR),
+                    ("linear.bias", EMPTY),
+                    ("linear.output_mask", VECTOR),
+                    ("convolution.weight", EMPTY),
+                    ("convolution.output_mask", VECTOR),
+                )
+            },
+            id="layers-of-e3nn",
+        ),
         pytest.param({"module": 1, "ds_version": "0.9"}, {"a.weight": MATRIX}, id="deepspeed-without-partition"),
         pytest.param(None, {"flat_parameters.weight": MATRIX}, id="a-module-named-flat"),
         pytest.param({"sharded": Opaque(Global("my.code", "ShardedTensor"))}, {}, id="a-class-of-the-same-name"),
