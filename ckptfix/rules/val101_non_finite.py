@@ -2,12 +2,13 @@
 
 ## What it finds
 Every tensor with a NaN, and every parameter or running statistic with +Inf or -Inf, with the counts, the place of the
-first such value, and the channels (places along the first dimension) that have any. One is enough. Infinities are left
-in peace where they belong: in attention masks, in quantization observers that have seen no data, as the best result so
-far, as a bound that is none. With a model, that is any buffer but the running statistics; without one, the name
-decides. A buffer that is NaN throughout, in the file and in a fresh model, was never set, and is left in peace too.
-Each part beside the weights (another set, an average without names) that has such values is a finding of its own: a
-warning if it may be weights and neither a model nor `--weights` is given, otherwise a note. Optimizers: OPT103.
+first such value, and the channels (places along the first dimension) that have any. One is enough. Infinities are
+left in peace where they belong: in attention masks, in quantization observers that have seen no data, as the best
+result so far, as a bound that is none; and -Inf in a table of scores or transitions, for what is impossible. With a
+model, that is any buffer but the running statistics; without one, the name decides. A buffer that is NaN throughout,
+in the file and in a fresh model, was never set, and is left in peace too. Each part beside the weights (another set,
+an average without names) that has such values is a finding of its own: a warning if it may be weights and neither a
+model nor `--weights` is given, otherwise a note. Optimizers: OPT103.
 
 ## Why it matters
 The file loads without a word, and the first forward pass through such a tensor is NaN from there on. It comes from a
@@ -30,6 +31,7 @@ torch/nn/modules/batchnorm.py"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +51,9 @@ from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinit
 from ckptfix.values.scan import channels_with
 
 SHOWN = 8  # how many channels are named
+
+# The last segment of the names of tables whose entries are added to a path's score: of a CRF, of the energies of RNA.
+_SCORES = re.compile(r"(^|_)(scores?|transitions?|log_?(probs?|priors?))(_|$)")
 
 
 @rule
@@ -118,7 +123,8 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
     if figures.nan:
         return None if _is_unset(key, figures, context) else Level.ERROR
     spec = context.checkpoint.specs[key]
-    if may_be_infinite(key, spec, context.target):
+    is_impossible = figures.neg_inf == figures.nonfinite and _SCORES.search(key.rpartition(".")[2])
+    if is_impossible or may_be_infinite(key, spec, context.target):
         return None
     is_other_buffer = is_buffer(key, spec, context.target) and not is_running_statistic(key)
     return Level.WARNING if is_other_buffer else Level.ERROR

@@ -110,10 +110,10 @@ def _are_codes(spec: TensorSpec) -> bool:
 
 def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
     numbers = first_numbers(spec, LOOK)
-    negative = np.count_nonzero(numbers < 0) / len(numbers)
+    negative = int(np.count_nonzero(numbers < 0)) / len(numbers)
     sizes = np.abs(numbers)
-    inside = np.count_nonzero(sizes < HOLE * figures.rms)
-    return SIGN < negative < 1 - SIGN and bool(inside <= OUTSIDE * len(sizes)) and len(np.unique(sizes)) > DISTINCT
+    inside = int(np.count_nonzero(sizes < HOLE * figures.rms))
+    return SIGN < negative < 1 - SIGN and inside <= OUTSIDE * len(sizes) and len(np.unique(sizes)) > DISTINCT
 
 
 def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:

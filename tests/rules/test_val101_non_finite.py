@@ -37,6 +37,8 @@ def test_healthy_models_are_quiet(name):
         pytest.param("val_acc_best.value", torch.tensor(-INF), id="best-metric-so-far"),
         pytest.param("early_stop.best_score", torch.tensor(INF), id="best-score-so-far"),
         pytest.param("noise_covar.raw_noise_constraint.upper_bound", torch.tensor(INF), id="constraint-of-gpytorch"),
+        pytest.param("crf.start_transitions", torch.tensor([0.3, -INF, 0.1]), id="transition-that-a-crf-forbids"),
+        pytest.param("turner.score_hairpin", torch.tensor([-INF, -INF, 5.4]), id="energies-of-rna"),
         pytest.param("sqrt_recip_alphas_cumprod", torch.tensor([1.0, 2.0, INF]), id="schedule-that-ends-in-noise"),
         pytest.param("w", torch.tensor([65504.0, -0.0, 1e-45]), id="large-zero-and-subnormal"),
         pytest.param("w", torch.zeros(0, 4), id="empty"),
@@ -77,6 +79,8 @@ def test_what_is_learned_is_never_unset(name):
         pytest.param("bn.running_var", INF, id="running-statistic"),
         pytest.param("attn_mask", NAN, id="nan-in-a-mask"),
         pytest.param("fc.bias", -INF, id="bias-vector"),
+        pytest.param("score.weight", -INF, id="head-named-score"),
+        pytest.param("crf.transitions", INF, id="transition-that-is-certain"),
     ],
 )
 def test_the_rest_is_an_error(key, value):

@@ -205,7 +205,10 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
 
 LENGTH_LIMIT = 8 << 20  # characters of code that are looked at; graphs of the largest models stay far below
 _IGNORED = r"#[^\n]*"
-_STRING = r"(?i:\b[rbuf]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")"
+_STRING = r"(?i:\b[rbu]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")"
+_OF_NAME = r"\bgetattr\(([\w.]+), ''\)"  # an attribute whose name is no Python name, such as a number
+_NESTED = 64  # layers in each other that have such names, at most
+_HIDDEN = r"\b__|__\b"
 _WORDS = r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?"
 _IMPORT = r"import ([\w.]+)(?: as \w+)?|from ([\w.]+) import (\w+)(?: as \w+)?|NoneType = type\(None\)"
 
@@ -239,6 +242,8 @@ def _is_harmless_import(line: str) -> bool:
         return name in ("torch", "torch.fx", "torch.fx._pytree", "torch.utils._pytree")
     if root == "builtins":
         return found[3] is not None and found[3] not in _listed("builtins")
+    if found[3] in ("attrgetter", "methodcaller"):
+        return False
     return root in _HARMLESS_MODULES or not (is_known(root) or root in _listed("packages") or is_payload(name))
 
 
@@ -250,7 +255,14 @@ def _is_harmless_code(code: str) -> bool:
         return "''"
 
     code = re.sub(_IGNORED, "", re.sub(_STRING, keep, code))
-    if "\\" in code or any("__" in text for text in texts):
+    for _ in range(_NESTED):
+        code, count = re.subn(_OF_NAME, r"\1", code)
+        if not count:
+            break
+    # A name that is put together, or a prefix of a text other than those above (`f`), hides what it says.
+    if re.search(r"\\|\bgetattr\b|\w''", code):
+        return False
+    if any(re.search(_HIDDEN, text) or text[1:-1] in _listed("anywhere") for text in texts):
         return False
     return all(_is_harmless_word(found) for found in re.finditer(_WORDS, code))
 
