@@ -167,6 +167,8 @@ def _merge(rule: Rule, context: Context) -> Finding:
         edits = tuple(merge_edits(checkpoint, merge, settings.unmerge))
     merges = [edit for edit in edits if isinstance(edit, MergeAdapter)]
     changed = tuple(edit.key for edit in merges)
+    if context.settings.values:
+        _refuse_non_finite(context, adapters, merges)
     sizes = _changes(context, adapters, merges) if context.settings.values else {}
     elsewhere = "".join(f"; {counted(number, 'layer')} for {name} are left out" for name, number in merge.left.items())
     if merge.resized:
@@ -187,6 +189,20 @@ def _merge(rule: Rule, context: Context) -> Finding:
         evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
         fix=Fix(edits, Applicability.UNSAFE, asked=True),
     )
+
+
+def _refuse_non_finite(context: Context, adapters: Sequence[Adapter], merges: Sequence[MergeAdapter]) -> None:
+    """Raise ``AdapterError`` for a NaN or infinity in an adapter: a product spreads one over whole rows of the base."""
+    for adapter in adapters:
+        used = {key for edit in merges for each in edit.deltas if each.adapter == adapter.path for key in each.factors}
+        figures = context.figures_of({key: adapter.checkpoint.specs[key] for key in sorted(used)})
+        bad = [key for key in sorted(used) if key in figures and figures[key].nonfinite]
+        if bad:
+            raise AdapterError(
+                f"{adapter.path or adapter.checkpoint.path}: {counted(len(bad), 'tensor')} of the adapter "
+                f"{'has' if len(bad) == 1 else 'have'} NaN or infinity, such as {bad[0]}, which a merge would spread "
+                "over the weights of the base; fetch the adapter again"
+            )
 
 
 def _origin(adapter: Adapter, base: str) -> str:

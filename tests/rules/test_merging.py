@@ -59,6 +59,20 @@ def test_what_the_matrices_alone_do_not_say_is_refused(config, says, tmp_path):
         assert report.exit_code == 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_is_not_finite_is_refused(value, tmp_path):
+    """One number of it would be a row or a column of the base."""
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    factors = load_file(file)
+    factors["base_model.model.q.lora_B.weight"][3, 2] = value
+    save_file(factors, file)
+    with pytest.raises(AdapterError, match=r"1 tensor of the adapter has NaN or infinity, such as .*q\.lora_B"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, values=False)
+    assert not repaired["q.weight"].isfinite().all()
+
+
 def test_square_experts_and_attention_are_refused(tmp_path):
     def make(dtype=torch.float32):
         model = net(dtype)
