@@ -105,7 +105,7 @@ class Case(Struct, frozen=True):
 
     ``recipes`` are those that can, the one of the model's own library first, whose name is ``library`` if it is known.
     ``words`` say what the shapes mean. ``grids`` are that of the file and that of the model, for tables of positions,
-    and ``unclear`` says why they are not known."""
+    and ``unclear`` says why they are not known. ``keeps_last``: the last row of a vocabulary is none of its words."""
 
     name: str
     shapes: Shapes
@@ -114,6 +114,7 @@ class Case(Struct, frozen=True):
     library: str = ""
     grids: tuple[Grid, Grid] | None = None
     unclear: str = ""
+    keeps_last: bool = False
 
 
 def cases(
@@ -137,7 +138,8 @@ def cases(
     if turned := _of_other_sides(target, tensors, given):
         found.setdefault(POS_EMBED, {}).update(turned)
     rest = {key: pair for key, pair in shapes.items() if not any(key in group for group in found.values())}
-    if words := _vocabulary(rest, target, given):
+    words, longer = _vocabulary(rest, target, given)
+    if words:
         found[VOCAB] = words
     rest = {key: pair for key, pair in rest.items() if key not in words}
     if heads := _heads(rest, target, tensors, given):
@@ -147,7 +149,7 @@ def cases(
         if name in (POS_EMBED, WINDOW_BIAS):
             made += _tables(name, group, target, tensors, given, stored if name == POS_EMBED else None, fixed)
         else:
-            made += _plain_cases(name, group)
+            made += _plain_cases(name, group, longer)
     return made
 
 
@@ -213,8 +215,12 @@ def _is_input(shape: Shape, target: Target) -> bool:
     return next((each for each in weights if len(each) >= 3), None) == shape
 
 
-def _vocabulary(shapes: Shapes, target: Target, given: Sequence[Adaptation]) -> dict[str, tuple[Shape, Shape]]:
-    """Return the embeddings of words, and what has as many rows as they: output layers and their biases."""
+def _vocabulary(
+    shapes: Shapes, target: Target, given: Sequence[Adaptation]
+) -> tuple[dict[str, tuple[Shape, Shape]], set[str]]:
+    """Return the embeddings of words, and what has as many rows as they: output layers and their biases; and which of
+    the embeddings have a row more than the vocabulary, which stays the last one: that before the first word of Moshi
+    and MusicGen."""
     by_rows = {
         key: pair
         for key, pair in shapes.items()
@@ -222,18 +228,25 @@ def _vocabulary(shapes: Shapes, target: Target, given: Sequence[Adaptation]) -> 
     }
     patterns = [asked.keys for asked in given if asked.name == VOCAB and asked.keys != "*"]
     named = {key for key in by_rows if any(fnmatchcase(key, keys) for keys in patterns)}
-    sizes = {
-        (old[0], new[0])
+    tables = {
+        key: (old[0], new[0])
         for key, (old, new) in by_rows.items()
         if len(old) == 2 and (key in named or _is_of_words(key, new[0], target))
     }
+    heads = {(old[0], new[0]) for key, (old, new) in by_rows.items() if key not in tables} - {*tables.values()}
+    longer = {
+        key: (old - 1, new - 1)
+        for key, (old, new) in tables.items()
+        if not {new} & target.vocabularies and ((old - 1, new - 1) in heads or {new - 1} & target.vocabularies)
+    }
+    sizes = {*tables.values(), *longer.values()}
     # Models such as BART have a bias [1, words].
     return {
         key: (old, new)
         for key, (old, new) in shapes.items()
         if (key in by_rows and (old[0], new[0]) in sizes)
         or (len(old) == len(new) == 2 and old[0] == new[0] == 1 and (old[1], new[1]) in sizes)
-    }
+    }, {*longer}
 
 
 def _heads(
@@ -262,7 +275,7 @@ def _is_of_words(key: str, rows: int, target: Target) -> bool:
     path, _, leaf = key.rpartition(".")
     kind = (target.modules or {}).get(path, "")
     if target.vocabularies:
-        return "Emb" in kind and rows in target.vocabularies
+        return "Emb" in kind and bool({rows, rows - 1} & target.vocabularies)
     around = (kind for place, kind in (target.modules or {}).items() if f"{path}.".startswith(f"{place}."))
     if (kind and "Emb" not in kind) or _NO_WORDS.search(" ".join((key, *around))):
         return False
@@ -278,7 +291,7 @@ _SIZES: Mapping[str, Callable[[Shape], Shape]] = {
 }
 
 
-def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
+def _plain_cases(name: str, shapes: Shapes, longer: Collection[str]) -> Iterator[Case]:
     """Yield a case for the tensors of each pair of sizes."""
     groups: dict[tuple[Shape, Shape], dict[str, tuple[Shape, Shape]]] = {}
     for key, (old, new) in shapes.items():
@@ -286,8 +299,13 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
     for (stored, wanted), group in groups.items():
         (old, new), *_ = group.values()
         recipes = RECIPES[name]
+        keeps_last = not group.keys().isdisjoint(longer)
         if name == VOCAB:
-            words = f"a vocabulary of {stored[0]} in the file and of {wanted[0]} in the model"
+            own = ", and a row after it that stays the last" if keeps_last else ""
+            words = (
+                f"a vocabulary of {stored[0] - keeps_last} in the file and of {wanted[0] - keeps_last} in the model"
+                f"{own}"
+            )
             recipes = recipes[:1] if new < old else recipes[1:]
         elif name == HEAD:
             kind = "outputs" if is_of_boxes(next(iter(group))) or len(old) > 2 else "classes"
@@ -298,7 +316,7 @@ def _plain_cases(name: str, shapes: Shapes) -> Iterator[Case]:
             words = f"patches of {size(patch(old))} in the file and of {size(patch(new))} in the model"
         else:
             words = f"convolutions over images in the file, and over {counted(new[2], 'moment')} too in the model"
-        yield Case(name, group, recipes, words)
+        yield Case(name, group, recipes, words, keeps_last=keeps_last)
 
 
 def size(grid: Sequence[int]) -> str:
@@ -531,10 +549,20 @@ def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adapta
     return min(fitting, key=lambda each: (each.recipe not in recipes, each.keys == "*"), default=None)
 
 
-def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, TensorSpec]) -> tuple[Adapt, ...]:
+def of_use(given: Sequence[Adaptation], known: Sequence[Case], done: Collection[str]) -> set[Adaptation]:
+    """Return the adaptations that fit a tensor of some case, or whose recipe is among those that were applied before
+    (``done``)."""
+    picked = ((case, chosen(case.name, key, case.recipes, given)) for case in known for key in case.shapes)
+    fitting = {asked for case, asked in picked if asked and (case.name == HEAD or asked.recipe in case.recipes)}
+    return fitting | {asked for asked in given if asked.label in done}
+
+
+def adapt_edits(
+    case: Case, given: Sequence[Adaptation], specs: Mapping[str, TensorSpec], used: Collection[Adaptation]
+) -> tuple[Adapt, ...]:
     """Return the edits for those tensors of a case that were asked for.
 
-    Raises ``UsageError`` if a recipe is not for them, and names the right one."""
+    Raises ``UsageError`` if a recipe that is not ``used`` for others is not for them, and names the right one."""
     edits = []
     for key, (old, new) in case.shapes.items():
         asked = chosen(case.name, key, case.recipes, given)
@@ -545,6 +573,8 @@ def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, Ten
             edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, rows=rows))
             continue
         if asked.recipe not in case.recipes:
+            if asked in used:
+                continue
             right = Opt("adapt", asked.with_recipe(case.recipes[0]))
             raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}; give ", right)
         if case.unclear:
@@ -555,13 +585,14 @@ def adapt_edits(case: Case, given: Sequence[Adaptation], specs: Mapping[str, Ten
                 f"{key} cannot be adapted: {case.unclear}; give the grids of the file and the model: ", right
             )
         grids = (*case.grids[0], *case.grids[1]) if case.grids else ()
-        edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, grids))
+        # One past the last row of the file is a new one.
+        rows = (*range(min(old[0], new[0]) - 1), *[old[0]] * (new[0] - old[0]), old[0] - 1) if case.keeps_last else ()
+        edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, grids, rows))
     return tuple(edits)
 
 
-def without_use(given: Sequence[Adaptation], known: Sequence[Case]) -> Iterator[str]:
+def without_use(given: Sequence[Adaptation], known: Sequence[Case], used: Collection[Adaptation]) -> Iterator[str]:
     """Yield what to say of each adaptation that no key needs."""
-    used = {chosen(case.name, key, case.recipes, given) for case in known for key in case.shapes}
     for asked in given:
         if asked.name != DEPTH and asked not in used:
             keys = [key for case in known if case.name == asked.name for key in case.shapes]

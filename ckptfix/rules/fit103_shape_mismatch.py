@@ -69,7 +69,7 @@ from ckptfix.core.parts import Part, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, recipes_of, without_use
+from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of, without_use
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.adapted_tensors import is_adaptable
@@ -136,14 +136,15 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     known = cases(shapes, context.target, tensors, given, stored, fixed)
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
+    used = of_use(given, known, {edit.recipe for edit in context.plan.edits if isinstance(edit, Adapt)})
     for case in known:
-        edits = adapt_edits(case, given, context.checkpoint.specs)
+        edits = adapt_edits(case, given, context.checkpoint.specs, used)
         if edits or (case.name != HEAD and not is_other):
             for edit in edits:
                 evidence.pop(edit.key, None)
             left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
             yield from _case_findings(rule, context, case, edits, left)
-    for said in without_use(given, known):
+    for said in without_use(given, known, used):
         yield rule.finding(Level.NOTE, said)
     if evidence:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]

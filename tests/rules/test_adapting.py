@@ -264,6 +264,10 @@ def test_two_tables_of_positions_have_a_recipe_each():
         ("text_model.embeddings.position_embedding.weight", "pos_embed=linear"),
         ("vision_model.embeddings.position_embedding.weight", "pos_embed=plain"),
     ]
+    left, adapted = propose(shape_mismatch, file.state_dict(), model, adapt=given[:1])
+    assert (left.keys, left.fix) == (("text_model.embeddings.position_embedding.weight",), None)
+    assert left.remedies[0].options == (("adapt", ("pos_embed=linear",)),)
+    assert adapted.fix is not None
 
 
 def test_keys_name_what_a_recipe_is_for():
@@ -491,6 +495,53 @@ class Quantizer(nn.Module):
 def offered(file: nn.Module, model: nn.Module) -> list[object]:
     found = propose(shape_mismatch, file.state_dict(), model)
     return [value for f in found for r in f.remedies for name, value in r.options if name == "adapt"]
+
+
+def moshi(vocab: int) -> Any:
+    from transformers import MoshiConfig, MoshiForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "num_codebooks": 1}
+    return MoshiForCausalLM(MoshiConfig(vocab_size=vocab, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "recipe", "is_known"),
+    [
+        (40, 48, "pad:zeros", True),
+        (40, 48, "pad:zeros", False),
+        (40, 48, "pad:target", True),
+        (48, 40, "cut", True),
+        (48, 40, "cut", False),
+    ],
+)
+def test_a_row_after_the_vocabulary_stays_the_last(old, new, recipe, is_known):
+    """Moshi and MusicGen have one for what is before the first word."""
+    file, model = moshi(old).state_dict(), moshi(new)
+    target = model if is_known else target_from_checkpoint(open_state_dict(model.state_dict()))
+    findings = propose(shape_mismatch, file, target, adapt=(f"vocab={recipe}",))
+    assert [found.message.partition(": ")[2] for found in findings] == [
+        f"a vocabulary of {old} in the file and of {new} in the model{last}"
+        for last in (", and a row after it that stays the last", "")
+    ]
+    after = repaired(shape_mismatch, file, target, adapt=(f"vocab={recipe}",))
+    words, kept = after["model.embed_tokens.weight"], min(old, new)
+    assert torch.equal(words[:kept], file["model.embed_tokens.weight"][:kept])
+    assert torch.equal(words[-1], file["model.embed_tokens.weight"][-1])
+    fresh = {"pad:zeros": torch.zeros(8, 32), "pad:target": model.model.embed_tokens.weight[40:48], "cut": words[:0]}
+    assert torch.equal(words[kept:-1], fresh[recipe])
+    assert torch.equal(after["lm_head.weight"][:kept], file["lm_head.weight"][:kept])
+
+
+def test_two_vocabularies_of_which_one_has_a_word_more():
+    def make(add: int) -> dict[str, torch.Tensor]:
+        sizes = {"source": 41 + add, "target": 40 + add}
+        return {f"{name}_embedding.weight": torch.randn(size, 8) for name, size in sizes.items()}
+
+    file = make(0)
+    target = target_from_checkpoint(open_state_dict(make(8)))
+    after = repaired(shape_mismatch, file, target, adapt=("vocab=pad:zeros",))
+    assert after["source_embedding.weight"].shape == (49, 8)
+    assert torch.equal(after["source_embedding.weight"][:41], file["source_embedding.weight"])
 
 
 def test_what_an_embedding_is_comes_from_its_model():
