@@ -141,7 +141,7 @@ def repair(
     load would still fail, if the forward test fails, or if the file is built as an attack, nothing is written
     and ``report.exit_code`` is 1."""
     from ckptfix.engine.delivery import deliver, weighed
-    from ckptfix.engine.destination import Destination, differs, state_of
+    from ckptfix.engine.destination import Destination, Inputs, differs, refuse_inputs, state_of
     from ckptfix.reading.adapters import adapter_paths
 
     if _is_remote(source) and (output is not None or beside or in_place):
@@ -155,14 +155,9 @@ def repair(
     checkpoint = open_source(source, checked)
     destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
     if destination is not None:
-        destination.refuse_inputs(
-            {
-                Opt("like"): like,
-                Opt("fill"): checked.fill_file,
-                Opt("compare"): checked.compare_file,
-                **{Opt("adapter", path): path for path in adapter_paths(checked.adapter)},
-            }
-        )
+        others: Inputs = {Opt("like"): like, Opt("fill"): checked.fill_file, Opt("compare"): checked.compare_file}
+        adapters: Inputs = {Opt("adapter", path): path for path in adapter_paths(checked.adapter)}
+        refuse_inputs(destination.output, {**others, **adapters})
         if not dry_run:
             destination.refuse(checked)
         destination = replace(destination, flush=flush, before=before)

@@ -15,55 +15,6 @@ from msgspec.structs import replace
 from ckptfix.core.dtypes import DTYPES
 
 
-class Geometry:
-    """What follows from a tensor's dtype, shape, strides and offset."""
-
-    __slots__ = ()
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements (1 for a 0-d tensor)."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def per_byte(self) -> int:
-        """Elements that share a byte, 1 except for the quantised dtypes of 2 and 4 bits."""
-        return DTYPES[self.dtype].per_byte
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
-        dtype = DTYPES[self.dtype]
-        return -(-self.numel * dtype.itemsize // dtype.per_byte)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another in row-major order."""
-        return 0 in self.shape or _is_row_major(self.shape, self.strides)
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The first and one past the last byte of the storage that the tensor touches."""
-        dtype, offset, count = DTYPES[self.dtype], self.offset, self.numel
-        if count and not self.is_contiguous:
-            count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        itemsize, per_byte = dtype.itemsize, dtype.per_byte
-        if per_byte == 1:
-            return offset * itemsize, (offset + count) * itemsize
-        first = offset * itemsize // per_byte
-        return first, -(-(offset + count) * itemsize // per_byte) if count else first
-
-
 @lru_cache(maxsize=1 << 12)  # a repair asks dozens of times for each tensor, and many tensors are of one shape
 def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     step, axis = 1, len(shape)
@@ -135,7 +86,7 @@ class Quantizer(Struct, frozen=True):
         return (self.scheme, *values, self.axis)
 
 
-class TensorSpec(Geometry, Struct, frozen=True):
+class TensorSpec(Struct, frozen=True):
     """A tensor without its values.
 
     ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``core.dtypes``). A strided tensor
@@ -158,6 +109,44 @@ class TensorSpec(Geometry, Struct, frozen=True):
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.shape, self.strides, self.storage, self.offset, self.layout))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a 0-d tensor)."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def per_byte(self) -> int:
+        """Elements that share a byte, 1 except for the quantised dtypes of 2 and 4 bits."""
+        return DTYPES[self.dtype].per_byte
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
+        dtype = DTYPES[self.dtype]
+        return -(-self.numel * dtype.itemsize // dtype.per_byte)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another in row-major order."""
+        return 0 in self.shape or _is_row_major(self.shape, self.strides)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first and one past the last byte of the storage that the tensor touches."""
+        dtype, offset, count = DTYPES[self.dtype], self.offset, self.numel
+        if count and not self.is_contiguous:
+            count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        itemsize, per_byte = dtype.itemsize, dtype.per_byte
+        if per_byte == 1:
+            return offset * itemsize, (offset + count) * itemsize
+        first = offset * itemsize // per_byte
+        return first, -(-(offset + count) * itemsize // per_byte) if count else first
 
     @property
     def has_data(self) -> bool:

@@ -84,13 +84,8 @@ class Destination(Struct, frozen=True):
         in_pieces = source.is_dir() or checkpoint.format.startswith(sharded.NAME)
         if in_place:
             if settings.shard_bytes is not None:
-                raise UsageError(
-                    f"{source}: ",
-                    Opt("in_place"),
-                    " replaces one file, and ",
-                    Opt("shard_size"),
-                    " writes several; name an output",
-                )
+                pair = Opt("in_place"), " replaces one file, and ", Opt("shard_size")
+                raise UsageError(f"{source}: ", *pair, " writes several; name an output")
             if checkpoint.member or in_pieces:
                 whole = "a folder" if source.is_dir() else "in several files"
                 inside = f"{checkpoint.member} in it" if checkpoint.member else whole
@@ -99,13 +94,8 @@ class Destination(Struct, frozen=True):
                 )
             real = source.resolve()  # a link keeps pointing at its file: it is the file that is replaced
             if is_conversion:
-                raise UsageError(
-                    f"{real}: ",
-                    Opt("in_place"),
-                    " keeps the name, and ",
-                    Opt("format", form),
-                    " needs another; name an output",
-                )
+                pair = Opt("in_place"), " keeps the name, and ", Opt("format", form)
+                raise UsageError(f"{real}: ", *pair, " needs another; name an output")
             return cls(real, form, real, real if backup else None)
         like = None if in_pieces else source
         # What was in an archive is written beside it under its own name; a folder's checkpoint becomes one file.
@@ -149,10 +139,6 @@ class Destination(Struct, frozen=True):
         """Raise ``WriteError`` if the backup would replace another file: asked once it is known that one is made."""
         if self.backup_of is not None:
             has_backup(self.backup_of)
-
-    def refuse_inputs(self, inputs: Inputs) -> None:
-        """Raise ``UsageError`` if the output is one of the files that are read, by the option that names each."""
-        refuse_inputs(self.output, inputs)
 
     def refuse_replaced(self, force: bool) -> None:
         """Raise an error if the file to be replaced is not the one that was read, or one that came there meanwhile: a
