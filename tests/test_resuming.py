@@ -532,7 +532,7 @@ def follow_at_random(folder: Path, seed: int) -> str:
 
 def test_no_moment_gets_under_a_wrong_name(tmp_path):
     outcomes: Counter[str] = Counter()
-    for seed in range(10_000 if IS_THOROUGH else 150):
+    for seed in range(10_000 if IS_THOROUGH else 100):
         (folder := tmp_path / str(seed)).mkdir()
         try:
             outcomes[follow_at_random(folder, seed)] += 1

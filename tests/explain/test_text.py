@@ -206,11 +206,11 @@ def test_a_step_of_an_optimizer_with_the_state_of_another(message: str, frame: s
 @pytest.mark.parametrize(
     "front", ["", "loaded config\n", "INFO a\nRuntimeError: Error(s) in loading state_dict for A:\n\t"]
 )
-def test_a_list_of_thousands_of_keys_without_a_traceback(front: str):
-    keys = ", ".join(f'"module.layer{n}.0.weight"' for n in range(3000))
+def test_a_list_of_a_thousand_keys_without_a_traceback(front: str):
+    keys = ", ".join(f'"module.layer{n}.0.weight"' for n in range(1000))
     explanation = explain(f"{front}Unexpected key(s) in state_dict: {keys}. \n")
     assert explanation is not None
-    assert "3000" in explanation.causes[1][0]
+    assert "1000" in explanation.causes[1][0]
 
 
 @pytest.mark.parametrize("sign", ["a", "A_", "Error", " ", "'", "a.", '"a", ', "%|", "["])
