@@ -208,6 +208,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",
     ),
     "quantised-weights": (
+        "AttributeError: 'Parameter' object has no attribute 'quant_state'",
         "ValueError: `.to` is not supported for `4-bit` or `8-bit` bitsandbytes models.",
         "ValueError: Linear(in_features=2, out_features=2) does not have a parameter or a buffer named weight_scale.",
     ),
@@ -608,6 +609,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " allowed: 18.13 GB).",
     ),
     "machine-memory": (
+        "RuntimeError: unable to mmap 4976698672 bytes from file <model-00001-of-00002.safetensors>: Cannot allocate"
+        " memory (12)",
+        "OSError: The paging file is too small for this operation to complete. (os error 1455)",
         "RuntimeError: $ Torch: not enough memory: you tried to allocate 2GB. Buy new RAM! at"
         " /pytorch/aten/src/TH/THGeneral.cpp:201",
         "OSError: [Errno 12] Cannot allocate memory",
@@ -734,6 +738,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "the strict load found 12 unexpected keys",
         "the strict load passed over 1 parameter that the file does not supply",
     ),
+    "quantized-twice": ("ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8",),
+    "unknown-quantization": (),
+    "gguf-of-unknown-architecture": (),
+    "model-of-another-type": (),
+    "embedding-of-another-encoder": (),
+    "other-root-in-archive": ("KeyError: \"There is no item named 'consolidated.00/data.pkl' in the archive\"",),
+    "distributed-checkpoint-of-ranks": (),
+    "image-size-of-model": ("AssertionError: Input height (224) doesn't match model (384).",),
     "input-size": ("RuntimeError: Sizes of tensors must match except in dimension 1. Got 57 and 56 in dimension 2",),
     "ties-disagree": (
         "This checkpoint seem corrupted. The tied weights mapping for this model specifies to tie a.weight to"
