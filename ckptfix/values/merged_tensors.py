@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -27,7 +27,8 @@ from ckptfix.values.scan import KINDS, kernel, strips
 # Bytes of a block in float32: so few that they stay in the processor's cache, and that no fresh memory is asked for,
 # which took five times as long for blocks of 4 MB.
 BLOCK = 1 << 19
-MOST = 1 << 25  # bytes in float32 of a tensor that may be in memory as a whole
+MOST = 1 << 25  # bytes in float32 of the columns that may be in memory as a whole
+COLUMNS = 64  # torch sums so many columns side by side, and the last ones of a tensor in another way
 FEWEST = 16  # rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows
 HIGHEST = 128  # rank up to which the kernel adds products: MKL sums those of 256 in another order
 Factors = Sequence[TensorSpec]
@@ -323,19 +324,20 @@ class _Layer:
         return self.source.weight(first, last) + self.change(first, last, dtype)
 
     def _norms_of_columns(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the norms over all rows. Those of a tensor that is too large to be in memory at once are summed in
-        float64: closer to the truth than peft's, and so perhaps not the same in the last bit."""
-        source = self.source
-        if source.spec.numel * 4 <= MOST:
-            norms: torch.Tensor = torch.linalg.vector_norm(
-                self._whole(0, source.shape[0], dtype).transpose(0, 1).flatten(1), dim=1
-            )
-            return norms
-        blocks = (self._whole(*source.bounds(number), dtype) for number in range(source.blocks))
-        squares: torch.Tensor = reduce(
-            torch.add, (block.double().square().view(*block.shape[:2], -1).sum((0, 2)) for block in blocks)
-        )
-        return squares.sqrt()
+        """Return the norms over all rows, of as many columns at a time as may be in memory: torch sums each column from
+        the first row to the last, and by itself, so that these are the bits of all columns at once."""
+        source, found = self.source, []
+        rows, columns = source.shape[:2]
+        width = max(MOST * columns // (source.spec.numel * 4) // COLUMNS, 1) * COLUMNS
+        for first in range(0, columns, width):
+            strip = None
+            for start, stop in map(source.bounds, range(source.blocks)):
+                block = self._whole(start, stop, dtype)[:, first : first + width]
+                strip = block.new_empty(rows, *block.shape[1:]) if strip is None else strip
+                strip[start:stop] = block
+            assert strip is not None, "there is at least one block"
+            found.append(torch.linalg.vector_norm(strip.transpose(0, 1).flatten(1), dim=1))
+        return torch.cat(found)
 
 
 def _around(core: torch.Tensor, two: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
