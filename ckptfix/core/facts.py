@@ -80,6 +80,7 @@ class Kind(Enum):
     CHUNKS_LACKING = "chunks-lacking"
     TENSORS_LACKING = "tensors-lacking"
     RANK_UNREADABLE = "rank-unreadable"
+    RANK_SHORT = "rank-short"
     RANKS_LACKING = "ranks-lacking"
     RANKS_STRANGE = "ranks-strange"
     ITEM_DAMAGED = "item-damaged"

@@ -222,6 +222,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
         f"lacks the shards of {counted(fact.data['ranks'], 'rank')}, the first shard-{fact.data['first']:05}"
     ),
     Kind.RANK_UNREADABLE: "has a rank that cannot be read ({error})",
+    Kind.RANK_SHORT: "has a rank that lacks a part of its weights: {place} holds {there} of {size} numbers",
     Kind.RANKS_STRANGE: lambda fact: (
         f"has files of other ranks than the {fact.data['ranks']} that saved it: {first_names(fact.data['names'])}"
     ),

@@ -456,6 +456,9 @@ class Merging:
                 made[name] = whole.tensor(name, shape, start, self.path)
                 start += made[name].numel + padding
             self._check_length(run.group, start, length, len(run.ranks))
+            self._note_short(
+                {run.ranks[at]: (spec.numel, min(length, start - at * length)) for at, spec in taken.items()}
+            )
         stacked: dict[str, TensorSpec] = _restacked(made, self.path)
         return stacked
 
@@ -466,6 +469,13 @@ class Merging:
                 f"{self.path}: group {index} has names and shapes of {wanted} numbers, and its {world} partitions hold"
                 f" {length} each; its files are of different saves or damaged"
             )
+
+    def _note_short(self, held: Mapping[int, tuple[int, int]]) -> None:
+        """Note as damage the ranks that hold fewer numbers than their partition has."""
+        for rank, (there, size) in held.items():
+            fact = Fact.of(Kind.RANK_SHORT, self.present[rank].name, there=there, size=size)
+            if there < size and fact not in self.files.damage:
+                self.files.damage.append(fact)
 
     def _spread(self, shapes: _Shapes, take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stage 3: each is cut into equal shares. None if what ranks hold is not flat."""
@@ -481,10 +491,11 @@ class Merging:
         for name, shape in shapes.items():
             made[name] = spread.tensor(name, shape, start, self.path)
             start += spread.share(made[name].numel)
-        if any(flat.stop != start for flat in flats):
+        lengths = {self.present[rank].name: flat.stop for rank, flat in zip(self.states, flats, strict=True)}
+        if odd := {name: stop for name, stop in lengths.items() if stop != start}:
             raise UnreadableError(
-                f"{self.path}: has names and shapes of {start} numbers for each rank, and the ranks hold"
-                f" {first_names(sorted({flat.stop for flat in flats}))}; its files are of different saves or damaged"
+                f"{self.path}: has names and shapes of {start} numbers for each rank, and {first_names(list(odd))} hold"
+                f" {first_names(sorted(set(odd.values())))}; its files are of different saves or damaged"
             )
         return made
 

@@ -391,6 +391,23 @@ def test_partitions_that_do_not_add_up_are_refused(tmp_path: Path, counts: list[
         ckptfix.open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_lacks_a_part_is_named(tmp_path: Path, stage: int) -> None:
+    (write_zero3 if stage == 3 else write_zero)(tmp_path, {"a": torch.arange(40.0), "b": torch.ones(4)}, world=4)
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+    def shorten(states: dict[str, Any]) -> None:
+        states["optimizer_state_dict"][key] = [part[:-3].clone() for part in states["optimizer_state_dict"][key]]
+
+    _change(tmp_path / _optim(1), shorten)
+    with pytest.raises(UnreadableError, match=r"zero_pp_rank_1_\w+\.pt hold") as caught:
+        ckptfix.open_checkpoint(tmp_path)
+    assert _optim(2) not in str(caught.value)
+    if stage == 2:
+        got = ckptfix.open_checkpoint(tmp_path, salvage=True)
+        assert (set(got.lost), got.keys()) == ({"a"}, ["b"])
+
+
 def test_a_missing_tensor_parallel_rank_is_named(tmp_path: Path) -> None:
     folder, _ = unpacked("tp2_zero2_w4_bf16", tmp_path)
     for file in (folder / TAG).glob("*mp_rank_01*"):
