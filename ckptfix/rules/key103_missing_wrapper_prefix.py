@@ -44,7 +44,9 @@ def missing_wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     fills = tuple(_fresh_counters(checkpoint, target, new))
     parts = []
     if new:
-        parts.append(f"{counted(len(new), 'key')} without the wrapper segments that the target's keys have")
+        is_bare = all(len(key) < len(goal) for key, goal in new.items())
+        how = "without the wrapper segments that" if is_bare else "with other wrapper segments than"
+        parts.append(f"{counted(len(new), 'key')} {how} the target's keys have")
     if fills:
         parts.append(f"no counter {COUNTER}, which the target's AveragedModel has")
     if parts:

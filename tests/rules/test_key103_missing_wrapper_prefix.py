@@ -78,6 +78,21 @@ def test_repaired(wrap, keys):
     check_repaired(plain.state_dict(), after, "KEY103", wrapped)
 
 
+INNER = nn.Sequential(nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "qk"}))
+
+
+@pytest.mark.parametrize(
+    ("state", "model", "said"),
+    [
+        (nn.Linear(2, 2).state_dict(), nn.DataParallel(nn.Linear(2, 2)), "without the wrapper segments that"),
+        ({"0.module.q.weight": ONE, "0.module.k.weight": ONE}, INNER, "with other wrapper segments than"),
+    ],
+)
+def test_which_side_is_wrapped_is_said(state, model, said):
+    (finding,) = propose(missing_wrapper_prefix, state, model)
+    assert finding.message == f"2 keys {said} the target's keys have"
+
+
 def test_a_key_of_another_shape_follows():
     model = nn.DataParallel(nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False)))
     state = {"0.weight": torch.ones(3, 2), "1.weight": torch.ones(9, 3), "aux": ONE}
