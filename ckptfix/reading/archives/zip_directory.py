@@ -152,9 +152,7 @@ def _found_directory(content: Content) -> _Directory:
             *_, size, _ = END64.unpack(record)
     start = max(end - size, 0)
     directory = bounded_directory(content, start, end)
-    members = _plain_entries(directory)
-    names = _entries(directory) if members is None else [member.filename for member in members]
-    return _Directory(start, end, names, members)
+    return _Directory(start, end, *_entries(directory))
 
 
 def member_limit(content: Content) -> int:
@@ -177,35 +175,27 @@ def bounded_directory(content: Content, start: int, stop: int) -> bytes:
     return directory
 
 
-def _entries(directory: bytes) -> list[str]:
-    names, position = [], 0
-    while position + ENTRY.size <= len(directory):
-        signature, *fields = ENTRY.unpack_from(directory, position)
-        if signature != b"PK\x01\x02":
-            return []
-        name, extra, comment = fields[9:12]
-        position += ENTRY.size
-        names.append(plain_name(directory[position : position + name].decode("latin-1")))
-        position += name + extra + comment
-    return names if position == len(directory) else []
-
-
-def _plain_entries(directory: bytes) -> list[Member] | None:
-    """Return the members of a directory whose names are ASCII, and whose entries end with them."""
-    members, position, size = [], 0, len(directory)
+def _entries(directory: bytes) -> tuple[list[str], list[Member] | None]:
+    """Return the names in a directory, none if its entries do not end where it does; and its members, if all names are
+    ASCII and all entries end with them."""
+    names: list[str] = []
+    members: list[Member] | None = []
+    position, size = 0, len(directory)
     while position + ENTRY.size <= size:
         signature, _, needed, flags, method, _, _, crc, packed, nbytes, *rest = ENTRY.unpack_from(directory, position)
         length, extra, comment, volume, _, attr, place = rest
         position += ENTRY.size
         raw = directory[position : position + length]
-        position += length
-        if signature != b"PK\x01\x02" or extra or comment or needed & 0xFF > _LATEST or not raw.isascii():
-            return None
-        name = raw.decode("ascii")
-        if "\0" in name or "\\" in name:
-            return None
-        members.append(Member(name, name, flags, method, crc, packed, nbytes, place, volume, attr))
-    return members if position == size else None
+        position += length + extra + comment
+        if signature != b"PK\x01\x02":
+            return [], None
+        name = raw.decode("latin-1")
+        names.append(plain_name(name))
+        if extra or comment or needed & 0xFF > _LATEST or not raw.isascii() or "\0" in name or "\\" in name:
+            members = None
+        if members is not None:
+            members.append(Member(name, name, flags, method, crc, packed, nbytes, place, volume, attr))
+    return (names, members) if position == size else ([], None)
 
 
 def has_end(content: Content) -> bool:
