@@ -19,7 +19,7 @@ from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
 from ckptfix.reading.archives.zip_directory import Member as ZipMember
 from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
-from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
+from ckptfix.reading.archives.zip_recovery import RECORD, ZipIndex, first_names, list_members
 from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar, is_zip
@@ -178,10 +178,6 @@ OVERLAP_LIMIT = 4  # how many times the archive its files may take: a damaged en
 COSTLY_LIMIT = 100
 
 _HEAD = 512
-_OF_TORCH = re.compile(
-    r"(?:.*/)?(?:data\.pkl|constants\.pkl|model\.json|version|byteorder|\.format_version|\.storage_alignment"
-    r"|\.data/.*|code/.*|(?:data|tensors|constants)/\d+)"
-)
 
 
 def is_zip_of_files(content: Content) -> bool:
@@ -196,7 +192,7 @@ def is_zip_of_files(content: Content) -> bool:
         # A single bit of the directory may have changed the one name that tells whose file it is.
         is_of_torch = is_torchscript(names) or is_torch_package(names)
         return not is_of_torch and not any(map(is_torch_save, (names, [*names, *first])))
-    return bool(first) and not any(map(_OF_TORCH.fullmatch, first))
+    return bool(first) and not any(map(RECORD.fullmatch, first))
 
 
 def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:

@@ -276,7 +276,8 @@ def refusal(content: Content, end: Sequence[Any], infos: Sequence[Member]) -> st
         return f"a zip directory that is said to take {size} bytes from byte {place} on"
     if infos and not member_names(content):
         return "a zip directory whose entries do not end where it ends"
-    return _refusal64(content, at) or next(filter(None, (_member_refusal(content, disk, info) for info in infos)), "")
+    found = ((info, what) for info in infos if (what := _what_is_wrong(content, disk, info)))
+    return _refusal64(content, at) or next((f"the member {info.filename[-80:]} {what}" for info, what in found), "")
 
 
 def _refusal64(content: Content, end: int) -> str:
@@ -296,11 +297,6 @@ def _refusal64(content: Content, end: int) -> str:
         return f"a zip directory on {disks} disks"
     length = END64.unpack(record)[1]
     return f"a zip64 end record of {length} bytes" if length < END64.size - 12 else ""
-
-
-def _member_refusal(content: Content, disk: int, info: Member) -> str:
-    what = _what_is_wrong(content, disk, info)
-    return what and f"the member {info.filename[-80:]} {what}"
 
 
 def _what_is_wrong(content: Content, disk: int, info: Member) -> str:

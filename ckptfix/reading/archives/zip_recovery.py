@@ -210,9 +210,9 @@ CANDIDATES = 8  # headers of one name that are looked at
 NOWHERE = -1  # the place of a member that no header is found for
 
 # The names of a torch file's members; storages are numbered from 0 on, in old files by where they lay in memory.
-_RECORD = re.compile(
+RECORD = re.compile(
     r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
-    r"|\.data/serialization_id|code/.*|(?:data|tensors|constants)/(?P<number>\d+))",
+    r"|\.data/.*|code/.*|(?:data|tensors|constants)/(?P<number>\d+))",
     re.DOTALL,  # else a name of many folders and a newline is gone through once for each of them
 )
 
@@ -443,7 +443,7 @@ class DirectoryRepair:
         return info
 
     def _is_likely(self, name: str) -> bool:
-        match = _RECORD.fullmatch(name)
+        match = RECORD.fullmatch(name)
         if match is None or match["number"] is None:
             return match is not None
         return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.listing.infos)
