@@ -9,7 +9,6 @@ Microscaling specification for e8m0fnu."""
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -211,23 +210,19 @@ class Narrowing(Struct, frozen=True):
         return self.vanishing, self.largest
 
 
-@cache
-def narrowing_to(dtype: str) -> Narrowing:
-    """Return what a cast to a float of 8, 16 or 32 bits loses.
+# Half of the smallest subnormal number of each dtype, and the last float32 (of a cast to float32 the last float64) that
+# is less than half a step above the largest finite number. Only float8_e4m3fn has an even largest: it gets the tie.
+_LOSSES = {
+    "float32": (2.0**-150, 2.0**128 - 2.0**103 - 2.0**75),
+    "float16": (2.0**-25, 65520 - 2.0**-8),
+    "bfloat16": (2.0**-134, 2.0**128 - 2.0**119 - 2.0**104),
+    "float8_e4m3fn": (2.0**-10, 464.0),
+    "float8_e5m2": (2.0**-17, 61440 - 2.0**-8),
+    "float8_e4m3fnuz": (2.0**-11, 248 - 2.0**-16),
+    "float8_e5m2fnuz": (2.0**-18, 61440 - 2.0**-8),
+}
 
-    ``largest`` is a float32, or of a cast to float32 a float64, so that it can be compared with what is cast."""
-    if dtype == "float32":
-        finite = np.finfo(np.float32)
-        halfway = float(finite.max) + 2.0 ** (127 - 24)
-        return Narrowing(dtype, float(finite.smallest_subnormal) / 2, math.nextafter(halfway, 0))
-    stored = encoding(dtype)
-    assert stored is not None, f"{dtype} is no float"
-    codes = np.arange(1 << (8 * stored.unit.itemsize - 1)).astype(stored.unit)  # those without a sign
-    with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
-        numbers = stored.decode(codes).astype(np.float64)
-    finite_codes = np.flatnonzero(np.isfinite(numbers))
-    top = int(finite_codes[numbers[finite_codes].argmax()])
-    halfway = np.float32(numbers[top] + (numbers[top] - numbers[top - 1]) / 2)
-    # A tie goes to the even one of the two codes, which is the larger one where the largest number's is odd.
-    largest = np.nextafter(halfway, np.float32(0)) if top % 2 else halfway
-    return Narrowing(dtype, float(numbers[numbers > 0].min()) / 2, float(largest))
+
+def narrowing_to(dtype: str) -> Narrowing:
+    """Return what a cast to a float of 8, 16 or 32 bits loses, in numbers that can be compared with what is cast."""
+    return Narrowing(dtype, *_LOSSES[dtype])
