@@ -93,7 +93,7 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
     """Return how a component comes about, None if no steps do what was inferred."""
     parts = {key: moved[key].parts for key in keys}
     sources = list(dict.fromkeys(part.source for pieces in parts.values() for part in pieces))
-    own = {key: source[key] for key in sources}
+    own, wanted = {key: source[key] for key in sources}, {key: target[key] for key in keys}
     for steps, ours, theirs in _candidates(sources, keys, parts, source, target):
         source_pattern, target_pattern = _named(ours, steps.stack), _named(theirs, steps.unstack)
         if steps.some:
@@ -103,7 +103,7 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
             steps = replace(steps, some=replace(steps.some, names=tuple(texts)))
         instance = _Instance(source_pattern, target_pattern, steps.texts(), tuple(keys))
         with suppress(ValueError):
-            if _gives(Line.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, target):
+            if _gives(Line.parse(MapRule(instance.source, instance.target, instance.steps)), parts, own, wanted):
                 return instance
     return None
 

@@ -102,9 +102,10 @@ class Line(Struct, frozen=True):
             there = self.rule.target != "*" and any(map(self.target.matches, file))
             has = f"; it has {self.rule.target} already" if there else ""
             raise ValueError(f"no key of the file matches {self.rule.source}{has}")
-        wanted = [values for key in target or () if (values := self.target.match(key))]
-        for variable in _distinct(self.source):
-            for at, option in enumerate(variable.options if variable != self.joined else ()):
+        variables = [each for each in _distinct(self.source) if each.options and each != self.joined]
+        wanted = [values for key in (target or () if variables else ()) if (values := self.target.match(key))]
+        for variable in variables:
+            for at, option in enumerate(variable.options):
                 # Layers without a bias: the target has none either.
                 lacks = target is not None and not any(group.get(variable.name) == at for group in wanted)
                 if not lacks and not any(group.get(variable.name) == at for group in found):

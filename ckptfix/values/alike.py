@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -72,13 +73,10 @@ def _pairs(source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Value
             for column, key in enumerate(there):
                 row = int(table[:, column].argmax())
                 best = float(table[row, column])
-                rivals = [
-                    *table[:row, column],
-                    *table[row + 1 :, column],
-                    *table[row, :column],
-                    *table[row, column + 1 :],
-                ]
-                if best >= ALIKE and all(best - float(other) >= APART for other in rivals):
+                table[row, column] = -inf
+                rival = float(torch.maximum(table[:, column].max(), table[row].max()))
+                table[row, column] = best
+                if best >= max(ALIKE, rival + APART):
                     found[key] = here[row]
     return found
 
@@ -88,15 +86,14 @@ def _equal_ones(
 ) -> dict[str, str]:
     """Return the keys of tensors that are in both files several times, each in the block of its neighbours."""
     taken, blocks = set(found.values()), {_block(key): _block(other) for key, other in found.items()}
+    spare: dict[tuple[Shape, str | None], list[str]] = defaultdict(list)
+    for other in source.keys() - taken:
+        spare[source[other], _block(other)].append(other)
     equal = {}
     for key in target.keys() - found.keys():
         place = full(target[key])
-        fitting = [
-            other
-            for other, shape in source.items()
-            if shape == target[key] and other not in taken and _block(other) == blocks.get(_block(key))
-            if _agree((Part(other, place, place),), theirs[key], ours)
-        ]
+        others = spare.get((target[key], blocks.get(_block(key))), ())
+        fitting = [other for other in others if _agree((Part(other, place, place),), theirs[key], ours)]
         if len(fitting) == 1:
             equal[key] = fitting[0]
     return equal if len(set(equal.values())) == len(equal) else {}
