@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise, takewhile
 from math import prod
@@ -389,7 +389,7 @@ def _doubt_torn_layers(inference: Inference) -> None:
 def _are_apart(layers: set[str]) -> bool:
     """Tell whether layers are several, and not one of which the other is a part."""
     shortest = min(layers, key=len, default="")
-    return any(layer != shortest and not layer.startswith(f"{shortest}.") for layer in layers)
+    return any(layer not in (shortest, f"{shortest}.{layer.rpartition('.')[2]}") for layer in layers)
 
 
 def _is_of_layer(key: str) -> bool:
@@ -428,9 +428,10 @@ def _doubt_beside_gaps(inference: Inference) -> None:
         left, (inference.source, inference.target), (inference.unused, inference.missing), strict=True
     ):
         for key in keys:
-            rivals[_squeezed(specs[key]), segments(key)[-1]].append(key)
+            rivals[_squeezed(specs[key])].append(key)
     single = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
     doubtful: set[str] = set()
+    common = _common(inference.source) | _common(inference.target) if any(left) else set()
     together = Counter((template(source), template(key)) for key, source in single.items())
     for key, source in single.items():
         match = inference.matches[key]
@@ -438,14 +439,19 @@ def _doubt_beside_gaps(inference: Inference) -> None:
             continue
         shape = _squeezed(inference.target[key])
         is_one_of_many = together[template(source), template(key)] > FEW
-        pairs = [(other, key, source) for other in left[0].get((shape, segments(source)[-1]), ())]
-        pairs += [(source, other, key) for other in left[1].get((shape, segments(key)[-1]), ())]
+        pairs = [(other, key, source) for other in left[0].get(shape, ())]
+        pairs += [(source, other, key) for other in left[1].get(shape, ())]
         for one, other, own in pairs:
             lost = one if own == source else other
-            if _block(lost) == _block(own):
-                is_doubtful = module(segments(source)) != module(segments(key))
+            is_like = segments(lost)[-1] == segments(own)[-1]
+            if is_like and _block(lost) == _block(own):
+                name = module(segments(source))
+                is_doubtful = name != module(segments(key)) or name.isdigit()
+            elif is_one_of_many:
+                is_doubtful = False
             else:
-                is_doubtful = not is_one_of_many and _alike(one, other) >= _alike(source, key)
+                better = _alike(one, other, common) - _alike(source, key, common)
+                is_doubtful = better >= 0 if is_like else better > 0
             if is_doubtful:
                 doubtful.add(_layer(key) if _is_of_layer(key) else key)
                 break
@@ -463,32 +469,56 @@ def _doubt_uneven_lists(inference: Inference) -> None:
             images[0][part.source].append(key)
             images[1][key].append(part.source)
     doubtful: set[str] = set()
-    for specs, image in zip((inference.source, inference.target), images, strict=True):
-        members: dict[Path, dict[Path, str]] = defaultdict(dict)
-        for key in specs:
-            path = segments(key)
-            for depth, segment in enumerate(path[:-1], 1):
-                if segment[-1:].isdigit():
-                    members[path[:depth]][path[depth:]] = key
-        equal: dict[object, list[dict[Path, str]]] = defaultdict(list)
+    sides = [_members(specs) for specs in (inference.source, inference.target)]
+    ranks = [_ranks(members) for members in sides]
+    for side, (specs, members, image) in enumerate(
+        zip((inference.source, inference.target), sides, images, strict=True)
+    ):
+        equal: dict[object, list[Path]] = defaultdict(list)
         for path, keys in members.items():
             inside = frozenset((rest, specs[key]) for rest, key in keys.items())
-            equal[path[:-1], template(path[-1]), inside].append(keys)
-        for alike in equal.values():
-            is_layer = len({rest[:-1] for rest in alike[0]}) < FEW
-            if (
-                not is_layer
-                and len(alike) > 1
-                and not _in_step([{rest: image[key] for rest, key in keys.items()} for keys in alike])
-            ):
-                doubtful.update(key for keys in alike for key in keys.values())
+            equal[path[:-1], template(path[-1]), inside].append(path)
+        for paths in equal.values():
+            is_layer = len({rest[:-1] for rest in members[paths[0]]}) < FEW
+            alike = [{rest: image[key] for rest, key in members[path].items()} for path in paths]
+            places = [ranks[side][path] for path in paths]
+            if not is_layer and len(alike) > 1 and not _in_step(alike, places, ranks[1 - side]):
+                doubtful.update(key for path in paths for key in members[path].values())
     for key, match in inference.matches.items() if doubtful else ():
         if key in doubtful or any(part.source in doubtful for part in match.parts):
             inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
 
 
-def _in_step(members: Sequence[Mapping[Path, Sequence[str]]]) -> bool:
-    """Tell whether equal modules, given as what each of their tensors becomes, have counterparts that are equal, too.
+def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
+    """Return the keys in each numbered module, by their path inside of it."""
+    members: dict[Path, dict[Path, str]] = defaultdict(dict)
+    for key in keys:
+        path = segments(key)
+        for depth, segment in enumerate(path[:-1], 1):
+            if segment[-1:].isdigit():
+                members[path[:depth]][path[depth:]] = key
+    return members
+
+
+def _ranks(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return the place of each numbered module in its list, and the length of the list."""
+    lists: dict[tuple[Path, str], list[Path]] = defaultdict(list)
+    for path in paths:
+        lists[path[:-1], template(path[-1])].append(path)
+    return {
+        path: (at, len(each))
+        for each in lists.values()
+        for at, path in enumerate(sorted(each, key=lambda path: numbers(path[-1:])))
+    }
+
+
+def _in_step(
+    members: Sequence[Mapping[Path, Sequence[str]]],
+    places: Sequence[tuple[int, int]],
+    others: Mapping[Path, tuple[int, int]],
+) -> bool:
+    """Tell whether equal modules, given as what each of their tensors becomes, have counterparts that are equal, too,
+    and at the same places if the lists are of one length, forwards or backwards.
 
     Those of ``attn1`` and ``attn2`` may have names of their own."""
     if any(2 * sum(not keys for keys in each.values()) > len(each) for each in members):
@@ -510,7 +540,11 @@ def _in_step(members: Sequence[Mapping[Path, Sequence[str]]]) -> bool:
                 if depth and owners.setdefault(path[:depth], at) != at:
                     return False  # two modules share one
                 steps[at].add(tuple(step for step in map(sub, numbers(path), numbers(paths[0])) if step))
-    return all(len(each) < 2 for each in steps)
+    pairs = [(places[at], others[owner]) for owner, at in owners.items() if owner in others]
+    of_one_length = [(one, other, length) for (one, length), (other, size) in pairs if length == size]
+    is_same = all(one == other for one, other, _ in of_one_length)
+    is_mirrored = all(one + other == length - 1 for one, other, length in of_one_length)
+    return (is_same or is_mirrored) and all(len(each) < 2 for each in steps)
 
 
 def _squeezed(shape: Shape) -> Shape:
@@ -523,10 +557,16 @@ def _block(key: str) -> tuple[str, ...]:
     return path[:-2] if path[-1] in STATISTICS else parent(path)
 
 
-def _alike(source: str, key: str) -> float:
-    """Return the share of concepts that two names have in common."""
+def _common(keys: Collection[str]) -> set[str]:
+    """Return the concepts that most keys have: ``model`` says nothing."""
+    counts = Counter(concept for key in keys for concept in bag(segments(key)))
+    return {concept for concept, number in counts.items() if 2 * number > len(keys)}
+
+
+def _alike(source: str, key: str, common: Collection[str]) -> float:
+    """Return the share of concepts that two names have in common, without those that most names have."""
     one, other = (bag(segments(name)) for name in (source, key))
-    return similarity(one, other, dict.fromkeys(one | other, 1.0))
+    return similarity(one, other, {concept: float(concept not in common) for concept in one | other})
 
 
 def _match_leftovers(inference: Inference) -> None:

@@ -276,6 +276,7 @@ class Matcher(Struct):
         is_hidden = bool(self.sorted_sides) and not self._is_in_order(source, target, chosen)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
         is_named = _are_named(source, target) and all(_same_end(source[at], target[to]) for at, to in chosen)
+        unchosen = set(range(len(target))) - {to for _, to in chosen}
         for at, to in chosen:
             one, other = source[at], target[to]
             rivals = _rivals(at, to, chosen, scores)
@@ -285,7 +286,8 @@ class Matcher(Struct):
                 self._shown.add((key, numbers(one.path), numbers(other.path)))
             hidden = _rivals(at, to, chosen, by_name) if is_hidden else []
             close = {source[rival].path: source[rival] for rival, margin in rivals + hidden if margin < NARROW}
-            if close:
+            spare = [table[at] for table in ((scores, by_name) if is_hidden else (scores,))]
+            if close or any(row[to] - row[other] < NARROW for row in spare for other in unchosen):
                 label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:
                 label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY

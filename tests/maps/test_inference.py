@@ -785,3 +785,37 @@ def test_attention_without_names_for_its_parts():
     theirs = {f"{name}_attn.{key}": shape for name in ("self", "cross") for key, shape in inner.items()}
     matches = infer(stack("a", [ours] * 3), stack("b", [theirs] * 3)).matches
     assert all(match.label > Label.AMBIGUOUS for match in matches.values())
+
+
+def applied(source: Specs, target: Specs) -> dict[str, list[str]]:
+    matches = infer(source, target).matches.items()
+    return {key: [part.source for part in match.parts] for key, match in matches if match.label > Label.AMBIGUOUS}
+
+
+def test_a_layer_without_attention_changes_places_with_no_other():
+    """The last layer is whole, and the third one of the target is not: lists of one length keep their places."""
+    attention: Specs = {f"self_attn.{name}.weight": (8, 8) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    ours = {**attention, "mlp.up_proj.weight": (32, 8), "mlp.down_proj.weight": (8, 32), "input_norm.weight": (8,)}
+    theirs: Specs = {"attn.qkv.weight": (24, 8), "attn.proj.weight": (8, 8), "mlp.fc_1.weight": (32, 8)}
+    theirs |= {"mlp.fc_2.weight": (8, 32), "norm_1.weight": (8,)}
+    target = {key: shape for key, shape in stack("h", [theirs] * 4).items() if not key.startswith("h.2.attn")}
+    for key, names in applied(stack("layers", [ours] * 4), target).items():
+        assert {name.split(".")[1] for name in names} == {key.split(".")[1]}
+
+
+def test_words_that_all_names_have_do_not_make_a_head_the_embedding():
+    layers = stack("model.layers", [linear("mlp.up_proj", 32, 8) | linear("mlp.down_proj", 8, 32)] * 3)
+    source = {f"model.{key}": shape for key, shape in stack("h", [linear("a", 32, 8) | linear("b", 8, 32)] * 3).items()}
+    source["model.ff_out.weight"] = (50, 8)
+    found = applied(source, {"model.embed_tokens.weight": (50, 8), **layers, "lm_head.weight": (50, 8)})
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & found.keys()
+    assert found["model.layers.1.mlp.up_proj.weight"] == ["model.h.1.a.weight"]
+
+
+def test_two_layers_of_which_one_could_be_either_of_two_others_do_not_decide_for_all():
+    """Sorted keys do not say whether ``fc_1`` is the gate, and a layer that has only one of them says no more."""
+    split: Specs = {"mlp.gate_proj.weight": (32, 8), "mlp.up_proj.weight": (32, 8), "n.weight": (8,)}
+    numbered: Specs = {"mlp.fc_1.weight": (32, 8), "mlp.fc_2.weight": (32, 8), "m.weight": (8,)}
+    ours, theirs = stack("layers", [split] * 4), stack("h", [numbered] * 4)
+    del ours["layers.1.mlp.up_proj.weight"]
+    assert not any("fc" in key for key in applied(dict(sorted(ours.items())), theirs))
