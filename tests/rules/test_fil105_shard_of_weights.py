@@ -99,6 +99,10 @@ def test_some_tensors_have_no_values():
         pytest.param(["model-rank-0-part-0.safetensors", "model-rank-0-part-1.safetensors"], 0, id="vllm-on-one"),
         pytest.param(["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], 1, id="vllm"),
         pytest.param(["reshard-model_part-0.pt", "reshard-model_part-1.pt"], 1, id="metaseq"),
+        pytest.param(
+            [f"model_weight_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors" for rank in (0, 1)], 1, id="nanotron"
+        ),
+        pytest.param(["model_weight_pp-rank-0-of-2_tp-rank-0-of-1.safetensors"], 0, id="nanotron-on-one"),
         pytest.param(["rank0.safetensors", "rank1.safetensors"], 0, id="files-of-ranks"),
         pytest.param(["rank0.safetensors", "rank1.safetensors", "config.json"], 1, id="tensorrt"),
         pytest.param(["mp_rank_00/model_weights.ckpt"], 1, id="nemo"),

@@ -29,6 +29,7 @@ FSDP = "fsdp"
 _PLAIN_PARTS = (
     (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", b""),
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", b'"tp_size"'),
+    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", "nanotron", b""),
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", b""),
 )
 _PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
