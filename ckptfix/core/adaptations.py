@@ -18,7 +18,7 @@ VOCAB, INFLATE, HEAD, DEPTH = "vocab", "inflate", "head", "depth"
 
 # The recipes of each kind of tensor; empty for those whose recipe is a file or a list of the user's.
 RECIPES: Mapping[str, tuple[str, ...]] = {
-    POS_EMBED: ("timm", "plain", "torchvision", "linear", "cut"),
+    POS_EMBED: ("timm", "plain", "dinov2", "torchvision", "linear", "cut"),
     WINDOW_BIAS: ("swin", "beit", "levit"),
     PATCH_EMBED: ("timm",),
     IN_CHANS: ("timm", "mean"),

@@ -93,6 +93,8 @@ _MOST_TOKENS = 16
 _MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
 _MOST_SIGNALS = 12  # the same over time only, where more are the bands of a spectrum and have an order
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
+# Modules of transformers that resample their positions in float32, whatever their dtype.
+_IN_FLOAT32 = ("Dinov2Embeddings", "PixioEmbeddings")
 # The recipe for position embeddings of each library, by its package, or by the keys that it writes.
 _BY_NAME = (
     (re.compile(r"(?:^|\.)encoder\.pos_embedding$"), "torchvision"),
@@ -391,6 +393,8 @@ class _Table(Struct, frozen=True, dict=True):
         own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
         if f"{self.key.rpartition('.')[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
             own = "timm"
+        elif (self.target.modules or {}).get(self.key.rpartition(".")[0]) in _IN_FLOAT32:
+            own = "dinov2"
         first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(self.key)), "timm")
         return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
 
@@ -605,6 +609,7 @@ _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
 _RECIPES = {
     "pos_embed=timm": "resamples them (bicubic, antialiased), as timm and open_clip",
     "pos_embed=plain": "without antialiasing, as ViT and DINO in transformers",
+    "pos_embed=dinov2": "without antialiasing and in float32, as DINOv2 in transformers",
     "pos_embed=torchvision": "with aligned corners",
     "pos_embed=linear": "stretches the positions",
     "pos_embed=cut": "keeps the first positions",

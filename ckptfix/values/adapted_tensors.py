@@ -210,11 +210,14 @@ def _antialiased(grid: Tensor, size: tuple[int, ...]) -> Tensor:
     return interpolate(grid.float(), size, mode="bicubic", antialias=True, align_corners=False).to(grid.dtype)
 
 
-def _interpolated(mode: str, *, align_corners: bool) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
+def _interpolated(
+    mode: str, *, align_corners: bool, in_float32: bool = False
+) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
     def resize(grid: Tensor, size: tuple[int, ...]) -> Tensor:
         from torch.nn.functional import interpolate
 
-        return interpolate(grid, size, mode=mode, align_corners=align_corners)
+        values = grid.float() if in_float32 else grid
+        return interpolate(values, size, mode=mode, align_corners=align_corners).to(grid.dtype)
 
     return resize
 
@@ -380,6 +383,8 @@ FORMULAS: Mapping[str, Formula] = {
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py
     "pos_embed=plain": _resized(_interpolated("bicubic", align_corners=False), tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/dinov2/modeling_dinov2.py
+    "pos_embed=dinov2": _resized(_interpolated("bicubic", align_corners=False, in_float32=True), tokens_first=True),
     # https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py
     "pos_embed=torchvision": _resized(_interpolated("bicubic", align_corners=True), tokens_first=True),
     # https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)

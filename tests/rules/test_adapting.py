@@ -93,6 +93,12 @@ def dino_with_registers(size: int) -> Any:
     return Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**NARROW, image_size=size, patch_size=16))
 
 
+def dino(size: int) -> Any:
+    from transformers import Dinov2Config, Dinov2Model
+
+    return Dinov2Model(Dinov2Config(**NARROW, image_size=size, patch_size=16))
+
+
 def siglip2(patch: int) -> Any:
     from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
@@ -302,6 +308,14 @@ def test_keys_of_other_names_are_named_by_hand(recipe, old, new):
     (finding,) = propose(shape_mismatch, file, target, adapt=(recipe,))
     assert finding.fix is not None
     assert repaired(shape_mismatch, file, target, adapt=(recipe,))["net.places"].shape == new
+
+
+def test_dinov2_of_transformers_computes_in_float32():
+    (finding,) = propose(shape_mismatch, dino(64).state_dict(), dino(96))
+    assert finding.remedies[0].options == (("adapt", ("pos_embed=dinov2",)),)
+    assert "the model is one of transformers; pos_embed=timm and pos_embed=plain" in finding.remedies[0].text
+    with pytest.raises(UsageError, match=r"pos_embed=dinov2' is not for .*give adapt='pos_embed=plain'"):
+        propose(shape_mismatch, transformers_vit(64).state_dict(), transformers_vit(96), adapt=("pos_embed=dinov2",))
 
 
 NOT_SQUARE = "pos_embed=timm:ROWSxCOLUMNS:ROWSxCOLUMNS"

@@ -130,6 +130,22 @@ def test_positions_as_transformers(tokens, dtype, new):
     assert_same(adapted(table, "pos_embed=plain", tuple(expected.shape), (14, 14, *new)), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("new", [(24, 24), (7, 7), (12, 20)], ids=str)
+def test_positions_as_dinov2_of_transformers(dtype, new):
+    from transformers import Dinov2Config
+    from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings
+
+    sizes = {"hidden_size": 12, "num_attention_heads": 1, "image_size": 224, "patch_size": 16}
+    embeddings: Any = Dinov2Embeddings(Dinov2Config(**sizes)).to(dtype)
+    table = torch.randn(1, 197, 12).to(dtype)
+    embeddings.position_embeddings.data = table
+    with torch.no_grad():
+        patches = torch.zeros(1, 1 + new[0] * new[1], 12)
+        expected = embeddings.interpolate_pos_encoding(patches, 16 * new[0], 16 * new[1])
+    assert_same(adapted(table, "pos_embed=dinov2", tuple(expected.shape), (14, 14, *new)), expected)
+
+
 def swins_own(table: torch.Tensor, side: int) -> torch.Tensor:
     """What ``load_pretrained`` of Swin's own repository does to a table, which no package ships."""
     rows, heads = table.shape
