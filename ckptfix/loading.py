@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import RepairSettings
 
-SHOWN = 3
-"""How many names a remark gives."""
+SHOWN = 3  # how many names a remark gives
 
 
 def load(

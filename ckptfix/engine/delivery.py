@@ -52,11 +52,9 @@ ForwardTest = Callable[[Path, Checkpoint], tuple[SmokeResult | None, list[Findin
 """Runs a model on a file that holds this checkpoint; None for a test that was not asked for."""
 
 
-LEAST_COVERAGE = 0.5
-"""The share of the parameters that has to come from the file, unless ``allow_untrained`` is given."""
+LEAST_COVERAGE = 0.5  # the share of the parameters that has to come from the file, unless ``allow_untrained`` is given
 
-SHARDS = "shards"
-"""The form of a report's output that is several files and their index."""
+SHARDS = "shards"  # the form of a report's output that is several files and their index
 
 
 def refusal(report: Report, settings: Settings) -> str:

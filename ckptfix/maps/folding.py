@@ -20,8 +20,7 @@ from ckptfix.maps.patterns import parse
 from ckptfix.maps.resolving import Line, Shapes
 
 _DIGITS = re.compile(r"\d+")
-MANY = 4
-"""Rather than more rules than this for the layers of one kind, one rule lists their numbers."""
+MANY = 4  # rather than more rules than this for the layers of one kind, one rule lists their numbers
 
 LETTERS = "nmklijpqrstuvwxyz"
 
@@ -30,11 +29,9 @@ class _Instance(Struct, frozen=True):
     """Tensors of the source that become tensors of the target, with nothing else involved."""
 
     source: str
-    target: str
-    """Keys as patterns: lists in braces for what is joined and split, and ``{e}`` for what is stacked."""
+    target: str  # keys as patterns: lists in braces for what is joined and split, and ``{e}`` for what is stacked
     steps: tuple[str, ...]
-    keys: tuple[str, ...]
-    """The keys of the target."""
+    keys: tuple[str, ...]  # the keys of the target
 
     @property
     def template(self) -> tuple[str, str, tuple[str, ...]]:

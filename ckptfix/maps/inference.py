@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 Specs = Mapping[str, Sequence[int]]
 
 ORDER_WEIGHT = 0.6
-SORTED_WEIGHT = 0.12
-"""Keys sorted by name say less about the order of the layers."""
+SORTED_WEIGHT = 0.12  # keys sorted by name say less about the order of the layers
 
 SORTED_UP_TO = 10
 """Keys are sorted if one of so many comes before its predecessor by name; as a model defines them, about half do."""
@@ -50,11 +49,9 @@ SORTED_UP_TO = 10
 Converters = tuple["Converter | None", "Converter | None"]
 """Those of the model that the file is from, and of the target."""
 
-CONVERTED = 0.75
-"""The share of the target that a library's own loader has to fill: else the file is not one of its own."""
+CONVERTED = 0.75  # the share of the target that a library's own loader has to fill: else the file is not one of its own
 
-FEW = 2
-"""Up to this number, layers of one kind do not show by what they have in common which layers they are."""
+FEW = 2  # up to this number, layers of one kind do not show by what they have in common which layers they are
 
 COUNTER = "num_batches_tracked"
 

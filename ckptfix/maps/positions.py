@@ -28,8 +28,7 @@ NAMED, KEYED = "param_names", "names in the place of numbers"  # what makes name
 
 # The hyperparameter of Adagrad with which the sums of its squared gradients begin.
 INITIAL = "initial_accumulator_value"
-SCALARS = frozenset(("step", "mu_product"))
-"""What is one number for a parameter of any shape."""
+SCALARS = frozenset(("step", "mu_product"))  # what is one number for a parameter of any shape
 _BEGINNINGS: Mapping[str, float | str] = {
     **dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"), 0),
     **dict.fromkeys(("grad_avg", "acc_delta", "exp_inf", "prev"), 0),
@@ -209,8 +208,7 @@ HF_FILE = "trainer_state.json"
 _HF_PATTERNS = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 _UNDECAYED = r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
 _MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
-OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")
-"""Tables and heads, which scripts with Muon leave to Adam."""
+OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")  # tables and heads, which scripts with Muon leave to Adam
 _STEM = r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)"
 _BLOCK = r"(.*\.)?(blocks|layers?|h)\.(\d+)\."
 
@@ -276,12 +274,10 @@ class Recipe(Struct, frozen=True):
     name: str
     label: Callable[[Layout, str], Hashable]
     order: tuple[Hashable, ...] = ()
-    is_mixed: bool = False
-    """Whether the groups are of two methods, which keep different state."""
+    is_mixed: bool = False  # whether the groups are of two methods, which keep different state
     within: Callable[[Iterable[str]], list[str]] | None = None
     """In which order each group lists its parameters, if not in that of the model."""
-    is_own: bool = False
-    """Whether it is that of no trainer: its labels are a part of the model and a kind of parameter."""
+    is_own: bool = False  # whether it is that of no trainer: its labels are a part of the model and a kind of parameter
     sign: str = ""
     """What only its trainer leaves beside the optimizer: a file, an entry of the checkpoint, an option of groups."""
     rises: Callable[[Any], tuple[float, float]] | None = None
@@ -477,8 +473,7 @@ def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: places[part(key)])
 
 
-LIMIT = 10_000
-"""Steps of a search for orders of groups; that of a file without moments has as many as there are orders."""
+LIMIT = 10_000  # steps of a search for orders of groups; that of a file without moments has as many as there are orders
 
 
 def _arranged(

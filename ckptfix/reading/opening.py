@@ -202,6 +202,6 @@ def _read_index(content: Content, salvage: bool) -> Document | None:
     """Return the document of a sharded checkpoint, if the content is the index of one."""
     if not sniffing.may_be_json(content):
         return None
-    from ckptfix.reading.folders import sharded
+    from ckptfix.reading.folders import shard_index, sharded
 
-    return sharded.read(content, salvage) if sharded.sniff(content) else None
+    return sharded.read(content, salvage) if shard_index.is_index(content) else None

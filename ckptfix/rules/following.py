@@ -41,8 +41,7 @@ from ckptfix.maps.positions import (
 )
 from ckptfix.rules.origins import Change, Shape
 
-STEP = "step"
-"""The count of steps in a row, which is a tensor of one element since torch 1.12."""
+STEP = "step"  # the count of steps in a row, which is a tensor of one element since torch 1.12
 
 
 class Step(NamedTuple):
@@ -67,8 +66,7 @@ class Followed(Struct, frozen=True):
     anew: tuple[str, ...]
     added: tuple[str, ...]
     gone: tuple[str, ...]
-    which: str = ""
-    """Which parameters it has, and in whose order, if that may be different."""
+    which: str = ""  # which parameters it has, and in whose order, if that may be different
 
     @property
     def source(self) -> str:
@@ -129,8 +127,7 @@ class Scope(Struct, frozen=True):
 
     layout: Layout
     takes: Callable[[str], bool]
-    which: str = ""
-    """Which they are if not all, and in whose order if that of the file and that of the model differ."""
+    which: str = ""  # which they are if not all, and in whose order if that of the file and that of the model differ
 
 
 def scopes(change: Change) -> Iterator[Scope]:
@@ -219,8 +216,7 @@ def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
     return own or found
 
 
-ORDERS = 20
-"""How many orders of a sorted file's parameters are tried if the names are known."""
+ORDERS = 20  # how many orders of a sorted file's parameters are tried if the names are known
 
 
 def is_named(optimizer: Optimizer, change: Change) -> bool:

@@ -77,8 +77,7 @@ from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.values.alike import by_values
 
-COVERED = 0.75
-"""The share of the target's tensors that a map has to fill: less may be a coincidence of shapes."""
+COVERED = 0.75  # the share of the target's tensors that a map has to fill: less may be a coincidence of shapes
 
 UNPLACED = 0.25
 """The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
@@ -103,8 +102,7 @@ PROOF = (
 
 Specs = Mapping[str, Shape]
 Moves = dict[str, Match]
-Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None
-"""Of the file and of the reference."""
+Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None  # of the file and of the reference
 
 
 @rule

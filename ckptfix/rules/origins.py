@@ -117,12 +117,10 @@ class Change(Struct, frozen=True, dict=True):
     """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
-    signs: Collection[str] = ()
-    """The files beside it that only one trainer leaves there."""
+    signs: Collection[str] = ()  # the files beside it that only one trainer leaves there
     is_current: bool = False
     """Whether the file is of the same release of transformers as the model, which only saves it under other names."""
-    is_wide: bool = False
-    """Whether what is only named like a buffer (``masked_spec_embed``) counts as a parameter."""
+    is_wide: bool = False  # whether what is only named like a buffer (``masked_spec_embed``) counts as a parameter
     is_tied: bool = False
     """Whether copies of what the model has tied (``.cpu()`` of each tensor makes them) count as one parameter."""
 
@@ -334,8 +332,7 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], 
     return sorted(rank, key=rank.__getitem__), left
 
 
-PLACEMENTS = 50_000
-"""How many names all orders that are tried may have together: two seconds of work."""
+PLACEMENTS = 50_000  # how many names all orders that are tried may have together: two seconds of work
 
 
 def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:

@@ -27,8 +27,7 @@ SAMPLES, FEWEST = 1024, 64
 ALIKE, APART = 0.8, 0.25
 """The correlation of tensors that are one, and how much less any other one has to correlate with either."""
 
-SAME_TRAINING = 0.5
-"""The share of the target's elements from which on the two files are of one training."""
+SAME_TRAINING = 0.5  # the share of the target's elements from which on the two files are of one training
 
 
 def by_values(

@@ -22,8 +22,7 @@ from ckptfix.core.spec import TensorSpec
 # Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
-FSDP = "fsdp"
-"""The format of merged ranks of FSDP."""
+FSDP = "fsdp"  # the format of merged ranks of FSDP
 
 # What the files of those are called that write plain tensors, and what the config.json beside them says.
 _PLAIN_PARTS = (

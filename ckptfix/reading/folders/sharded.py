@@ -31,7 +31,6 @@ from ckptfix.reading.folders.shard_index import (
     Numbering,
     ShardIndex,
     folder_of,
-    is_index,
     name_unpacked,
     parse_index,
 )
@@ -88,11 +87,6 @@ def surroundings(shard: Checkpoint) -> list[list[tuple[PathPart, Any]]] | None:
 NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
 # Where a folder has several indexes, the one that transformers takes.
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-
-
-def sniff(content: Content) -> bool:
-    """Return whether the content is the index of a sharded checkpoint."""
-    return is_index(content)
 
 
 def read(content: Content, salvage: bool = False) -> Document:
