@@ -116,6 +116,8 @@ def _encode_around(
                 encoded.append([encoder.encode(name), encoder.encode(member)])
             except _Unstorable:
                 lost.append(path_name((*at, name)))
+                if not isinstance(value, dict):
+                    encoded.append([name, None])  # those behind it keep their places
     return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
 
 

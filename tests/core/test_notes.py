@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,15 @@ def test_what_json_cannot_hold_is_named_and_the_rest_stays(tmp_path):
     assert lost_extras(checkpoint) == ["optimizer", "loop", "half"]
     again = opened(write(checkpoint, "safetensors", tmp_path))
     assert list(again.root) == ["state_dict", "epoch"]  # type: ignore[call-overload]  # the root is a dict
+
+
+def test_what_follows_a_lost_item_of_a_list_keeps_its_place(tmp_path):
+    """ParSNIP's files are a list of settings, with arrays in them, and a state_dict."""
+    value = [{"bands": torch.ones(2)}, OrderedDict(w=torch.ones(1), v=torch.ones(1)), 5]
+    again = opened(write(opened(saved(value, tmp_path)), "safetensors", tmp_path))
+    assert (again.container, list(again.specs)) == ((1,), ["w", "v"])
+    root: Any = again.root
+    assert (len(root), root[0], root[2]) == (3, None, 5)
 
 
 @pytest.mark.parametrize("depth", [30, 60])
