@@ -578,10 +578,12 @@ def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> lis
     return [Naming(known, source, moments=moments) for known in fitting or found[:1]]
 
 
-def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> Iterator[Naming]:
+def namings(
+    optimizer: Optimizer, layout: Layout, new: Layout | None = None, of_trainers: bool = False
+) -> Iterator[Naming]:
     """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout. Of recipes of
-    a script's own that agree, also on the groups of ``new`` parameters, there is one; there are none beside a recipe
-    whose trainer has signed the groups."""
+    a script's own that agree, also on the groups of ``new`` parameters, there is one; there are none if only those
+    ``of_trainers`` are asked for, or beside a recipe whose trainer has signed the groups."""
     sizes = optimizer.sizes
     if sum(sizes) != len(layout.shapes):
         return
@@ -606,7 +608,7 @@ def namings(optimizer: Optimizer, layout: Layout, new: Layout | None = None) -> 
     found = list(chain.from_iterable(named(recipe) for recipe in RECIPES if is_mixed or not recipe.is_mixed))
     signed = [naming for _, _, naming in found if naming.recipe is not None and naming.recipe.signs(optimizer)]
     yield from signed or (naming for _, _, naming in found)
-    if signed or not moments or len(sizes) == 1:
+    if signed or of_trainers or not moments or len(sizes) == 1:
         return  # only moments show groups of one's own
     known, outcomes = [order for order, _, _ in found], [outcome for _, outcome, _ in found]
     orders = _orders(layout.shapes)

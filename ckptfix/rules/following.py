@@ -209,14 +209,17 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 
 
 def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
-    """Return the recipes that fit, only those of the trainer that has left a file of its own if there are any."""
+    """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
+    a script's own are not looked for in more orders of a sorted file than can agree."""
     new = change.new
-    found = [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new)]
-    own = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
-    return own or found
+    found = [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new, True)]
+    signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
+    if signed or len(change.model_orders) > ORDERS:
+        return signed or found
+    return [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new)]
 
 
-ORDERS = 20  # how many orders of a sorted file's parameters are tried if the names are known
+ORDERS = 20  # of a sorted file's parameters, tried for groups of a script's own, or if the names are known
 
 
 def is_named(optimizer: Optimizer, change: Change) -> bool:

@@ -348,7 +348,7 @@ def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
         alike.setdefault((re.sub(_NUMBERS, "0", root), frozenset(tails)), []).append(root)
     orders, limit = [order], PLACEMENTS // max(len(order), 1)
     for (_, ends), roots in alike.items():
-        arranged = list(islice(_arranged(sorted(ends)), limit + 1))
+        arranged = list(islice(_arranged(sorted(ends), limit + 1), limit + 1))
         more = (_placed(one, roots, each) for one in orders for each in arranged)
         orders = list(islice(chain.from_iterable(more), limit + 1))
         if len(orders) > limit:
@@ -388,8 +388,9 @@ def _below(key: str, parent: str) -> tuple[str, bool] | None:
     return name, not dot
 
 
-def _arranged(tails: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the orders that the parameters of a module may have: its own first, a weight before its bias."""
+def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
+    """Yield the orders that the parameters of a module may have, its own first, a weight before its bias. Of those
+    inside of its modules, up to ``limit`` count."""
     children: dict[str, list[str]] = {}
     for tail in tails:
         name, dot, rest = tail.removeprefix(".").partition(".")
@@ -398,8 +399,10 @@ def _arranged(tails: Iterable[str]) -> Iterator[list[str]]:
     inner = [name for name in children if name not in own]
     firsts = [sorted(own, reverse=True)] if set(own) <= {"weight", "bias"} else permutations(own)
     nexts = [sorted(inner, key=int)] if all(map(str.isdecimal, inner)) else permutations(inner)
-    for first, then in product(firsts, nexts):
-        for parts in product(*(_arranged(children[name]) for name in then)):
+    of_children = {name: list(islice(_arranged(children[name], limit), limit)) for name in inner}
+    # A product keeps all of what it is given in memory.
+    for first, then in product(islice(firsts, limit), islice(nexts, limit)):
+        for parts in product(*(of_children[name] for name in then)):
             found = list(first)
             found += [name + rest for name, part in zip(then, parts, strict=True) for rest in part]
             yield [f".{one}" if one else "" for one in found]
