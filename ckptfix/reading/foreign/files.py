@@ -312,6 +312,10 @@ _ANSWER = 400  # letters of the longest text that may be a server's answer as a 
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _CONTROL = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _LFS = re.compile(r"version https://git-lfs\.github\.com/spec/")
+_OTHER_POINTERS = (
+    (re.compile(r"(\.\./)*(\.git)?/?annex/objects/\S+$"), "git-annex", "git annex get"),
+    (re.compile(r"(?s)outs:\n.*\bpath: "), "DVC", "dvc pull"),
+)
 _HTTP = re.compile(r"HTTP/\d(?:\.\d)? (\d{3}[^\r\n]*)")
 _HTML = frozenset("html head body title meta script center h1 pre div p".split())
 _PROLOG = re.compile(r"\s*(<\?.*?\?>|<!--.*?-->|<!doctype[^>]*>)\s*", re.IGNORECASE | re.DOTALL)
@@ -357,6 +361,9 @@ def _quoted(text: str) -> str:
 
 
 def _pointer(text: str, size: int) -> str | None:
+    for pattern, maker, command in _OTHER_POINTERS:
+        if pattern.match(text):
+            return f"a pointer of {maker}, not the file itself; run `{command}` in the repository"
     if not _LFS.match(text):
         return None
     declared, digest = re.search(r"^size (\d{1,18})\s*$", text, re.MULTILINE), re.search(r"oid sha256:(\w{8,64})", text)

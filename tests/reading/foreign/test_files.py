@@ -235,6 +235,10 @@ def test_text_that_ends_inside_of_a_letter() -> None:
     [
         (POINTER.decode(), "a git-lfs pointer of a file of 12345 bytes with the sha256 4d7a2146…"),
         (POINTER[:50].decode(), "a git-lfs pointer, not the file itself (it has 50 bytes); run `git lfs pull`"),
+        ("/annex/objects/SHA256E-s98--ab.pth\n", "a pointer of git-annex, not the file itself; run `git annex get`"),
+        ("../.git/annex/objects/X9/MD5E-s98--ab.pth", "a pointer of git-annex"),
+        ("outs:\n- md5: ab\n  size: 98\n  path: model.pth\n", "a pointer of DVC, not the file itself; run `dvc pull`"),
+        ("outs:\n  - a", 'a text file and not a checkpoint: "outs: - a"'),
         ("<!DOCTYPE html><html><title>Sign in</title>", 'a web page, "Sign in",'),
         ("<html>\n<body><h1>504 &amp;\n Time-out</h1>", 'a web page, "504 & Time-out",'),
         ("<!-- a --><!-- b --><html>", "a web page, and not"),
