@@ -51,6 +51,8 @@ Converters = tuple["Converter | None", "Converter | None"]
 
 CONVERTED = 0.75  # the share of the target that a library's own loader has to fill: else the file is not one of its own
 
+SAME_NUMBERS = 0.2  # what equal numbers add to the likeness of two names
+
 FEW = 2  # up to this number, layers of one kind do not show by what they have in common which layers they are
 
 COUNTER = "num_batches_tracked"
@@ -113,7 +115,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     whole = used_in_full({key: match.parts for key, match in matches.items()}, sources)
     kept = {key: match for key, match in matches.items() if key in whole}
     inference = Inference(kept, sources, targets, choices=matcher.choices)
-    _match_leftovers(inference)
+    _match_leftovers(inference, kernels=_has_kernels(ours) - _has_kernels(theirs))
     for key in [key for key in kept if _is_torn(key, inference)]:
         del kept[key]
     _match_counters(inference)
@@ -566,32 +568,56 @@ def _alike(source: str, key: str, common: Collection[str]) -> float:
     return similarity(one, other, {concept: float(concept not in common) for concept in one | other})
 
 
-def _match_leftovers(inference: Inference) -> None:
-    """Match single tensors that differ by a transposition or by flattened axes, where the names agree."""
+def _match_leftovers(inference: Inference, kernels: int) -> None:
+    """Match single tensors that differ by a transposition or by flattened axes, where the names agree.
+
+    ``kernels`` is 1 if only the file has the kernels of JAX, -1 if only the target has."""
     ours = [key for key in inference.unused if len(inference.source[key]) > 1]
     theirs = [key for key in inference.missing if len(inference.target[key]) > 1]
     one, other = [bag(segments(key)) for key in ours], [bag(segments(key)) for key in theirs]
     weigh = weights(one, other)
+    fitting = {
+        (key, into): part
+        for key in ours
+        for into in theirs
+        if (part := _reshaped(key, inference.source[key], inference.target[into], kernels))
+    }
     scores = [
         [
-            similarity(a, b, weigh) if _reshapes(inference.source[key], inference.target[into]) else -9.0
+            similarity(a, b, weigh) + SAME_NUMBERS * (numbers((key,)) == numbers((into,)))
+            if (key, into) in fitting
+            else -9.0
             for b, into in zip(other, theirs, strict=True)
         ]
         for a, key in zip(one, ours, strict=True)
     ]
     for row, column in assign(scores):
-        if scores[row][column] > 0.25:
-            key, into = ours[row], theirs[column]
-            shape, wanted = inference.source[key], inference.target[into]
-            axes = (1, 0) if shape[::-1] == wanted and len(shape) == 2 else ()
-            part = Part(key, full(shape), full(wanted), axes=axes)
-            inference.matches[into] = Match((part,), Label.LIKELY)
+        key, into = ours[row], theirs[column]
+        if (key, into) in fitting and similarity(one[row], other[column], weigh) > 0.25:
+            rivals = [*scores[row][:column], *scores[row][column + 1 :]]
+            rivals += [each[column] for at, each in enumerate(scores) if at != row]
+            is_clear = scores[row][column] - max(rivals, default=0.0) > NARROW
+            label = Label.LIKELY if is_clear else Label.AMBIGUOUS
+            inference.matches[into] = Match((fitting[key, into],), label)
+            bias, own = (name.rpartition(".")[0] + ".bias" for name in (key, into))
+            shapes = inference.source.get(bias, ()), inference.target.get(own, ())
+            if kernels and own not in inference.matches and prod(shapes[0]) == prod(shapes[1]) > 1:
+                inference.matches[own] = Match((Part(bias, full(shapes[0]), full(shapes[1])),), label)
 
 
-def _reshapes(shape: Shape, wanted: Shape) -> bool:
+def _reshaped(key: str, shape: Shape, wanted: Shape, kernels: int) -> Part | None:
+    """Return a tensor as one of another shape, None if it is none. A matrix of JAX has its inputs first, and either
+    of its axes may be two: ``(inputs, heads, size)`` and ``(heads, size, outputs)`` in attention."""
+    whole = full(shape), full(wanted)
     if len(shape) == len(wanted) == 2:
-        return shape == wanted[::-1]
-    return prod(shape) == prod(wanted) and shape[0] == wanted[0] and 2 in (len(shape), len(wanted))
+        return Part(key, *whole, axes=(1, 0)) if shape == wanted[::-1] else None
+    if kernels and {len(shape), len(wanted)} == {2, 3}:
+        long, short = sorted((shape, wanted), key=len, reverse=True)
+        views = [(prod(long[:at]), prod(long[at:])) for at in (1, 2)]
+        view = next((view for view in views if view == short[::-1]), None)
+        return view and Part(key, *whole, view if long == shape else (), (1, 0))
+    fits = prod(shape) == prod(wanted) and shape[0] == wanted[0] and 2 in (len(shape), len(wanted))
+    return Part(key, *whole) if fits else None
 
 
 def _match_counters(inference: Inference) -> None:

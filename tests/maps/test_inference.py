@@ -819,3 +819,24 @@ def test_two_layers_of_which_one_could_be_either_of_two_others_do_not_decide_for
     ours, theirs = stack("layers", [split] * 4), stack("h", [numbered] * 4)
     del ours["layers.1.mlp.up_proj.weight"]
     assert not any("fc" in key for key in applied(dict(sorted(ours.items())), theirs))
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["in the order of definition", "sorted by name"])
+def test_a_kernel_of_attention_has_an_axis_for_the_heads(is_sorted):
+    """Flax: ``(inputs, heads, size)`` into attention and ``(heads, size, outputs)`` out of it."""
+    into: Specs = {"kernel": (32, 4, 8), "bias": (4, 8)}
+    layer = {f"attn.{name}.{key}": shape for name in ("query", "key", "value") for key, shape in into.items()}
+    layer |= {"attn.out.kernel": (4, 8, 32), "attn.out.bias": (32,), "mlp.Dense_0.kernel": (32, 128)}
+    layer |= {"mlp.Dense_0.bias": (128,)}
+    source = {f"layer_{at}.{key}": shape for at in range(12) for key, shape in layer.items()}
+    attention = {key: shape for name in ("q_proj", "k_proj", "v_proj", "out_proj") for key, shape in
+                 linear(f"self_attn.{name}", 32, 32).items()}  # fmt: skip
+    target = stack("layers", [attention | linear("fc1", 128, 32)] * 12)
+    matches = infer(dict(sorted(source.items())) if is_sorted else source, target).matches
+    for at in range(12):
+        parts = [matches[f"layers.{at}.self_attn.{name}.weight"].parts[0] for name in ("q_proj", "out_proj")]
+        assert [part.source for part in parts] == [f"layer_{at}.attn.{name}.kernel" for name in ("query", "out")]
+        assert {(part.view, part.axes) for part in parts} == {((32, 32), (1, 0))}
+        assert matches[f"layers.{at}.self_attn.k_proj.bias"].parts[0].source == f"layer_{at}.attn.key.bias"
+    back = infer(target, source).matches["layer_11.attn.out.kernel"]
+    assert (back.parts[0].axes, back.label) == ((1, 0), Label.LIKELY)
