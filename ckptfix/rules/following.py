@@ -431,7 +431,7 @@ class _Following(Struct, dict=True):
         is_open = recipe.rises is None and not recipe.is_mixed and not all(self.optimizer.sizes)
         if is_open and not all(change.origins[key].sources for key in of_key):
             return None  # the empty group may be for what is new
-        if recipe.is_own and recipe.within is not None and any(map(self._is_renamed, of_key)):
+        if recipe.within is not None and any(map(self._is_renamed, of_key)):
             return None  # a prefix that is gone may have been in the names that were sorted
         if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
             sources = {key: source for key in of_key for source in self.sources(key)}
