@@ -32,6 +32,9 @@ _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|y
 # What stable-baselines3 puts beside the weights, which it calls `policy.pth`.
 _BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables)\.pth$")
 
+# What an unpacked checkpoint has as its pickle.
+_UNPACKED = re.compile(r"(^|/)(\.metadata|data\.pkl)$")
+
 # Of torch's older files: how the magic number begins that a plain pickle lacks (`torch_legacy.MAGIC`), binary and text.
 _OF_TORCH_SAVE = (b"\x8a\nl\xfc\x9cF\xf9", b"L119547037146038801333356L")
 
@@ -113,8 +116,9 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     likely = [member for member in likely if not _NO_CHECKPOINT.search(member.name)] or likely
     if any(member.name.rpartition("/")[2] == "policy.pth" for member in likely):
         likely = [member for member in likely if not _BESIDE_POLICY.search(member.name)]
-    # Beside weights, a plain pickle is what a program needs to build the model or to prepare its input.
-    likely = [member for member in likely if not _is_plain_pickle(member.head)] or likely
+    # Beside weights, a plain pickle is what a program needs to build the model or to prepare its input, unless it is
+    # a part of an unpacked checkpoint.
+    likely = [each for each in likely if _UNPACKED.search(each.name) or not _is_plain_pickle(each.head)] or likely
     present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
     whole = name_bundle(present, PARTS) if all(PART.search(member.name) for member in likely) else None
     if wanted is None and whole is not None:

@@ -450,6 +450,7 @@ class DirectoryRepair:
 
 
 _RECORDS64 = END64.size + LOCATOR.size  # bytes of what zip64 has before the end record
+_SIGNATURE64 = b"PK\x06\x06"
 
 
 def list_members(content: Content) -> ZipIndex:
@@ -483,7 +484,7 @@ def _directory(content: Content) -> tuple[ZipIndex, str]:
     stream = buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:])
     try:
         # zipfile makes an object for whatever the directory lists, wherever it finds one.
-        if end := zipfile._EndRecData(stream):  # type: ignore[attr-defined]  # what ZipFile itself goes by
+        if end := _end_record(stream):
             bounded_directory(content, max(0, end[9] - end[5] - _RECORDS64), end[9])
         infos, start = _members(content, stream, end)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
@@ -499,11 +500,24 @@ def _directory(content: Content) -> tuple[ZipIndex, str]:
     return listing, ""
 
 
+def _end_record(stream: Any) -> Sequence[Any] | None:
+    """Return the end record as ZipFile itself finds it, with the place of the last record as its tenth field.
+
+    Where there is a record of zip64, Python has put the place of that one there since CVE-2025-8291 was mended."""
+    end: list[Any] | None = zipfile._EndRecData(stream)  # type: ignore[attr-defined]  # what ZipFile goes by
+    if end is not None and end[0] == _SIGNATURE64:
+        stream.seek(end[9])
+        head = stream.read(END64.size)
+        if head[:4] == _SIGNATURE64:
+            end[9] += 12 + int.from_bytes(head[4:12], "little") + LOCATOR.size
+    return end
+
+
 def _members(content: Content, stream: Any, end: Sequence[Any] | None) -> tuple[list[Member], int]:
     """Return the members, and where the directory of them begins."""
     if end:
         _, _, _, _, _, size, start, _, _, place, *_ = end
-        stop = place - (_RECORDS64 if end[0] == b"PK\x06\x06" else 0)
+        stop = place - (_RECORDS64 if end[0] == _SIGNATURE64 else 0)
         if start + size == stop and (plain := plain_members(content, start, stop)) is not None:
             return plain, start
     archive = zipfile.ZipFile(stream)

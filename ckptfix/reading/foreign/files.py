@@ -24,6 +24,7 @@ from ckptfix.bytes.sources import BLOCK, Content, WindowContent
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.foreign.signatures import remedy, signatures
+from ckptfix.reading.sniffing import is_pickle
 
 _RIGHT = "is it the right file?"
 _HDF5 = "open it with h5py or Keras and save its arrays from there"
@@ -70,7 +71,9 @@ def name_mangled(content: Content) -> str | None:
     again = "fetch it again in binary mode (not as text of a response, and not through an editor)"
     if replaced >= _SIGNS:
         return f"was saved as text: every byte that is not text became the sign U+FFFD, which cannot be undone; {again}"
-    if letters >= _SIGNS and looks_like_checkpoint(_bytes_of_letters(head)):
+    # Pickles of protocol 0 and 1 have the bytes of their tensors as letters by themselves.
+    is_text = is_pickle(content) and head[8:9] != b"{"
+    if letters >= _SIGNS and not is_text and looks_like_checkpoint(_bytes_of_letters(head)):
         return f"was saved as text: bytes from 0x80 on became letters of UTF-8; {again}"
     if _is_utf16(head):
         return (
