@@ -125,6 +125,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _doubt_norms(inference, sides)
     _doubt_beside_gaps(inference)
     _doubt_uneven_lists(inference)
+    _doubt_exchanges(inference)
     return inference
 
 
@@ -544,6 +545,15 @@ def _in_step(
     is_same = all(one == other for one, other, _ in of_one_length)
     is_mirrored = all(one + other == length - 1 for one, other, length in of_one_length)
     return (is_same or is_mirrored) and all(len(each) < 2 for each in steps)
+
+
+def _doubt_exchanges(inference: Inference) -> None:
+    """Call two keys ambiguous that would be exchanged though both sides have both names, and they fit as they are."""
+    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    for key, source in sources.items():
+        is_exchanged = source != key and sources.get(source) == key
+        if is_exchanged and _squeezed(inference.source[key]) == _squeezed(inference.target[key]):
+            inference.matches[key] = replace(inference.matches[key], label=Label.AMBIGUOUS)
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -840,3 +840,12 @@ def test_a_kernel_of_attention_has_an_axis_for_the_heads(is_sorted):
         assert matches[f"layers.{at}.self_attn.k_proj.bias"].parts[0].source == f"layer_{at}.attn.key.bias"
     back = infer(target, source).matches["layer_11.attn.out.kernel"]
     assert (back.parts[0].axes, back.label) == ((1, 0), Label.LIKELY)
+
+
+def test_names_that_both_sides_have_are_not_exchanged():
+    """Two layers of one shape in another order, of which one has an axis of one element more."""
+    source = {"emb.attn0.weight": (3, 2), "emb.conv1.weight": (2, 2), "emb.attn2.weight": (3, 2)}
+    target = {"emb.conv1.weight": (2, 2), "emb.attn2.weight": (3, 2, 1), "emb.attn0.weight": (3, 2)}
+    matches = infer(source, target).matches
+    exchanged = {key for key, match in matches.items() if match.parts[0].source != key}
+    assert all(matches[key].label is Label.AMBIGUOUS for key in exchanged)
