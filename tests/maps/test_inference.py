@@ -844,8 +844,18 @@ def test_a_kernel_of_attention_has_an_axis_for_the_heads(is_sorted):
 
 def test_names_that_both_sides_have_are_not_exchanged():
     """Two layers of one shape in another order, of which one has an axis of one element more."""
-    source = {"emb.attn0.weight": (3, 2), "emb.conv1.weight": (2, 2), "emb.attn2.weight": (3, 2)}
-    target = {"emb.conv1.weight": (2, 2), "emb.attn2.weight": (3, 2, 1), "emb.attn0.weight": (3, 2)}
+    layers: dict[str, Specs] = {
+        "emb.attn0": {"weight": (3, 2)},
+        "emb.conv1": {"weight": (2, 2), "bias": (2,)},
+        "emb.attn2": {"weight": (3, 2)},
+        "aux.conv0": {"weight": (2, 2), "bias": (2,)},
+        "aux.ln1": {"weight": (3,), "bias": (3,)},
+        "aux.attn2": {"weight": (4, 3), "bias": (4,)},
+    }
+    order = ["emb.conv1", "emb.attn2", "emb.attn0", "aux.conv0", "aux.ln1", "aux.attn2"]
+    source = {f"{name}.{leaf}": shape for name in layers for leaf, shape in layers[name].items()}
+    target = {f"{name}.{leaf}": shape for name in order for leaf, shape in layers[name].items()}
+    target["emb.attn2.weight"] = (3, 2, 1)
     matches = infer(source, target).matches
     exchanged = {key for key, match in matches.items() if match.parts[0].source != key}
     assert all(matches[key].label is Label.AMBIGUOUS for key in exchanged)
