@@ -7,30 +7,23 @@ would split at every page, what it refuses (another file system, an old kernel),
 expanded, cast, put in order. The window is tried after every failure of the kernel, so that the error of a full disk or
 of a source that cannot be read is that of the write or the read.
 
-What was copied is read back: from the window at once, while it is in the processor's cache, and what the kernel copied
-by a thread, beside the next call. Another thread asks the disk to begin, which waits as long as the disk is busy. A
-repair of 1 GB takes a fifth longer in one thread (1.12 s and 0.91 s)."""
+What was copied is read back at once, while it is in the processor's cache: a repair takes 10 to 25 % longer if that
+happens later."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import deque
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ckptfix.bytes.checksums import crc32
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import FileBytes, located, ranges_of, stream
-from ckptfix.bytes.threads import background
 from ckptfix.core.progress import Task, tell_slower
 from ckptfix.core.spec import ByteSource
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
 WINDOW = 512 << 10  # bytes that are written, and read back, at a time: few enough to be in the processor's cache still
-COMPARED = WINDOW  # bytes of two files that are compared at once
 
 # Calls that write end at multiples of this. The system keeps the pages of one call side by side in memory: of fewer it
 # makes more pieces, and for more it has to search, on virtual machines even to ask the host.
@@ -38,21 +31,13 @@ EDGE = 64 << 10
 PAGE = 4096  # bytes of a page: what begins at the same place in a page on both sides is copied without splitting any
 LARGE = 1 << 20  # bytes from which a range is worth up to a page of padding, so that it keeps its place in its pages
 
-# Bytes of a file to copy in one call of the kernel, and to read back in one go, few enough to be in a cache still.
-CHUNK = 1 << 20
-AHEAD = 32  # calls of the kernel before the first of them has to be read back
+# Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls.
+CHUNK = 64 << 20
 FLUSHED = 64 << 20  # bytes of a new file after which the disk is to begin with them
 SMALL = 64 << 10  # up to this size, a part of a window is cheaper than calls of the kernel for the storage by itself
 
 # Windows to use again: fresh memory for each file would take as long as all calls that read it back.
-_BUFFERS: deque[tuple[bytearray, bytearray]] = deque(maxlen=4)
-
-
-def _buffers() -> tuple[bytearray, bytearray]:
-    try:
-        return _BUFFERS.pop()
-    except IndexError:
-        return bytearray(WINDOW), bytearray(WINDOW)
+_BUFFERS: deque[tuple[bytearray, bytearray]] = deque(maxlen=2)
 
 
 class Copied(NamedTuple):
@@ -68,7 +53,7 @@ class Copied(NamedTuple):
 class Copier:
     """Appends storages to a file, and what is around them, as a context; at its end, the file has all of it.
 
-    What is copied is read back, and is in ``copied`` at the end if it is equal."""
+    What is copied is read back with the window that it is in, and is in ``copied`` if it is equal."""
 
     def __init__(self, file: BinaryIO, task: Task | None = None) -> None:
         self.copied: list[Copied] = []
@@ -76,28 +61,21 @@ class Copier:
         file.flush()
         self._descriptor = _descriptor(file)
         self._is_readable = self._descriptor is not None and file.readable()
-        self._window, self._written = _buffers()
+        try:
+            self._window, self._written = _BUFFERS.pop()
+        except IndexError:
+            self._window, self._written = bytearray(WINDOW), bytearray(WINDOW)
         self._view = memoryview(self._window)
         self._ranges: list[Copied] = []  # those in the window, the last one perhaps in part
-        # What a thread reads back, from where to where of the file, and what it has found wrong.
-        self._compared: deque[tuple[int, int, Future[bool]]] = deque()
-        self._wrong: list[tuple[int, int]] = []
         self._begin_at(file.tell())
         self._task = task or Task("", 0)
 
     def __enter__(self) -> Copier:
-        with ExitStack() as stack:
-            self._comparing, self._flushing = (stack.enter_context(background()) for _ in range(2))
-            self._threads = stack.pop_all()
         return self
 
     def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
-        with self._threads:
-            if raised is None:
-                self.seek(self.tell())
-                self._take_compared(0)
-                for start, end in self._wrong:
-                    self.copied = [one for one in self.copied if one.start + one.nbytes <= start or end <= one.start]
+        if raised is None:
+            self.seek(self.tell())
         _BUFFERS.append((self._window, self._written))
 
     def tell(self) -> int:
@@ -152,22 +130,15 @@ class Copier:
         elif nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains
             tell_slower("moved within their pages", nbytes)
         while done < nbytes:
-            count = 0
-            if goal is not None:  # a call ends at an edge of the new file
-                most = min(CHUNK - self._begin % EDGE, nbytes - done)
-                count = _by_kernel(goal, FileBytes(file, offset + done, nbytes - done), most)
-            if count:
-                self._pass_over(file, offset + done, count)
-                for at in range(0, count if is_summed else 0, WINDOW):
-                    block = self._view[: min(WINDOW, count - at)]
-                    file.fill(block, offset + done + at)
-                    crc = crc32(block, crc)
-            else:
-                goal, count = None, min(self._room, nbytes - done)
+            count = min(self._room, nbytes - done)
+            if goal is not None:
+                moved = _by_kernel(goal, FileBytes(file, offset + done, nbytes - done), count)
+                goal, count = (goal, moved) if moved else (None, count)
+            if goal is None or self._is_readable or is_summed:
                 block = self._space(count)
                 file.fill(block, offset + done)
                 crc = crc32(block, crc) if is_summed else crc
-                self._add(count)
+            self._add(count, is_in_file=goal is not None)
             self._task.advance(count)
             done += count
         return crc
@@ -183,49 +154,30 @@ class Copier:
         """Return where the next bytes go, at most as many as there is room for."""
         return self._view[self._filled : self._filled + count]
 
-    def _add(self, count: int) -> None:
-        """Count bytes that were put into the window."""
+    def _add(self, count: int, is_in_file: bool = False) -> None:
+        """Count bytes that were put into the window; if the file has them already, they are the only ones."""
         self._filled += count
         self._room -= count
-        if not self._room:
-            self._end_window()
+        if is_in_file or not self._room:
+            self._end_window(is_in_file)
 
-    def _end_window(self) -> None:
-        """Write what is in the window, compare it with the file, and begin the next one."""
+    def _end_window(self, is_in_file: bool = False) -> None:
+        """Write what is in the window, unless the file has it, compare it with the file, and begin the next one."""
         if not self._filled:
             return
-        self._write_window()
+        if not is_in_file:
+            self._write_window()
         end = self.tell()
-        if self._ranges and not self._reads_back():
-            self._ranges.clear()
-        self._begin_after(end)
-
-    def _pass_over(self, file: OpenFile, offset: int, count: int) -> None:
-        """Begin the next window after bytes that the kernel has copied, which a thread compares."""
-        begin, end = self._begin, self._begin + count
-        if self._is_readable:
-            assert self._descriptor is not None, "a file was read back that cannot be"
-            compared = self._comparing.submit(is_equal, file, offset, self._descriptor, begin, count)
-            self._compared.append((begin, end, compared))
-            self._take_compared(AHEAD)
-        self._begin_after(end)
-
-    def _take_compared(self, ahead: int) -> None:
-        """Wait until the thread that compares is at most so many calls behind."""
-        while len(self._compared) > ahead:
-            start, end, compared = self._compared.popleft()
-            if not compared.result():
-                self._wrong.append((start, end))
-
-    def _begin_after(self, end: int) -> None:
-        """Begin the window at ``end``, before which the file has all: ranges that end there were copied."""
         if self._ranges:
             last = self._ranges[-1]
             ended = len(self._ranges) - (last.start + last.nbytes > end)
-            self.copied += self._ranges[:ended]
-            del self._ranges[:ended]
+            if self._reads_back():
+                self.copied += self._ranges[:ended]
+                del self._ranges[:ended]
+            else:
+                self._ranges.clear()
         if self._begin // FLUSHED < end // FLUSHED:
-            self._flushing.submit(self._begin_to_flush, self._begin // FLUSHED * FLUSHED, end)
+            self._begin_to_flush(self._begin // FLUSHED * FLUSHED, end)
         self._begin_at(end)
 
     def _write_window(self) -> None:
@@ -245,34 +197,15 @@ class Copier:
 
     def _reads_back(self) -> bool:
         assert self._descriptor is not None, "a file was read back that cannot be"
-        return _is_written(self._descriptor, self._begin, self._window, self._written, self._filled)
-
-
-def is_equal(source: OpenFile, offset: int, descriptor: int, start: int, nbytes: int) -> bool:
-    """Return whether a range of a file, and one of a file that was written, have the same bytes. Raises
-    ``UnreadableError`` if the source ends before."""
-    buffers = window, written = _buffers()
-    try:
-        for done in range(0, nbytes, COMPARED):
-            count = min(COMPARED, nbytes - done)
-            source.fill(memoryview(window)[:count], offset + done)
-            if not _is_written(descriptor, start + done, window, written, count):
+        count, done = self._filled, 0
+        while done < count:
+            read = os.preadv(self._descriptor, [memoryview(self._written)[done:count]], self._begin + done)
+            if not read:
                 return False
-        return True
-    finally:
-        _BUFFERS.append(buffers)
-
-
-def _is_written(descriptor: int, start: int, window: bytearray, written: bytearray, count: int) -> bool:
-    """Return whether a file has the first bytes of a window, read into another one."""
-    done = 0
-    while done < count:
-        read = os.preadv(descriptor, [memoryview(written)[done:count]], start + done)
-        if not read:
-            return False
-        done += read
-    # Only whole buffers are compared by memcmp without a copy.
-    return window == written if count == WINDOW else window[:count] == written[:count]
+            done += read
+        # Only whole buffers are compared by memcmp without a copy, so they are made the same after what was read.
+        memoryview(self._written)[count:] = self._view[count:]
+        return self._window == self._written
 
 
 def _descriptor(file: BinaryIO) -> int | None:

@@ -15,7 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptfix.bytes.copying import is_equal
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, are_equal, located, stream
 from ckptfix.bytes.threads import THREADS, background, batched
@@ -34,6 +33,7 @@ from ckptfix.writing.safetensors import lost_extras
 
 # Bytes that a thread compares in one go: a signal waits for as many, and handing over fewer would take longer.
 BATCH = 32 << 20
+WINDOW = 512 << 10  # bytes that are compared at once: they are in the processor's cache still
 
 
 def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequence[Written] = ()) -> None:
@@ -241,11 +241,17 @@ def _pieces(pair: _Range) -> Iterator[_Range]:
 
 def _first_difference(batch: list[_Range]) -> str | None:
     """Return the key of the first range that differs."""
+    size = min(WINDOW, max(pair.nbytes for pair in batch))
+    left, right = bytearray(size), bytearray(size)
     for key, source, offset, file, start, nbytes in batch:
         assert isinstance(source, OpenFile), "what makes its bytes is compared block by block"
-        opened = file.opened()
-        if not is_equal(source, offset, opened.descriptor, start, nbytes):
-            return key
+        for done in range(0, nbytes, WINDOW):
+            count = min(WINDOW, nbytes - done)
+            source.fill(memoryview(left)[:count], offset + done)
+            file.fill(memoryview(right)[:count], start + done)
+            # Behind what was read, both hold what was found equal before.
+            if left != right:
+                return key
     return None
 
 

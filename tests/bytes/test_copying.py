@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptfix.bytes import copying
-from ckptfix.bytes.copying import CHUNK, EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
+from ckptfix.bytes.copying import EDGE, LARGE, PAGE, SMALL, WINDOW, Copier
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import BLOCK, FileBytes, JoinedBytes, LateBytes, MemoryBytes, WindowBytes, located, ranges_of
 from ckptfix.core.progress import Task, watched_by
@@ -136,7 +136,7 @@ def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypa
         monkeypatch.setattr(f"os.{name}", noted)
     for start in (0, 1):
         copied(place, start, len(DATA), tmp_path)
-        assert len(ends) >= len(DATA) // CHUNK
+        assert len(ends) >= len(DATA) // WINDOW
         assert {end % EDGE for end in ends[:-1]} == {0}
         ends.clear()
 

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from ckptfix.bytes import copying, sources
+from ckptfix.bytes import sources
 from ckptfix.engine import verification
 from ckptfix.engine.verification import verify
 from ckptfix.errors import UnreadableError, WriteError
@@ -107,7 +107,7 @@ def many_sizes() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def in_small_steps(monkeypatch):
-    monkeypatch.setattr(copying, "COMPARED", 64)
+    monkeypatch.setattr(verification, "WINDOW", 64)
     monkeypatch.setattr(verification, "BATCH", 1000)
     monkeypatch.setattr(sources, "PIECE", 16)
 
