@@ -16,9 +16,8 @@ import zipfile
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 from msgspec import Struct, field
 
@@ -31,15 +30,13 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Stream, printable
 from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
-    END,
-    END64,
     HEADER,
-    LOCATOR,
+    EndRecord,
     Header,
     Member,
-    bounded_directory,
     checksums_left,
     descriptors,
+    end_record,
     has_end,
     header_name,
     member_limit,
@@ -449,10 +446,6 @@ class DirectoryRepair:
         return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.listing.infos)
 
 
-_RECORDS64 = END64.size + LOCATOR.size  # bytes of what zip64 has before the end record
-_SIGNATURE64 = b"PK\x06\x06"
-
-
 def list_members(content: Content) -> ZipIndex:
     """Return the members of an archive. Raises ``HostileError`` if there is no end of them."""
     listing, fault = _directory(content)
@@ -480,47 +473,28 @@ def list_members(content: Content) -> ZipIndex:
 
 def _directory(content: Content) -> tuple[ZipIndex, str]:
     """Return the members as the directory at the end lists them, and why it cannot be read."""
-    buffer = content.buffer
-    stream = buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:])
+    end = end_record(content)
     try:
-        # zipfile makes an object for whatever the directory lists, wherever it finds one.
-        if end := _end_record(stream):
-            bounded_directory(content, max(0, end[9] - end[5] - _RECORDS64), end[9])
-        infos, start = _members(content, stream, end)
+        infos, start = _members(content, end)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
         return ZipIndex([]), str(error) or type(error).__name__
     listing = ZipIndex(infos, directory=start)
-    if end:
-        listing.displaced = start - end[6]
+    if end is not None:
+        listing.displaced = start - end.start
         listing.refusal = refusal(content, end, listing.infos)
-        listing.trailing = max(0, len(content) - end[9] - END.size - len(end[8]))
+        listing.trailing = len(content) - end.end
     for info in listing.infos:
         if "\\" in info.orig_filename:
             info.filename, info.orig_filename = plain_name(info.filename), plain_name(info.orig_filename)
     return listing, ""
 
 
-def _end_record(stream: Any) -> Sequence[Any] | None:
-    """Return the end record as ZipFile itself finds it, with the place of the last record as its tenth field.
-
-    Where there is a record of zip64, Python has put the place of that one there since CVE-2025-8291 was mended."""
-    end: list[Any] | None = zipfile._EndRecData(stream)  # type: ignore[attr-defined]  # what ZipFile goes by
-    if end is not None and end[0] == _SIGNATURE64:
-        stream.seek(end[9])
-        head = stream.read(END64.size)
-        if head[:4] == _SIGNATURE64:
-            end[9] += 12 + int.from_bytes(head[4:12], "little") + LOCATOR.size
-    return end
-
-
-def _members(content: Content, stream: Any, end: Sequence[Any] | None) -> tuple[list[Member], int]:
+def _members(content: Content, end: EndRecord | None) -> tuple[list[Member], int]:
     """Return the members, and where the directory of them begins."""
-    if end:
-        _, _, _, _, _, size, start, _, _, place, *_ = end
-        stop = place - (_RECORDS64 if end[0] == _SIGNATURE64 else 0)
-        if start + size == stop and (plain := plain_members(content, start, stop)) is not None:
-            return plain, start
-    archive = zipfile.ZipFile(stream)
+    if end is not None and (plain := plain_members(content, end.begin - end.start)):
+        return plain, end.begin
+    buffer = content.buffer
+    archive = zipfile.ZipFile(buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:]))
     # The fields have the names that ZipInfo gives them.
     members = [Member(*(getattr(info, name) for name in Member.__struct_fields__)) for info in archive.infolist()]
     return members, archive.start_dir

@@ -182,7 +182,7 @@ def test_bytes_that_are_missing_in_the_middle_cost_what_they_touch(tmp_path):
     path = saved(weights, tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:9000] + content[9600:])
-    with pytest.raises(UnreadableError, match=r"lacks 600 bytes before its zip directory|Corrupt zip64 end"):
+    with pytest.raises(UnreadableError, match="lacks 600 bytes before its zip directory"):
         opened(path)
     checkpoint = open_file(str(path), salvage=True)
     assert len(checkpoint.keys()) >= 10
