@@ -156,9 +156,10 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=copies,
             remedies=() if drift else advise("put the files of one run together"),
         )
-    if left_out := [fact.place for fact in checkpoint.remarked(Kind.RANK_LEFT_OUT)]:
+    if left_out := checkpoint.remarked(Kind.RANK_LEFT_OUT):
+        named = [f"{fact.place} ({why})" if (why := fact.data.get("why")) else fact.place for fact in left_out]
         yield rule.finding(
             Level.NOTE,
-            f"what each rank has of its own cannot be merged and is left out: {', '.join(left_out)}",
-            evidence={"left out": left_out},
+            f"what each rank has of its own cannot be merged and is left out: {', '.join(named)}",
+            evidence={"left out": [fact.place for fact in left_out]},
         )

@@ -15,7 +15,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clause, first_names
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders import dcp
 from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
+from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
     MOST_RANKS,
@@ -55,7 +57,8 @@ _SETTLED = 2_000_000_000  # nanoseconds
 _HEAD = 64 << 10
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
 # How the names of files begin that a trainer has beside those of the model (verl, accelerate).
-_BESIDE = ("optim", "extra_state", "rng", "random", "scheduler")
+_OPTIMIZERS = "optim"
+_BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler")
 # Keys of numbers that are the same in all ranks of one save.
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
 
@@ -115,30 +118,52 @@ def is_named(folder: Path) -> bool:
 def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a folder; None if its files hold no tensors of ranks."""
     found = _chosen(folder)
-    return None if found is None else read_set(folder, found, salvage, read)
+    document = None if found is None else read_set(folder, found, salvage, read)
+    if document is None or found is None or found.stem.startswith(_BESIDE):
+        return document
+    return with_beside(document, _beside(folder, salvage, read))
+
+
+def _beside(folder: Path, salvage: bool, read: ReadContent) -> Iterator[Beside]:
+    """Yield what a trainer has saved in a folder beside the ranks of its model."""
+    for found in rank_sets(folder).values():
+        if found.stem.startswith(_BESIDE):
+            yield found.pattern.format("*"), partial(read_set, folder, found, salvage, read)
+    for child in sorted(folder.glob(f"{OPTIMIZER}*")):
+        if child.is_dir() and dcp.looks_like(child):
+            yield child.name, partial(dcp.read_folder, child, salvage)
 
 
 def _chosen(folder: Path) -> RankSet | None:
     """Return the set of files in a folder; of several, that of the model. Raises ``UnreadableError`` if that is none or
     several."""
-    sets = [found for found in rank_sets(folder).values() if len(found.files) > 1 or found.world > 1]
-    models = [found for found in sets if not found.stem.startswith(_BESIDE)] or sets
-    models = [found for found in models if found.stem.startswith("model")] or models
+    models = _models(rank_sets(folder))
     if len(models) > 1:
-        names = first_names([next(iter(found.files.values())).name for found in sets])
+        names = first_names([next(iter(found.files.values())).name for found in models])
         raise UnreadableError(
-            f"{folder}: holds {len(sets)} sets of files that ranks wrote ({names}); name one of the files"
+            f"{folder}: holds {len(models)} sets of files that ranks wrote ({names}); name one of the files"
         )
     return models[0] if models else None
+
+
+def _models(every: Mapping[_Key, RankSet]) -> list[RankSet]:
+    """Return the sets of files of which one is that of the model, as far as their names say."""
+    sets = [found for found in every.values() if len(found.files) > 1 or found.world > 1]
+    sets = [found for found in sets if not found.stem.startswith(_BESIDE)] or sets
+    return [found for found in sets if found.stem.startswith("model")] or sets
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
     """Return the folder of a file of one rank, and what reads the set of files that it belongs to."""
     if (match := NUMBERED.fullmatch(file.name)) is None:
         return None
-    found = rank_sets(file.parent).get(_key(match))
+    sets = rank_sets(file.parent)
+    found = sets.get(_key(match))
     if found is None or len(found.files) < 2:
         return None
+    models = _models(sets)
+    if len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)):
+        return file.parent, read_folder
     return file.parent, lambda folder, salvage, read: read_set(folder, found, salvage, read)
 
 
@@ -284,7 +309,8 @@ class _Merge:
         stretches = [found.stretches for found in self.found.values() if len(found.stretches) > 1]
         if any(part.numel for parts in stretches for part in parts):
             self.left_out |= {path for path in self.found if _is_flat_name(path)}
-            self.files.remarks[Fact(Kind.FLATTENED)] = None
+            flattened = tuple(path[-1] for path, found in self.found.items() if len(found.stretches) > 1)
+            self.files.remarks[Fact.of(Kind.FLATTENED, keys=flattened)] = None
             self.files.note_renamed()
         for path in [*(path for path, found in self.found.items() if found.differs), *lacking]:
             above = [path[:depth] for depth in range(1, len(path))]

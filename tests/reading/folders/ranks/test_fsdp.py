@@ -110,7 +110,7 @@ def test_several_sets_are_named(tmp_path: Path) -> None:
 def test_a_buffer_that_differs_is_that_of_the_first_rank(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(
-            {"w": _dtensor(rank, torch.arange(4.0)), "mean": torch.full((2,), rank)}, tmp_path / f"r.rank_{rank}.pth"
+            {"w": dtensor(rank, torch.arange(4.0)), "mean": torch.full((2,), rank)}, tmp_path / f"r.rank_{rank}.pth"
         )
     got = ckptfix.open_checkpoint(tmp_path)
     assert torch.equal(got.read("mean"), torch.zeros(2))
@@ -124,7 +124,7 @@ def test_files_of_plain_tensors_are_not_ranks_of_one(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(tmp_path)
 
 
-def _dtensor(rank: int, whole: torch.Tensor, world: int = 2, **changes: Any) -> Any:
+def dtensor(rank: int, whole: torch.Tensor, world: int = 2, **changes: Any) -> Any:
     """A ``DTensor`` as torch pickles it, without a group of processes."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -167,7 +167,7 @@ def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
 def test_rows_that_do_not_divide(tmp_path: Path, rows: int) -> None:
     whole = torch.arange(rows * 3.0).reshape(rows, 3)
     for rank in range(5):
-        torch.save({"w": _dtensor(rank, whole, 5), "v": _dtensor(rank, torch.ones(10), 5)}, tmp_path / f"rank{rank}.pt")
+        torch.save({"w": dtensor(rank, whole, 5), "v": dtensor(rank, torch.ones(10), 5)}, tmp_path / f"rank{rank}.pt")
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), whole)
 
 
@@ -175,8 +175,8 @@ def test_replicas_that_differ_are_damage(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(
             {
-                "w": _dtensor(rank, torch.arange(4.0)),
-                "x": _dtensor(rank, torch.full((4,), float(rank)), placed="replicate"),
+                "w": dtensor(rank, torch.arange(4.0)),
+                "x": dtensor(rank, torch.full((4,), float(rank)), placed="replicate"),
             },
             tmp_path / f"rank_{rank}.pt",
         )
@@ -186,7 +186,7 @@ def test_replicas_that_differ_are_damage(tmp_path: Path) -> None:
 
 def test_terms_of_a_sum_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
-        torch.save({"w": _dtensor(rank, torch.ones(4), placed="partial")}, tmp_path / f"rank_{rank}.pt")
+        torch.save({"w": dtensor(rank, torch.ones(4), placed="partial")}, tmp_path / f"rank_{rank}.pt")
     with pytest.raises(UnreadableError, match="placed as Partial"):
         ckptfix.open_checkpoint(tmp_path)
 
@@ -203,8 +203,8 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
 
 def test_a_rank_of_another_world_is_refused(tmp_path: Path) -> None:
     whole = torch.arange(12.0)
-    torch.save({"w": _dtensor(0, whole, 2)}, tmp_path / "rank_0.pt")
-    torch.save({"w": _dtensor(1, whole, 3)}, tmp_path / "rank_1.pt")
+    torch.save({"w": dtensor(0, whole, 2)}, tmp_path / "rank_0.pt")
+    torch.save({"w": dtensor(1, whole, 3)}, tmp_path / "rank_1.pt")
     with pytest.raises(UnreadableError, match=r"lacks 1 rank of 3|is outside|have 10 of the 12"):
         ckptfix.open_checkpoint(tmp_path)
 
@@ -212,7 +212,7 @@ def test_a_rank_of_another_world_is_refused(tmp_path: Path) -> None:
 def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
     for rank in range(3):
         torch.save(
-            {"step": 10 + (rank == 1), "model": {"w": _dtensor(rank, torch.ones(6), 3)}}, tmp_path / f"rank_{rank}.pt"
+            {"step": 10 + (rank == 1), "model": {"w": dtensor(rank, torch.ones(6), 3)}}, tmp_path / f"rank_{rank}.pt"
         )
     with pytest.raises(UnreadableError, match=r"of different saves: rank_1\.pt have another step"):
         ckptfix.open_checkpoint(tmp_path)

@@ -1,0 +1,107 @@
+"""Optimizers in files and folders of their own beside the ranks of a model, as verl and accelerate save them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfix
+from ckptfix.core.facts import Kind
+from tests.checks import bytes_of
+from tests.reading.folders.ranks.genuine import unpacked
+from tests.reading.folders.ranks.test_fsdp import dtensor
+
+WHOLE = torch.arange(12.0).reshape(6, 2)
+VERL = ("model_world_size_2_rank_{}.pt", "optim_world_size_2_rank_{}.pt")
+ACCELERATE = ("pytorch_model_fsdp_0_rank{}.bin", "optimizer_0_rank{}.bin")
+
+
+def optimizer(name: object, moment: Any, step: float = 3.0) -> dict[str, Any]:
+    return {
+        "state": {name: {"step": torch.tensor(step), "exp_avg": moment}},
+        "param_groups": [{"lr": 0.1, "params": [name]}],
+    }
+
+
+def save(folder: Path, names: tuple[str, str], name: object) -> None:
+    for rank in range(2):
+        torch.save({"w": dtensor(rank, WHOLE), "mean": torch.ones(2)}, folder / names[0].format(rank))
+        torch.save(optimizer(name, dtensor(rank, WHOLE + 1)), folder / names[1].format(rank))
+
+
+def left_out(checkpoint: ckptfix.Checkpoint) -> dict[str, str]:
+    return {fact.place: fact.data["why"] for fact in checkpoint.remarks if fact.kind is Kind.RANK_LEFT_OUT}
+
+
+@pytest.mark.parametrize(("names", "name"), [(VERL, 0), (ACCELERATE, "w")], ids=["verl", "accelerate"])
+@pytest.mark.parametrize("given", ["", "model", "optimizer"])
+def test_the_optimizer_is_read_with_the_model(tmp_path: Path, names: tuple[str, str], name: object, given: str) -> None:
+    save(tmp_path, names, name)
+    source = tmp_path / names[given == "optimizer"].format(1) if given else tmp_path
+    ckptfix.repair(source, output=(out := tmp_path / "whole.pth"))
+    whole = torch.load(out, weights_only=True)
+    assert torch.equal(whole["model"]["w"], WHOLE)
+    assert torch.equal(whole["optimizer"]["state"][name]["exp_avg"], WHOLE + 1)
+    assert whole["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [name]}]
+
+
+def test_what_else_is_beside_the_model_is_named(tmp_path: Path) -> None:
+    save(tmp_path, VERL, 0)
+    for rank in range(2):
+        torch.save({"rng": {"cpu": torch.get_rng_state()}}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    assert left_out(ckptfix.open_checkpoint(tmp_path)) == {"extra_state_world_size_2_rank_*.pt": ""}
+    (found,) = ckptfix.check(tmp_path).findings
+    assert found.message.endswith("cannot be merged and is left out: extra_state_world_size_2_rank_*.pt")
+
+
+def test_an_optimizer_that_cannot_be_merged_leaves_the_weights_alone(tmp_path: Path) -> None:
+    """One that lacks a rank, is of two saves, or has only flat parameters."""
+    save(tmp_path, ACCELERATE, "w")
+    one, other = (tmp_path / ACCELERATE[1].format(rank) for rank in range(2))
+    kept = other.read_bytes()
+    for why in ("lacks 1 rank of 2: optimizer_0_rank1.bin", "have another state.w.step", ""):
+        if why.startswith("lacks"):
+            other.unlink()
+        elif why:
+            torch.save(optimizer("w", dtensor(1, WHOLE + 1), step=4.0), other)
+        else:
+            for rank, file in enumerate((one, other)):
+                torch.save(optimizer(0, torch.full((6,), float(rank))), file)
+        checkpoint: Any = ckptfix.open_checkpoint(tmp_path)
+        assert torch.equal(checkpoint.read("w"), WHOLE)
+        assert (list(checkpoint.damage), list(checkpoint.root)) == ([], ["w", "mean"])
+        ((place, found),) = left_out(checkpoint).items()
+        assert (place, why in found) == ("optimizer_0_rank*.bin", True), found
+        other.write_bytes(kept)
+
+
+def test_the_optimizer_of_another_set_is_not_taken(tmp_path: Path) -> None:
+    save(tmp_path, VERL, 0)
+    for rank in range(2):
+        torch.save({"w": dtensor(rank, WHOLE + 2)}, tmp_path / f"model_ema_world_size_2_rank_{rank}.pt")
+    checkpoint: Any = ckptfix.open_checkpoint(tmp_path / "model_ema_world_size_2_rank_0.pt")
+    assert torch.equal(checkpoint.read("w"), WHOLE + 2)
+    assert list(checkpoint.root) == ["w"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_moments_by_name_have_the_shapes_of_flattened_weights(tmp_path: Path, frozen: bool) -> None:
+    """As the folder of torch.distributed.checkpoint that accelerate writes beside ``LOCAL_STATE_DICT``."""
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    folder, truth = unpacked("fsdp1_local_names_w2", tmp_path)
+    weights = truth.get("model", truth)
+    flat = {key: value for key, value in weights.items() if value.dim() > 1}
+    moments = {key: {"exp_avg": torch.zeros_like(value)} for key, value in weights.items()}
+    if frozen:
+        del moments[next(iter(flat))]
+    state = {"optimizer": {"state": moments, "param_groups": [{"params": list(moments)}]}}
+    save_dcp(state, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    got = ckptfix.open_checkpoint(folder)
+    assert got.keys() == list(weights)
+    assert [key for key, spec in got.specs.items() if spec.shape != weights[key].shape] == list(flat)[:frozen]
+    assert all(bytes_of(got.read(key)) == bytes_of(value) for key, value in weights.items())
+    assert ("FIL105" in [finding.code for finding in ckptfix.check(folder).findings if finding.level]) is frozen
