@@ -29,6 +29,8 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
     lists = [_lines(name) for name in asked.files()]
     if len(lists) > 2:
         raise UsageError(option, ": give one map, or the names of the file's classes and those of the model's")
+    if not all(lists):
+        raise UsageError(option, ": a list of classes has no lines; write a class on each")
     groups, others = _groups(key, old, new, len(lists[-1]))
     if groups > 1 and len(lists) == 1:
         raise UsageError(
@@ -39,10 +41,10 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
         )
     classes, wanted = old // groups - others, new // groups - others
     names = lists[0] if len(lists) == 2 else [str(row) for row in range(classes)]
-    if len(names) != classes or len(set(names)) != classes:
+    if len(names) != classes:
         raise UsageError(
             option,
-            f": {asked.files()[0]} has {len(set(names))} different names, and {key} {classes} classes in the file"
+            f": {asked.files()[0]} has {len(names)} lines, and {key} {classes} classes in the file"
             f"{_ONE_MORE * (classes == len(names) + 1)}",
         )
     place = {MEAN: classes, **{name: row for row, name in enumerate(names)}}
@@ -61,6 +63,10 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
                 option,
                 f": line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one",
             )
+        # A name that the model does not want, such as N/A in lists of COCO, may be there several times.
+        for file, of in zip(asked.files(), lists, strict=True) if len(lists) == 2 and name != MEAN else ():
+            if of.count(name) > 1:
+                raise UsageError(option, f": {file} has {name!r:.60} {of.count(name)} times; give each class its name")
     found = tuple(place[name] for name in lists[-1])
     if groups == 1:
         return found

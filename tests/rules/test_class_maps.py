@@ -31,6 +31,7 @@ CLASSES = ("cat", "dog", "cow", "emu", "fox")
         pytest.param(
             ("background", *CLASSES), "\n".join((*CLASSES, "background")), [1, 2, 3, 4, 5, 0], id="background last"
         ),
+        pytest.param(("N/A", *CLASSES, "N/A"), "fox\nmean\nmean", [5, None, None], id="places of no class"),
     ],
 )
 def test_classes_by_a_map(old, new, rows, tmp_path):
@@ -85,7 +86,7 @@ def test_classes_of_detectors(tmp_path):
     with pytest.raises(UsageError, match="4 rows for each class, and no mean for a new one"):
         both(lambda classes: FastRCNNPredictor(8, classes), lists)
     (tmp_path / "old.txt").write_text("\n".join(CLASSES))
-    with pytest.raises(UsageError, match=r"5 different names, .* 6 classes in the file, one more: that of the backgr"):
+    with pytest.raises(UsageError, match=r"5 lines, and .* 6 classes in the file, one more: that of the backgr"):
         both(lambda classes: nn.Linear(8, classes), lists)
 
 
@@ -94,7 +95,11 @@ def test_classes_of_detectors(tmp_path):
     [
         (("0\n1",), "new.txt has 2 lines, and 2.weight 3 classes in the model"),
         (("0\n1\n5",), "line 3 of .*new.txt, '5', is not a row of the file, 0 to 4"),
-        (("a\nb", "a\nb\nb"), "old.txt has 2 different names, and 2.weight 5 classes in the file"),
+        (("a\nb", "a\nb\nb"), "old.txt has 2 lines, and 2.weight 5 classes in the file"),
+        (("cat\ndog\ndog\nemu\nfox", "cat\ndog\nemu"), "old.txt has 'dog' 2 times; give each class its name"),
+        (("cat\ndog\ncow\nemu\nfox", "cat\ncat\nmean"), "new.txt has 'cat' 2 times; give each class its name"),
+        (("\n",), "a list of classes has no lines"),
+        (("", "cat\ndog\nemu"), "a list of classes has no lines"),
         (("cat\ndog\ncow\nemu\nfox", "cat\ndog\nfax"), "'fax', is not a class of the file; did you mean 'fox'"),
     ],
 )
