@@ -120,8 +120,8 @@ def _layers(asked: Adaptation, stack: Stack) -> tuple[int, ...]:
 
 
 def _edits(stack: Stack, layers: tuple[int, ...], specs: Mapping[str, TensorSpec]) -> Iterator[Edit]:
-    """Yield the edits for one stack: the first use of a layer moves it, another one copies it."""
-    first = {old: layers.index(old) for old in layers}
+    """Yield the edits for one stack: a layer stays or its first use moves it, and any other one copies it."""
+    first = {old: old if layers[old : old + 1] == (old,) else layers.index(old) for old in layers}
     for key, spec in specs.items():
         if not key.startswith(f"{stack.path}."):
             continue

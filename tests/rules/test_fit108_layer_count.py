@@ -75,6 +75,9 @@ def test_what_other_fixes_settle_is_a_note(depth, asked):
         ("depth=5,0,3", 6, [5, 0, 3]),
         ("depth=0,0,1,1", 2, [0, 0, 1, 1]),
         ("depth@lay*=1,0,1", 2, [1, 0, 1]),
+        ("depth=1,1,0", 2, [1, 1, 0]),
+        ("depth=2,2,1,2", 3, [2, 2, 1, 2]),
+        ("depth=1,1", 3, [1, 1]),
     ],
 )
 def test_layers_are_moved_dropped_and_copied(recipe, old, expected):
