@@ -31,6 +31,8 @@ RECIPES: Mapping[str, tuple[str, ...]] = {
 # The kinds whose recipe may be followed by the grid of the file and that of the model.
 WITH_GRIDS = (POS_EMBED, WINDOW_BIAS)
 
+IDLE = "idle"  # the evidence of a note on adaptations that fit nothing
+
 Grid = tuple[int, ...]
 
 
@@ -81,8 +83,8 @@ def adaptation(text: str) -> Adaptation:
     name, at, keys = left.partition("@")
     if name not in RECIPES or not equals or not right or (at and not keys):
         close = nearest(name, RECIPES)
-        hint = f"did you mean {close}?" if equals and close and close != name else "write it as NAME=RECIPE"
-        raise UsageError(Opt("adapt", text), f": {hint}; the names are {', '.join(RECIPES)}")
+        hint = f"did you mean {close}? The" if equals and close and close != name else "write it as NAME=RECIPE; the"
+        raise UsageError(Opt("adapt", text), f": {hint} names are {', '.join(RECIPES)}")
     known = RECIPES[name]
     if not known:
         asked = Adaptation(name, right, keys or "*")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.core.adaptations import HEAD, adaptation
+from ckptfix.core.adaptations import HEAD, IDLE, adaptation
 from ckptfix.core.buffers import COUNTED_SINCE
 from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.edits import Adapt, Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Finding, Fix
+from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
-from ckptfix.errors import CkptfixError, InternalError, Opt
+from ckptfix.errors import CkptfixError, InternalError, Opt, UsageError, Words
 from ckptfix.maps.positions import parts_beside
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.weights.containers import SHARE
@@ -97,6 +97,7 @@ def diagnose(
             fixed += cured
             statistics = statistics and statistics.of(view)
             context = replace(context, checkpoint=view, statistics=statistics or {}, plan=made.then(*plan.steps))
+    _refuse_idle_recipes(findings, settings)
     if plan:  # without one, every rule has seen the result already
         # What the user's map said is done.
         settings = replace(settings, rename_map=None)
@@ -249,6 +250,26 @@ def is_enabled(fix: Fix, settings: Settings) -> bool:
     if fix.applicability is Applicability.DISPLAY_ONLY:
         return False
     return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes
+
+
+def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> None:
+    """Raise ``UsageError`` for a recipe of ``--adapt`` that fits nothing, if a tensor is left that may need one.
+
+    If none is left, nothing is wrong: a table of ``zoo.toml`` is for files of several shapes."""
+    idle = [text for finding in findings for text in finding.evidence.get(IDLE, ())]
+    for finding in findings if idle else ():
+        right = next((value for one in finding.remedies for name, value in one.options if name == "adapt"), None)
+        is_left = finding.fix is None or not is_enabled(finding.fix, settings)
+        # One whose tensors have a recipe is left, too, if --drop-mismatched would drop them.
+        is_left = is_left or isinstance(right, tuple)
+        if not is_left or finding.level is not Level.ERROR or (right is None and "shapes" not in finding.evidence):
+            continue
+        keys = f", such as {finding.keys[0]}" if finding.keys else ""
+        if right is None:
+            advice: tuple[Words, ...] = ("no recipe is for that, leave it out to see what helps",)
+        else:
+            advice = ("give ", Opt("adapt", right[0] if isinstance(right, tuple) else str(right)))
+        raise UsageError(Opt("adapt", idle[0]), f" fits nothing here: {finding.message}{keys}; ", *advice)
 
 
 def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:

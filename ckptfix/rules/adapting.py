@@ -13,7 +13,6 @@ from itertools import accumulate
 from msgspec import Struct
 
 from ckptfix.core.adaptations import (
-    DEPTH,
     HEAD,
     IN_CHANS,
     INFLATE,
@@ -29,7 +28,6 @@ from ckptfix.core.edits import Adapt
 from ckptfix.core.finding import Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, UsageError
 from ckptfix.rules.class_maps import class_rows, is_of_boxes
 from ckptfix.values.adapted_tensors import is_of_blocks, patch
@@ -475,6 +473,8 @@ class _Table(Struct, frozen=True, dict=True):
             # RoBERTa, BART and OPT have two rows before those of the positions: 514 of them are for 512.
             first = _PADDING if rows % _UNIT == wanted % _UNIT == _PADDING and not is_last else 0
             old, new = hand or (rows - first,), goal or (wanted - first,)
+            if len(old) > 1 or len(new) > 1:
+                return "positions of a text have no rows and columns"
             if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
                 return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, are not as many"
             return old, new
@@ -593,15 +593,6 @@ def adapt_edits(
         rows = (*range(min(old[0], new[0]) - 1), *[old[0]] * (new[0] - old[0]), old[0] - 1) if case.keeps_last else ()
         edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, grids, rows))
     return tuple(edits)
-
-
-def without_use(given: Sequence[Adaptation], known: Sequence[Case], used: Collection[Adaptation]) -> Iterator[str]:
-    """Yield what to say of each adaptation that no key needs."""
-    for asked in given:
-        if asked.name != DEPTH and asked not in used:
-            keys = [key for case in known if case.name == asked.name for key in case.shapes]
-            others = f"those are {first_names(keys)}" if keys else "none has another shape that it is for"
-            yield f"{asked.text} fits no key of this kind: {others}"
 
 
 _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"

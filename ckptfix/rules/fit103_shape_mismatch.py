@@ -61,7 +61,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from ckptfix.core.adaptations import HEAD, adaptation
+from ckptfix.core.adaptations import DEPTH, HEAD, IDLE, adaptation
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Assemble, Drop
 from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
@@ -69,7 +69,7 @@ from ckptfix.core.parts import Part, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of, without_use
+from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.adapted_tensors import is_adaptable
@@ -144,8 +144,10 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
                 evidence.pop(edit.key, None)
             left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
             yield from _case_findings(rule, context, case, edits, left)
-    for said in without_use(given, known, used):
-        yield rule.finding(Level.NOTE, said)
+    for asked in given:
+        if asked.name != DEPTH and asked not in used:
+            words = f"{asked.text} fits no key: none of this kind has another shape"
+            yield rule.finding(Level.NOTE, words, evidence={IDLE: [asked.text]})
     if evidence:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
         yield _unknown(rule, context, evidence, is_other, heads)

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from ckptfix.core.adaptations import DEPTH, Adaptation, adaptation
+from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation
 from ckptfix.core.edits import Adapt, Drop, Edit, Rename
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
@@ -86,7 +86,8 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     for asked in given:
         if asked not in used:
-            yield rule.finding(Level.NOTE, f"{asked.text} fits no layers: no stack of equal ones has another depth")
+            words = f"{asked.text} fits no layers: no stack of equal ones has another depth"
+            yield rule.finding(Level.NOTE, words, evidence={IDLE: [asked.text]})
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, Layer]]:

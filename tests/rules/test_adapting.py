@@ -373,6 +373,7 @@ def test_a_square_that_may_be_a_strip_is_not_assumed(rows, said):
         ("fewer words", None, "vocab=pad:zeros", "a vocabulary of 100 in the file and of 96.*give adapt=.*vocab=cut"),
         ("longer texts", None, "pos_embed=cut", "64 positions in the file and 96.*give adapt=.*pos_embed=linear"),
         ("longer texts", None, "pos_embed=timm", "is not for transformer.wpe.weight.*give adapt=.*pos_embed=linear"),
+        ("longer texts", None, "pos_embed=linear:8x8:8x12", "have no rows and columns.*give .*pos_embed=linear:64:96"),
     ],
 )
 def test_what_is_refused(file, model, recipe, said):
