@@ -13,9 +13,10 @@ No code but FSDP with the same wrapping and number of GPUs loads such weights.
 ## Fix safety
 
 With `--model`, safe: the numbers of elements have to agree for each flat parameter, and no value is changed. With
-`--like FILE` it takes `--unsafe-fixes`: keys of a file are not always in the order of the model (safetensors files are
-sorted), and parameters of the same size would be exchanged. Weights that have their names are reshaped with either.
-If the numbers do not agree, there is no fix: the target is another model, or is wrapped in another way.
+`--like FILE` it takes `--unsafe-fixes`: keys of a file are not always in the order of the model. If they are sorted, as
+in safetensors files, there is no fix: nearly every weight would get the values of others. Weights that have their names
+are reshaped with either. If the numbers do not agree, there is no fix: the target is another model, or is wrapped in
+another way.
 
 ## Example
 
@@ -49,11 +50,14 @@ def flat_parameters(rule: Rule, context: Context) -> Iterator[Finding]:
     if target is None:
         return
     edits: list[Assemble] = []
-    taken, odd = [], {}
+    taken, odd, unordered = [], {}, []
     for flat, names in _held(checkpoint, target).items():
         spec, total = checkpoint.specs[flat], sum(target.slots[name].numel for name in names)
         if total != spec.numel:
             odd[flat] = {"file": spec.numel, "target": total}
+            continue
+        if len(names) > 1 and _is_sorted(target):
+            unordered.append(flat)
             continue
         taken.append(flat)
         start = 0
@@ -68,6 +72,15 @@ def flat_parameters(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(edits), 'weight')} flattened into {counted(len(taken), 'parameter')} of FSDP",
             keys=tuple(taken),
             fix=Fix(tuple(edits), Applicability.SAFE if target.modules is not None else Applicability.UNSAFE),
+        )
+    if unordered:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(unordered), 'flat parameter')} of FSDP in the order of the model, and the target's keys are"
+            " sorted by name",
+            keys=tuple(unordered),
+            remedies=advise("name the model that was trained with --model: its code has the order"),
+            blocks=Blocks.FILLING,
         )
     if odd:
         yield rule.finding(
@@ -105,6 +118,14 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
         if above in flats:
             held[flats[above]].append(name)
     return held
+
+
+def _is_sorted(target: Target) -> bool:
+    """Return whether a file's keys are sorted, which is how writers of safetensors put those of each dtype."""
+    by_dtype: dict[str, list[str]] = {}
+    for name, slot in target.slots.items():
+        by_dtype.setdefault(slot.dtype, []).append(name)
+    return target.modules is None and all(names == sorted(names) for names in by_dtype.values())
 
 
 def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Assemble]:

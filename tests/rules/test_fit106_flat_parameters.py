@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import ckptfix
@@ -75,3 +76,12 @@ def test_the_order_of_a_file_is_not_trusted(tmp_path: Path) -> None:
     ckptfix.repair(folder, output=tmp_path / "whole.pth", unsafe_fixes=True, like=like)
     got = torch.load(tmp_path / "whole.pth")["model"]
     assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth["model"].items())
+
+
+def test_sorted_keys_are_not_taken_for_the_order_of_the_model(tmp_path: Path) -> None:
+    folder, truth = unpacked("fsdp1_local_w2", tmp_path)
+    like, whole = tmp_path / "like.safetensors", tmp_path / "whole.pth"
+    save_file({key: value.contiguous() for key, value in truth["model"].items()}, like)
+    report = ckptfix.repair(folder, output=whole, unsafe_fixes=True, like=like).report
+    assert CODE in [finding.code for finding in report.remaining]
+    assert not whole.exists()
