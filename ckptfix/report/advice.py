@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ckptfix.bytes.files import is_url
-from ckptfix.core.edits import Assemble, Fill, Fold, Rename, RenameModule, Replace
+from ckptfix.core.edits import Assemble, Dequantise, Drop, Fill, Fold, Rename, RenameModule, Replace
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
@@ -249,6 +249,8 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
                 names: tuple[str, ...] = (edit.key, edit.to)
             elif isinstance(edit, Assemble):
                 names = (edit.key, *(part.source for part in edit.parts))
+            elif isinstance(edit, Dequantise | Drop):  # codes with their scales, and what is of no use without them
+                names = (edit.key,) if isinstance(edit, Drop) else (edit.key, edit.source)
             else:
                 names = edit.sources if isinstance(edit, Fold) else ()
             explained |= dict.fromkeys(names, finding.code)

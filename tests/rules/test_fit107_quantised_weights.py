@@ -13,6 +13,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.errors import TargetError
+from ckptfix.report.display import report_lines
 from tests.checks import bytes_of, check_noop, check_repaired
 
 OUT, IN = 200, 260
@@ -170,6 +171,14 @@ def test_nothing_is_multiplied_unasked():
     assert report.exit_code == 1
     with pytest.raises(TargetError):
         ckptfix.load(net(), bitsandbytes(net()))
+
+
+def test_what_the_fix_multiplies_has_no_other_advice():
+    """The scales are unexpected keys, too: to dequantise them elsewhere is no advice beside the command."""
+    more = {"0.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    shown = "\n".join(map(str, report_lines(ckptfix.check(bitsandbytes(net(), **more), net()))))
+    assert "the fix of FIT107 gives these keys their place" in shown
+    assert "load the file with the library that wrote it" not in shown
 
 
 class Experts(nn.Module):
