@@ -43,7 +43,7 @@ def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
         copies = copied_under(keys)
         names = {key: key if copies else bare(key) for key in keys}  # a wrapper is no set
         copies = copies or copied_under(set(names.values()))
-        averaged = {} if copies else {key for key, plain in _mangled(keys, MANGLED).items() if key != plain}
+        averaged = frozenset() if copies else _averages(keys)
         return (
             {key: key for key in keys if key not in averaged and not names[key].startswith(copies or ("\0",))}
             if (copies or averaged)
@@ -73,12 +73,13 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
     """Return the keys of an average whose names lost their dots, each with the name that it had, and with them what
     is not averaged, as the buffers are; none if there is no such set.
 
-    ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, mmcv's ``EMAHook``
-    ``ema_out_weight`` for ``out.weight``. Their counters are not weights."""
+    ``LitEma`` of latent diffusion writes ``model_ema.outweight`` for ``model.out.weight``, and in an autoencoder, which
+    it averages whole, for ``out.weight``; mmcv's ``EMAHook`` ``ema_out_weight``. Their counters are not weights."""
     if name == MANGLED:
         forms = [("", f"{name}_", "_")]
     else:
-        forms = [(leader, f"{name}.", "") for leader in _leaders(f"{name}.")]
+        leaders = list(_leaders(f"{name}."))
+        forms = [(leader, f"{name}.", "") for leader in (*leaders, *[""] * bool(leaders))]
     fronts = tuple(front for _, front, _ in forms)
     own = {key for key in keys if key.startswith(fronts)}
     for leader, front, sign in forms if len(own) > 1 else ():
@@ -91,6 +92,14 @@ def _mangled(keys: Collection[str], name: str) -> dict[str, str]:
             rest = {leader + plain: plain for plain in alone}
             return {key: (found | rest)[key] for key in keys if key in found or key in rest}
     return {}
+
+
+def _averages(keys: Collection[str]) -> frozenset[str]:
+    """Return the keys of an average of all that is beside it, whose names lost their dots, and its counters."""
+    for name in (MANGLED, *filter(is_follower, sorted({key.partition(".")[0] for key in keys}))):
+        if own := {key for key, plain in _mangled(keys, name).items() if key != plain and plain in keys}:
+            return frozenset(own if name == MANGLED else (key for key in keys if key.startswith(f"{name}.")))
+    return frozenset()
 
 
 def _in_place(keys: Collection[str], name: str, mangled: dict[str, str]) -> dict[str, str]:
@@ -134,8 +143,8 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
         if 5 * size < len(specs):
             continue  # of two sets of about one size that make up most of it, each has more
         if mangled := _mangled(specs, prefix[:-1]):
-            leader = next(key for key in _leaders(prefix) if key + next(iter(mangled.values())) in specs)
-            return (leader[:-1], prefix[:-1])
+            plain = next(iter(mangled.values()))
+            return (next((key[:-1] for key in _leaders(prefix) if key + plain in specs), PLAIN), prefix[:-1])
         for leader in _leaders(prefix):
             few, many = sorted((size, sizes.get(leader, 0)))
             may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
@@ -144,8 +153,8 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     copies = _copied_under(specs, sizes) or copied_under({bare(key) for key in specs})
     if len(copies) != 1 or not is_follower(copies[0][:-1]):
         return ()
-    plain = {bare(key): specs[key].shape for key in keys_of_set(specs, PLAIN)}
-    return (PLAIN, copies[0][:-1]) if _are_alike(plain, _under(specs, copies[0])) else ()
+    bared = {bare(key): specs[key].shape for key in keys_of_set(specs, PLAIN)}
+    return (PLAIN, copies[0][:-1]) if _are_alike(bared, _under(specs, copies[0])) else ()
 
 
 def is_follower(name: str) -> bool:

@@ -161,6 +161,11 @@ MANGLED = {
         ["model_ema.decay", "model_ema.num_updates"],
         ("model", "model_ema"),
     ),
+    "LitEma of the whole module": (
+        {name: f"model_ema.{name.replace('.', '')}" for name in NAMES},
+        ["model_ema.decay", "model_ema.num_updates"],
+        ("plain", "model_ema"),
+    ),
     "mmcv": ({name: f"ema_{name.replace('.', '_')}" for name in NAMES}, [], ("plain", "ema")),
 }
 
