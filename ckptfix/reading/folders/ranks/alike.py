@@ -1,7 +1,8 @@
-"""Reads ranks whose pickle is that of the first one but for the place of the rank.
+"""Reads ranks whose pickle is that of another one but for the place of the rank.
 
-What FSDP 2 saves of a rank says where this is in the mesh that all its tensors share, and perhaps the number of its
-GPU. If all other bytes are the same, so are the tensors, in the storages of the rank, and the pickle is not run."""
+What FSDP 2 saves of a rank says where this is in the mesh that all its tensors share, what FSDP 1 saves, which rows of
+each tensor it has; and perhaps the number of its GPU. If all other bytes are the same, so are the tensors, in the
+storages of the rank, and the pickle is not run: one of FSDP 1 lists the parts of all ranks for each tensor."""
 
 from __future__ import annotations
 
@@ -21,69 +22,49 @@ from ckptfix.reading.torch_files.torch_zip import open_archive
 
 Leaves = list[tuple[tuple[PathPart, ...], Any]]  # the tensors and numbers of a container, with their paths
 
-# In pickles of protocol 2: a number below 2 ** 16, what keeps a value in the memo, and what recalls one.
-_INT, _PUT, _GET = rb"(?:K.|M..)", rb"(?:q.|r....)", rb"(?:h.|j....)"
+# In pickles of protocol 2: a number below 2 ** 31, what keeps a value in the memo, what recalls one, and a class.
+_INT, _PUT, _GET = rb"(?:K.|M..|J....)", rb"(?:q.|r....)", rb"(?:h.|j....)"
+_CLASS = rb"(?:c[\w.]+\n\w+\n" + _PUT + rb"|" + _GET + rb")"
+_LIST = rb"\]" + _PUT + rb"\(?(?P<%s>" + _INT + rb"{1,8})[ae]"
 _DEVICE = rb"(?:cuda|[hmnx]pu)"
 # What differs: the rank of a mesh, its place in it, the names of devices (`cuda:3`), and `torch.device("cuda", 3)`.
-_PLACE = re.compile(
+_PLACE = (
     rb"X\x05\0\0\0_rank" + _PUT + _INT + rb"|"
     rb"X\x12\0\0\0_coordinate_on_dim" + _PUT + rb"(?:\]" + _PUT + rb")?\(?(?P<place>" + _INT + rb"{1,4})[aet\x85-\x87]|"
-    rb"X[\5\6]\0\0\0" + _DEVICE + rb":\d|(?:" + _GET + rb"|" + _DEVICE + _PUT + rb")K.\x86" + _PUT + rb"R",
-    re.DOTALL,
+    rb"X[\5\6]\0\0\0" + _DEVICE + rb":\d|(?:" + _GET + rb"|" + _DEVICE + _PUT + rb")K.\x86" + _PUT + rb"R"
 )
 _NUMBER = re.compile(_INT, re.DOTALL)
+_BASES = 3  # ranks that others may be like: the last that were read by themselves
 
 
 class AlikeRanks:
-    """The files of ranks beside that of the first one, of which the tensors and the groups of optimizers are known."""
+    """The ranks that were read by themselves: what their files hold, and where those of others may differ."""
 
-    def __init__(self, first: Content, leaves: Leaves, groups: list[Any]) -> None:
-        self.groups, self._leaves = groups, leaves
-        self._first = _Pickle.of(first)
+    def __init__(self) -> None:
+        self._bases: list[_Base] = []
 
-    def leaves(self, content: Content) -> Leaves | None:
-        """Return the tensors of another rank; None if its file has to be read by itself.
+    def add(self, content: Content, leaves: Leaves, groups: list[Any]) -> None:
+        """Add a rank, of which the tensors and the groups of optimizers are known."""
+        if (own := _Pickle.of(content)) is not None and (base := _Base.of(own, leaves, groups)) is not None:
+            self._bases = [base, *self._bases][:_BASES]
+
+    def leaves(self, content: Content) -> tuple[Leaves, list[Any]] | None:
+        """Return the tensors and groups of another rank; None if its file has to be read by itself.
 
         Raises ``UnreadableError`` if it is damaged."""
-        own = _Pickle.of(content)
-        if own is None or self._first is None or (own.names, own.rest) != (self._first.names, self._first.rest):
-            return None
-        if len(own.places) != 1:
-            return None  # of several meshes, nothing says which tensor is on which
-        storages: dict[int, Storage] = {}
-
-        def moved(spec: TensorSpec) -> TensorSpec:
-            (storage,) = spec.storages
-            if id(storage) not in storages:
-                name = f"data/{storage.key}"
-                storages[id(storage)] = own.reading.storage(storage.key, name, name, storage.nbytes, storage.device)
-            return replace(spec, storage=storages[id(storage)])
-
-        made: Leaves = []
-        try:
-            for path, leaf in self._leaves:
-                if isinstance(leaf, TensorSpec):
-                    leaf = moved(leaf)
-                elif isinstance(leaf, Opaque):
-                    local, spec = leaf.attributes["_local_tensor"], leaf.attributes["_spec"]
-                    mesh = spec.attributes["mesh"]
-                    mesh = Opaque(mesh.cls, state={**mesh.attributes, "_coordinate_on_dim": own.places[0]})
-                    spec = Opaque(spec.cls, state={**spec.attributes, "mesh": mesh})
-                    leaf = Opaque(leaf.cls, state={"_local_tensor": moved(local), "_spec": spec})
-                made.append((path, leaf))
-        except (KeyError, ValueError, AttributeError):
-            return None  # a `ShardedTensor`, or a tensor that has no storage or several
-        return made
+        own = _Pickle.of(content) if self._bases else None
+        for base in self._bases if own is not None else ():
+            if own is not None and (made := base.moved(own)) is not None:
+                return made, base.groups
+        return None
 
 
 class _Pickle(Struct):
-    """The pickle of an archive about which there is nothing to say: the coordinates in each mesh that it names, and
-    ``rest`` without what is of its rank alone."""
+    """The pickle of an archive about which there is nothing to say, and the names of its members."""
 
     reading: Reading
     names: set[str]
-    places: list[list[int]]
-    rest: bytes
+    data: bytes
 
     @classmethod
     def of(cls, content: Content) -> _Pickle | None:
@@ -95,12 +76,148 @@ class _Pickle(Struct):
             return None
         if any(info.compress_type != STORED for info in archive.members.values()):
             return None
-        places: list[list[int]] = []
+        data = reading.member("data.pkl")
+        return None if reading.faults else cls(reading, set(archive.members), data)
 
-        def note(found: re.Match[bytes]) -> bytes:
-            if found["place"]:
-                places.append([int.from_bytes(number[1:], "little") for number in _NUMBER.findall(found["place"])])
-            return b"\xff"
 
-        rest = _PLACE.sub(note, reading.member("data.pkl"))
-        return None if reading.faults else cls(reading, set(archive.members), places, rest)
+class _Places(Struct):
+    """What a pickle says of the place of its rank: in each mesh that it names, and of each part of a tensor its
+    offsets, and its sizes, which have to be those of the other rank."""
+
+    meshes: list[list[int]]
+    offsets: list[list[int]]
+    sizes: list[bytes]
+
+    @classmethod
+    def of(cls, found: list[re.Match[bytes]]) -> _Places:
+        """Return what the places in a pickle say."""
+        groups = [match.groupdict() for match in found]
+        return cls(
+            [_numbers(each["place"]) for each in groups if each["place"]],
+            [_numbers(each["offsets"]) for each in groups if each.get("offsets")],
+            [each["sizes"] for each in groups if each.get("sizes")],
+        )
+
+
+class _Base(Struct):
+    """A rank that others may be like: what its pickle has between the places in which they may differ."""
+
+    names: set[str]
+    pattern: re.Pattern[bytes]
+    between: list[bytes]
+    sizes: list[bytes]
+    leaves: Leaves
+    groups: list[Any]
+
+    @classmethod
+    def of(cls, own: _Pickle, leaves: Leaves, groups: list[Any]) -> _Base | None:
+        """Return a rank for others to be like; None if the parts of its tensors are not found in its pickle."""
+        pattern = re.compile(rb"|".join((*_of_shards(own.data), _PLACE)), re.DOTALL)
+        found = list(pattern.finditer(own.data))
+        stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(own.data)]
+        places = _Places.of(found)
+        try:
+            boxes = [
+                (list(box["shard_offsets"]), list(box["shard_sizes"]))
+                for _, leaf in leaves
+                for box in (shard.attributes["metadata"].attributes for shard in _shards(leaf))
+            ]
+        except (KeyError, AttributeError, TypeError):
+            return None
+        if boxes != list(zip(places.offsets, map(_numbers, places.sizes), strict=True)):
+            return None
+        between = [own.data[start:stop] for start, stop in zip(stops, starts, strict=True)]
+        return cls(own.names, pattern, between, places.sizes, leaves, groups)
+
+    def moved(self, own: _Pickle) -> Leaves | None:
+        """Return the tensors of a rank that is like this one; None if it is not."""
+        if own.names != self.names or (places := self._places(own.data)) is None:
+            return None
+        if any("_local_tensor" in leaf.attributes for _, leaf in self.leaves if isinstance(leaf, Opaque)) and (
+            len(places.meshes) != 1
+        ):
+            return None  # of several meshes, nothing says which tensor is on which
+        storages: dict[int, Storage] = {}
+        offsets = iter(places.offsets)
+
+        def stored(spec: TensorSpec) -> TensorSpec:
+            (storage,) = spec.storages
+            if id(storage) not in storages:
+                name = f"data/{storage.key}"
+                storages[id(storage)] = own.reading.storage(storage.key, name, name, storage.nbytes, storage.device)
+            return replace(spec, storage=storages[id(storage)])
+
+        made: Leaves = []
+        try:
+            for path, leaf in self.leaves:
+                if isinstance(leaf, TensorSpec):
+                    leaf = stored(leaf)
+                elif shards := _shards(leaf):
+                    parts = [
+                        _with(
+                            shard,
+                            tensor=stored(shard.attributes["tensor"]),
+                            metadata=_with(shard.attributes["metadata"], shard_offsets=next(offsets)),
+                        )
+                        for shard in shards
+                    ]
+                    leaf = Opaque(leaf.cls, state=(parts, *leaf.state[1:]))
+                elif isinstance(leaf, Opaque) and not _is_empty(leaf):
+                    local, spec = leaf.attributes["_local_tensor"], leaf.attributes["_spec"]
+                    mesh = _with(spec.attributes["mesh"], _coordinate_on_dim=places.meshes[0])
+                    leaf = Opaque(leaf.cls, state={"_local_tensor": stored(local), "_spec": _with(spec, mesh=mesh)})
+                made.append((path, leaf))
+        except (KeyError, ValueError, AttributeError):
+            return None  # a tensor that has no storage or several
+        return made
+
+    def _places(self, data: bytes) -> _Places | None:
+        """Return what a pickle says of its rank; None if it is another one in anything else."""
+        found, at = [], 0
+        for part in self.between[:-1]:
+            if not data.startswith(part, at) or (match := self.pattern.match(data, at + len(part))) is None:
+                return None
+            found.append(match)
+            at = match.end()
+        places = _Places.of(found)
+        return places if data[at:] == self.between[-1] and places.sizes == self.sizes else None
+
+
+def _of_shards(data: bytes) -> tuple[bytes, ...]:
+    """Return the patterns of what a pickle says of the rank of a ``ShardedTensor``: which part of the whole it has,
+    and who it is in its group; nothing if it has none."""
+    words = {}
+    for word in b"metadata shard_offsets shard_sizes placement _worker_name _rank local_rank global_rank".split():
+        written = re.search(rb"X" + bytes((len(word), 0, 0, 0)) + word + rb"(?:q(.)|r(....))", data, re.DOTALL)
+        if written is None:
+            return ()
+        recalled = b"h" + written[1] if written[1] is not None else b"j" + written[2]
+        words[word.decode()] = rb"(?:" + re.escape(written[0]) + rb"|" + re.escape(recalled) + rb")"
+    new = _CLASS + rb"\)\x81" + _PUT
+    part = [words["metadata"], new, rb"N\}", _PUT, rb"\(", words["shard_offsets"], _LIST % b"offsets"]
+    part += [words["shard_sizes"], _LIST % b"sizes", words["placement"], new, rb"\}", _PUT, rb"\("]
+    part += [words["_worker_name"], rb"N", words["_rank"], _INT]
+    return b"".join(part), words["local_rank"] + _INT + words["global_rank"] + _INT
+
+
+def _shards(leaf: Any) -> list[Any]:
+    """Return the parts of a ``ShardedTensor`` that a rank has; none of anything else."""
+    return leaf.state[0] if _is_sharded(leaf) else []
+
+
+def _is_empty(leaf: Opaque) -> bool:
+    return _is_sharded(leaf) and not leaf.state[0]
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, Opaque) and isinstance(leaf.state, tuple) and bool(leaf.state) and type(leaf.state[0]) is list
+    )
+
+
+def _with(value: Opaque, **attributes: Any) -> Opaque:
+    return Opaque(value.cls, state={**value.attributes, **attributes})
+
+
+def _numbers(packed: bytes) -> list[int]:
+    return [int.from_bytes(number[1:], "little") for number in _NUMBER.findall(packed)]

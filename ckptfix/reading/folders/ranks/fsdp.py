@@ -204,11 +204,11 @@ class _Merge:
         """Return the merged document; None if no tensor is a part of a larger one."""
         first: Any = None
         lacking: dict[_Path, Path] = {}
-        alike: AlikeRanks | None = None
+        alike = AlikeRanks()
         for rank, file in self.ranks.files.items():
-            leaves = self._alike(alike, file)
-            groups = alike.groups if alike is not None else []
-            if leaves is None:
+            if (held := None if first is None else self._alike(alike, file)) is not None:
+                leaves, groups = held
+            else:
                 if (root := self.files.root(file)) is None:
                     continue
                 if first is None and fairscale.has_metadata(root):
@@ -222,8 +222,9 @@ class _Merge:
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
             if not self.kinds:
                 return None  # the files of the other ranks are not read for it
-            if first is None:
-                first, alike = root, AlikeRanks(self.files.content(file), leaves, groups)
+            if held is None:
+                first = root if first is None else first
+                alike.add(self.files.content(file), leaves, groups)
         if not self.kinds:
             return None
         self._check_counters()
@@ -239,10 +240,10 @@ class _Merge:
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
 
-    def _alike(self, alike: AlikeRanks | None, file: Path) -> Leaves | None:
-        """Return the tensors of a rank whose file is that of the first one but for its beginning; None for others."""
+    def _alike(self, alike: AlikeRanks, file: Path) -> tuple[Leaves, list[Any]] | None:
+        """Return the tensors and groups of a rank whose file is that of another but for its place; None for others."""
         try:
-            return None if alike is None or self.files.salvage else alike.leaves(self.files.content(file))
+            return None if self.files.salvage else alike.leaves(self.files.content(file))
         except UnreadableError:
             return None  # it is read by itself, which says why
 

@@ -54,6 +54,62 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+def _save_sharded(folder: Path, rows: list[int], change: Callable[[int, dict[str, Any]], None]) -> torch.Tensor:
+    """Save sharded tensors as FSDP 1 does, each with so many rows of a rank; return the whole of each."""
+    import torch.distributed as dist
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    whole = torch.arange(sum(rows) * 2, dtype=torch.int32).view(-1, 2)
+
+    def placed(rank: int) -> ShardMetadata:
+        return ShardMetadata([sum(rows[:rank]), 0], [rows[rank], 2], f"rank:{rank}/cpu")
+
+    for rank in range(WORLD):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+        state: dict[str, Any] = {}
+        for index in range(3):
+            shards = [placed(other) for other in range(WORLD)]
+            metadata = ShardedTensorMetadata(shards, whole.shape, TensorProperties(dtype=whole.dtype))
+            own = Shard(whole.split(rows)[rank].clone() + index, placed(rank))
+            state[f"blocks.{index}.weight"] = ShardedTensor._init_from_local_shards_and_global_metadata(
+                [own], metadata, init_rrefs=False
+            )
+        state |= {"mean": torch.ones(2), "step": 7}
+        change(rank, state)
+        torch.save(state, folder / f"model_world_size_{WORLD}_rank_{rank}.pt")
+        dist.destroy_process_group()
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        pytest.param([40_000] * 3, [True, True], id="offsets-of-one-two-and-four-bytes"),
+        pytest.param([300, 300, 7], [True, False], id="the-last-is-short"),
+        pytest.param([2, 3, 3], [False, True], id="like-the-second"),
+    ],
+)
+def test_shards_of_fsdp_1_are_those_of_their_rank(
+    tmp_path: Path, alike: list[bool], rows: list[int], said: list[bool]
+) -> None:
+    whole = _save_sharded(tmp_path, rows, lambda rank, state: None)
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint.read(f"blocks.{index}.weight"), whole + index) for index in range(3))
+    assert alike == said
+
+
+def test_a_number_that_is_not_of_the_rank_is_read(tmp_path: Path, alike: list[bool]) -> None:
+    """Beside the shards of FSDP 1, whose own numbers differ."""
+    _save_sharded(tmp_path, [2, 2, 2], _step)
+    with pytest.raises(UnreadableError, match=r"different saves: model_world_size_3_rank_2\.pt"):
+        ckptfix.open_checkpoint(tmp_path)
+    assert alike == [True, False]
+
+
 def _is_whole(folder: Path) -> bool:
     checkpoint = ckptfix.open_checkpoint(folder)
     numbers = torch.arange(24.0 * WORLD * 4).view(24, WORLD * 2, 2)
