@@ -126,6 +126,7 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     _doubt_beside_gaps(inference)
     _doubt_uneven_lists(inference)
     _doubt_exchanges(inference)
+    _doubt_broken_lists(inference, sides)
     return inference
 
 
@@ -554,6 +555,31 @@ def _doubt_exchanges(inference: Inference) -> None:
         is_exchanged = source != key and sources.get(source) == key
         if is_exchanged and _squeezed(inference.source[key]) == _squeezed(inference.target[key]):
             inference.matches[key] = replace(inference.matches[key], label=Label.AMBIGUOUS)
+
+
+def _doubt_broken_lists(inference: Inference, sorted_sides: Sequence[int]) -> None:
+    """Call a layer that leaves its list for a name without a number ambiguous, and those of its shape that keep their
+    names, if the side where it has left is sorted. SAM has ``layers.{0,1,2}``, and transformers ``proj_in``,
+    ``layers.0`` and ``proj_out``: its ``layers.0`` is another one."""
+    kept: dict[tuple[str, Shape], list[str]] = defaultdict(list)
+    for key, match in inference.matches.items():
+        if len(match.parts) == 1 and match.parts[0].source == key and (own := _list_of(key)):
+            kept[own, inference.target[key]].append(key)
+    for key, match in list(inference.matches.items()) if kept else ():
+        source = match.parts[0].source
+        left, own = (source, _list_of(key)) if _list_of(key) else (key, _list_of(source))
+        is_hidden = (0 if left == source else 1) in sorted_sides and not _list_of(left) and len(match.parts) == 1
+        rivals = kept.get((own, inference.target[key]), ()) if is_hidden else ()
+        for each, others in [(key, rivals), *((rival, (source,)) for rival in rivals)] if rivals else ():
+            one = inference.matches[each]
+            alternatives = tuple(dict.fromkeys((*one.alternatives, *others)))
+            inference.matches[each] = replace(one, label=Label.AMBIGUOUS, alternatives=alternatives)
+
+
+def _list_of(key: str) -> str:
+    """Return the key of a layer that only has a number in its list, without this number; that of another is empty."""
+    *front, number, end = ("", *key.split("."))
+    return ".".join((*front, "#", end)) if number.isdigit() else ""
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -388,8 +388,20 @@ def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
         torn = {part.source for key in blocked for part in moves[key].parts}
         gone = {key for key, move in moves.items() if any(part.source in torn for part in move.parts)}
         if not gone:
-            return moves
+            return moves | {key: match for key, match in inference.matches.items() if _is_in_doubt(key, match, moves)}
         moves = {key: move for key, move in moves.items() if key not in gone}
+
+
+def _is_in_doubt(key: str, match: Match, moves: Moves) -> bool:
+    """Tell whether a key that keeps its name could be what moves elsewhere, which is as doubtful."""
+    return (
+        key not in moves
+        and match.label is Label.AMBIGUOUS
+        and any(
+            move.label is Label.AMBIGUOUS and move.parts[0].source in match.alternatives and key in move.alternatives
+            for move in moves.values()
+        )
+    )
 
 
 def _is_there(match: Match, inference: Inference, checkpoint: Checkpoint) -> bool:
@@ -430,13 +442,18 @@ def _settled(moves: Moves, source: Specs, target: Specs, tied: Collection[str], 
     """Return the moves with their labels after another look at the file as it will be.
 
     What is ambiguous is likely if the other look finds the same. If it would move anything else, the map contradicts
-    itself, and all of it is ambiguous."""
+    itself, and all of it is ambiguous, as it is if what moves could be a layer that keeps its name."""
+    kept = {key for key, move in moves.items() if move.label is Label.AMBIGUOUS and _keeps_name(key, move)}
     for _ in range(2):
         applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
         more = dict(_moved_next(applied, source, target, tied, values)) if applied else {}
         if not more:
             return moves
-        found = {key: replace(moves[key], label=Label.LIKELY) for key in more if key in moves}
+        found = {
+            key: replace(moves[key], label=Label.LIKELY)
+            for key in more
+            if key in moves and kept.isdisjoint(moves[key].alternatives)
+        }
         together = {key: move.parts for key, move in (applied | found).items()}
         if {key: move.parts for key, move in found.items()} != more or len(used_in_full(together, source)) < len(
             together

@@ -266,6 +266,28 @@ def test_a_name_of_both_sides_that_means_another_layer(is_back):
     assert torch.equal(done["body.head.weight"], state["body.head.weight"])
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_layer_that_keeps_its_name_while_another_of_its_list_may_have_left(is_back, tmp_path):
+    """Sorted, nothing says whether ``proj_in`` is ``layers.0``: ``layers.0`` may be the second of them on one side."""
+    body = {f"body.{key}": value for key, value in transformer(*FUSED).state_dict().items()}
+
+    def heads(*names: str) -> dict[str, torch.Tensor]:
+        sizes = dict(zip(names, (8, 8, 3), strict=True))
+        layers = {f"heads.{at}.{name}.weight": torch.randn(sizes[name], 8) for at in "01" for name in names}
+        return dict(sorted((body | layers).items()))
+
+    sides = heads("layers.0", "layers.1", "layers.2"), heads("proj_in", "layers.0", "proj_out")
+    ours, theirs = sides[::-1] if is_back else sides
+    torch.save(theirs, tmp_path / "reference.pth")
+    report = ckptfix.check(ours, like=tmp_path / "reference.pth", values=False, rename_layers=True)
+    (doubt,) = (each for each in report.findings if each.code == "KEY106" and each.fix is None)
+    for at in "01":
+        fitting = {key for key, value in ours.items() if key.startswith(f"heads.{at}.") and len(value) == 8}
+        wanted = {key for key, value in theirs.items() if key.startswith(f"heads.{at}.") and len(value) == 8}
+        assert {key for key in doubt.keys if key.startswith(f"heads.{at}.")} == wanted
+        assert all(set(doubt.evidence["alternatives"][key]) == fitting for key in wanted)
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_a_layer_of_a_sorted_file_moves_no_other(at):
     model = within(body=transformer(*FUSED), net=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
