@@ -388,9 +388,10 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     form, is_turned, rounds = "linear", False, narrow
     norms = adapter.spec(layer, "magnitude")
     if norms is not None:
-        by_outputs = norms.numel == two[0] and (norms.shape[0] == two[0] or adapter.is_peft)
-        # LyCORIS may have [1, inputs, 1, 1], by its setting wd_on_out.
-        by_inputs = not adapter.is_peft and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
+        # That of LyCORIS may be [1, inputs, 1, 1], by its setting wd_on_out; peft's is [1, outputs, 1, 1].
+        is_lycoris = layer.keys["magnitude"].endswith("dora_scale")
+        by_outputs = norms.numel == two[0] and (norms.shape[0] == two[0] or not is_lycoris)
+        by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
         if not by_outputs and not by_inputs:
             raise AdapterError(
                 f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {two[0]} "

@@ -311,14 +311,18 @@ class _Layer:
         """DoRA's magnitude by the norm that each output has in the tensor of the file with this layer alone."""
         magnitude, source = self.factors[2], self.source
         dtype = torch_dtype(source.spec.dtype)
-        # That of LyCORIS may have one for each input: [1, inputs, 1, 1].
-        if self.delta.transposed or (self.delta.is_narrow and magnitude.shape[0] == 1 < source.shape[0]):
+        # That of LyCORIS may have one for each input: [1, inputs, 1, 1], where peft has [1, outputs, 1, 1].
+        is_lycoris = self.delta.factors[2].endswith("dora_scale")
+        if self.delta.transposed or (is_lycoris and magnitude.shape[0] == 1 < source.shape[0]):
             if self._norms is None:
                 self._norms = self._norms_of_columns(dtype).to(magnitude.dtype)
             return (magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(source.shape) - 2))
         whole = self._whole(first, last, dtype)
         norms: torch.Tensor = torch.linalg.vector_norm(whole, dim=tuple(range(1, whole.ndim)))
-        return (magnitude.flatten()[first:last] / norms).view(-1, *(1,) * (whole.ndim - 1))
+        ratio = magnitude.flatten()[first:last] / norms
+        if self.delta.is_narrow and not is_lycoris:
+            ratio = ratio.to(dtype)
+        return ratio.view(-1, *(1,) * (whole.ndim - 1))
 
     def _whole(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         return self.source.weight(first, last) + self.change(first, last, dtype)

@@ -312,20 +312,45 @@ def test_how_far_the_base_changes(tmp_path):
     assert "would change nothing in 2 tensors" in found.message
 
 
+def unet(dtype):
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32,), "cross_attention_dim": 16}
+    return UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8, attention_head_dim=8).to(dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_a_folder_of_diffusers_has_its_bits(is_dora, dtype, tmp_path):
+    """With its configuration in the header of the file; the magnitudes of convolutions are [1, outputs, 1, 1]."""
+    model = unet(dtype)
+    base = dict(model.state_dict())
+    names = ["to_q", "to_out.0", "conv1", "conv_shortcut", "proj_in"]
+    model.add_adapter(LORA(r=4, lora_alpha=7, target_modules=names, use_dora=is_dora))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(float("magnitude" in name), 0.2)
+    model.save_lora_adapter(tmp_path)
+    want = unet(dtype)
+    want.load_lora_adapter(tmp_path, prefix=None, weight_name="pytorch_lora_weights.safetensors")
+    want.fuse_lora()
+    want.unload_lora()
+    repaired, report = ckptfix.repair_state_dict(base, adapter=tmp_path, select="FIL108")
+    assert_same(repaired, dict(want.state_dict()))
+    assert ("DoRA" in report.findings[0].message) == is_dora
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_files_of_trainers_have_the_bits_of_diffusers(dtype, tmp_path):
     """An adapter of kohya, and the same in the names of diffusers, old and new."""
-    from diffusers import UNet2DConditionModel
     from diffusers.loaders import StableDiffusionLoraLoaderMixin as Loader
 
-    def unet():
-        torch.manual_seed(0)
-        blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
-        sizes = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32,), "cross_attention_dim": 16}
-        return UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8, attention_head_dim=8).to(dtype)
-
-    model = unet()
+    model = unet(dtype)
     base = {key: value.clone() for key, value in model.state_dict().items()}
     ends = ("to_q.weight", "to_out.0.weight", "conv1.weight", "proj_in.weight")
     kohya = {}

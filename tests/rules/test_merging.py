@@ -401,6 +401,21 @@ def test_dora_by_inputs(kernel, most, tmp_path, monkeypatch):
     torch.testing.assert_close(got["q.weight"], whole * norms / columns)
 
 
+@pytest.mark.parametrize("name", ["lora_magnitude_vector", "dora_scale"])
+def test_the_norms_of_a_square_convolution(name, tmp_path):
+    """peft has those of its outputs as [1, outputs, 1, 1], and LyCORIS those of its inputs in the same shape."""
+    base, norms = torch.randn(20, 20, 3, 3), torch.rand(1, 20, 1, 1)
+    one, two = torch.randn(2, 20, 3, 3), torch.randn(20, 2, 1, 1)
+    factors = {"lora_A.weight": one, "lora_B.weight": two, name: norms}
+    save_file({f"unet.q.{key}": value for key, value in factors.items()}, tmp_path / "pytorch_lora_weights.safetensors")
+    got, _ = ckptfix.repair_state_dict({"q.weight": base}, adapter=tmp_path, select="FIL108")
+    whole = base + (two.flatten(1) @ one.flatten(1)).view_as(base)
+    axis = int(name == "dora_scale")
+    lengths = whole.transpose(0, axis).flatten(1).norm(dim=1)
+    shape = [20 if at == axis else 1 for at in range(4)]
+    torch.testing.assert_close(got["q.weight"], whole * (norms.flatten() / lengths).view(shape))
+
+
 def test_a_convolution_in_three_parts(tmp_path):
     """Those of kohya and LyCORIS follow one another in training: 1x1, the kernel, and 1x1."""
     base, rows = torch.randn(33, 5, 3, 3), torch.randn(1, 5, 7, 7)

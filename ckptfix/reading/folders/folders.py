@@ -51,7 +51,8 @@ SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t
 # Names that transformers, diffusers, peft, accelerate and mlx-lm give to the one file of weights in a folder.
 WEIGHTS = frozenset(
     "model.safetensors pytorch_model.bin diffusion_pytorch_model.safetensors diffusion_pytorch_model.bin "
-    "adapter_model.safetensors adapter_model.bin adapters.safetensors".split()
+    "adapter_model.safetensors adapter_model.bin adapters.safetensors "
+    "pytorch_lora_weights.safetensors pytorch_lora_weights.bin".split()
 )
 
 # How deep and for how many checkpoints the folders below a folder are searched.
@@ -80,8 +81,7 @@ def weights_file(path: str) -> str | None:
 IN_REPOSITORIES = (
     *(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")),
     *(f"diffusion_pytorch_model.{kind}{end}" for kind in ("safetensors", "bin") for end in ("", ".index.json")),
-    "adapter_model.safetensors",
-    "adapter_model.bin",
+    *(f"{name}.{kind}" for name in ("adapter_model", "pytorch_lora_weights") for kind in ("safetensors", "bin")),
 )
 
 
