@@ -5,8 +5,9 @@
 Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
 compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), torchao in safetensors (`_weight_qdata`), MXFP4 of
-gpt-oss (`…_blocks`, `…_scales`), and 8-bit weights with `weight_scale` or `weight_scale_inv`. An error if the model
-wants plain floats there; without a model, a note.
+gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and
+8-bit weights with any other key beside them that is called a scale. An error if the model wants plain floats there;
+without a model, a note.
 
 ## Why it matters
 
@@ -51,8 +52,8 @@ from ckptfix.values.scan import first_numbers
 # What libraries put beside the codes, or in their place.
 _BESIDE = re.compile(
     r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
-    r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|weight_scale(_inv|_2)?|input_scale"
-    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+))"
+    r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|comfy_quant"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|\w*scale\w*)"
 )
 
 # The part that only one format has, and its name.
@@ -66,8 +67,12 @@ _NAMES = (
     ("_weight_qdata", "torchao"),
     ("weight_scale_inv", BLOCKS),
     ("weight_scale", BLOCKS),
+    ("scale_weight", BLOCKS),
 )
+_SCALES = ("SCB", "weight_scale_inv", "weight_scale", "scale_weight")
 
+_CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
+_OTHER = "codes with scales of another format"
 
 _PACKED = re.compile(r"(.+)_blocks")  # of MXFP4, in the place of a parameter without a suffix
 
@@ -137,6 +142,8 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
         codes = specs.get(f"{path}weight")
         if codes is not None and DTYPES[codes.dtype].itemsize == 1:
             layer.parts["weight"] = f"{path}weight"
+            is_scaled = codes.dtype in _CODES and any("scale" in part for part in layer.parts)
+            layer.scheme = layer.scheme or _OTHER * is_scaled
         elif layer.scheme in (INT8, BLOCKS, "bitsandbytes 4-bit"):
             layer.scheme = ""  # their codes are the weight itself
     for key, codes in specs.items():
@@ -162,15 +169,17 @@ def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
 
 def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) -> tuple[Edit, ...]:
     """Return the edits that make floats of the codes; none if the formula is not known."""
-    scale = next((layer.parts[part] for part in ("SCB", "weight_scale_inv", "weight_scale") if part in layer.parts), "")
+    scale = next((layer.parts[part] for part in _SCALES if part in layer.parts), "")
     specs, key = context.checkpoint.specs, f"{path}weight"
-    extra = layer.parts.keys() - {"weight", "SCB", "weight_format", "weight_scale_inv", "weight_scale", "input_scale"}
+    extra = layer.parts.keys() - {"weight", "weight_format", "input_scale", "scale_input", *_SCALES}
+    if scale and specs[scale].numel == 1 and specs[key].dtype.startswith("float8"):
+        extra -= {"comfy_quant"}  # its other formats rotate the weights, or have a scale for each block
     if layer.scheme not in (INT8, BLOCKS) or extra or not _is_in_rows(layer, context):
         return ()
     slot = target.slots[key]
     if specs[key].shape != slot.shape or scale_steps(specs[key].shape, specs[scale].shape) is None:
         return ()
-    if specs[key].dtype not in ("int8", "float8_e4m3fn", "float8_e5m2") or not DTYPES[specs[scale].dtype].is_float:
+    if specs[key].dtype not in _CODES or not DTYPES[specs[scale].dtype].is_float:
         return ()
     return (
         Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme),

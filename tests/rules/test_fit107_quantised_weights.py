@@ -91,6 +91,21 @@ def test_8_bit_floats_with_a_scale_for_all_or_for_each_row(shape):
     check_repaired(before, floats_of(model, codes.float() * rows), "FIT107", model, unsafe_fixes=True)
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"scale_weight": torch.tensor([0.5]), "scale_input": torch.ones(1)},
+        {"weight_scale": torch.tensor(0.5), "comfy_quant": torch.tensor(list(b'{"format": "float8_e4m3fn"}')).byte()},
+    ],
+    ids=["before 2026", "since"],
+)
+def test_8_bit_floats_of_comfyui(beside):
+    model = net()
+    codes = torch.randn(OUT, IN).to(torch.float8_e4m3fn)
+    before = {**model.state_dict(), "0.weight": codes, **{f"0.{name}": tensor for name, tensor in beside.items()}}
+    check_repaired(before, floats_of(model, codes.float() * 0.5), "FIT107", model, unsafe_fixes=True)
+
+
 def _packed(model: nn.Module, weight: dict[str, torch.Tensor]) -> dict[str, Any]:
     state = dict(model.state_dict())
     del state["0.weight"]
@@ -111,6 +126,15 @@ REFUSED = {
         "weight_format": torch.tensor(2, dtype=torch.uint8),
     },
     "scales that do not fit": {"weight": torch.ones(OUT, IN).to(torch.float8_e4m3fn), "weight_scale": torch.ones(7, 7)},
+    "a scale of a name that nobody knows": {
+        "weight": torch.ones(OUT, IN).to(torch.float8_e4m3fn),
+        "my_scale": torch.ones(1),
+    },
+    "codes of ComfyUI that may be rotated": {
+        "weight": torch.ones(OUT, IN, dtype=torch.int8),
+        "weight_scale": torch.ones(OUT, 1),
+        "comfy_quant": torch.ones(9).byte(),
+    },
     "zero points": {
         "weight": torch.ones(OUT, IN, dtype=torch.int8),
         "weight_scale": torch.ones(OUT, 1),
@@ -157,9 +181,18 @@ class Quantised(nn.Module):
         (Quantised().state_dict(), Quantised()),
         ({"scales": torch.ones(4), "weight": torch.ones(4, 4)}, None),
         ({"weight": torch.ones(4, 4), "weight_scale": torch.ones(4)}, None),
+        ({"weight": torch.ones(4, 4), "layer_scale": torch.ones(4)}, None),
         (nn.Linear(4, 4).to(torch.float8_e4m3fn).state_dict(), nn.Linear(4, 4)),
     ],
-    ids=["floats", "floats and a model", "a quantised model", "a scale", "a scale of floats", "8 bits without a scale"],
+    ids=[
+        "floats",
+        "floats and a model",
+        "a quantised model",
+        "a scale",
+        "a scale of floats",
+        "a layer's scale",
+        "8 bits without a scale",
+    ],
 )
 def test_noop(state, model):
     check_noop(state, "FIT107", model)
