@@ -122,7 +122,7 @@ RULES: tuple[Listed, ...] = (
     Listed("BUF103", "malformed-num-batches-tracked"),
     Listed("BUF104", "transient-buffer", Needs.TARGET),
     Listed("FIT106", "flat-parameters", Needs.TARGET),
-    Listed("FIT107", "quantised-weights", keys=r"SCB|[qQ]weight|W_q|weight_packed|scale|absmax|_blocks"),
+    Listed("FIT107", "quantised-weights", keys=r"SCB|[qQ]_?weight|W_q|weight_packed|scale|absmax|_blocks|trellis"),
     Listed("FIT108", "layer-count", Needs.TARGET, wanted_by="adapt"),
     Listed("FIT103", "shape-mismatch", Needs.TARGET, wanted_by="adapt"),
     Listed("FIT105", "tie", Needs.TARGET),

@@ -71,6 +71,7 @@ from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
+from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.adapted_tensors import is_adaptable
 
@@ -90,9 +91,11 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     evidence: dict[str, Any] = {}
     reshapes = []
+    quantised = wanted_layers(context.checkpoint.specs, context.target)  # codes have the shape of their packing
+    codes = {key for layer in quantised.values() for key in layer.parts.values()}
     for key, slot in context.target.slots.items():
         entry = context.checkpoint.entries.get(key)
-        if key not in context.checkpoint.entries or slot.shape is None:
+        if key not in context.checkpoint.entries or slot.shape is None or key in codes:
             continue
         if not isinstance(entry, TensorSpec):
             evidence[key] = {"file": None, "target": list(slot.shape)}

@@ -4,7 +4,8 @@
 
 Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
-compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), torchao in safetensors (`_weight_qdata`), MXFP4 of
+compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), MLX (whole
+numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of
 gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and
 8-bit weights with any other key beside them that is called a scale. An error if the model wants plain floats there;
 without a model, a note.
@@ -53,6 +54,7 @@ from ckptfix.values.scan import first_numbers
 _BESIDE = re.compile(
     r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
     r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|comfy_quant"
+    r"|q_(weight|groups|invperm)|trellis|su|sv|suh|svh|mcg|mul1|biases"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|\w*scale\w*)"
 )
 
@@ -64,6 +66,8 @@ _NAMES = (
     ("Qweight", "GPTQ or AWQ"),
     ("weight_packed", "compressed-tensors"),
     ("W_q", "HQQ"),
+    ("q_weight", "EXL2"),
+    ("trellis", "EXL3"),
     ("_weight_qdata", "torchao"),
     ("weight_scale_inv", BLOCKS),
     ("weight_scale", BLOCKS),
@@ -140,7 +144,9 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
     for path, layer in layers.items():
         layer.scheme = next((name for part, name in _NAMES if part in layer.parts), "")
         codes = specs.get(f"{path}weight")
-        if codes is not None and DTYPES[codes.dtype].itemsize == 1:
+        if codes is not None and codes.dtype == "uint32" and {"scales", "biases"} <= layer.parts.keys():
+            layer.parts["weight"], layer.scheme = f"{path}weight", "MLX"
+        elif codes is not None and DTYPES[codes.dtype].itemsize == 1:
             layer.parts["weight"] = f"{path}weight"
             is_scaled = codes.dtype in _CODES and any("scale" in part for part in layer.parts)
             layer.scheme = layer.scheme or _OTHER * is_scaled

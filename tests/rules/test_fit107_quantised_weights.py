@@ -135,6 +135,12 @@ REFUSED = {
         "weight_scale": torch.ones(OUT, 1),
         "comfy_quant": torch.ones(9).byte(),
     },
+    "MLX": {
+        "weight": torch.ones(OUT, IN // 4).to(torch.uint32),
+        "scales": torch.ones(OUT, 4),
+        "biases": torch.ones(OUT, 4),
+    },
+    "EXL2": {"q_weight": WORDS, "q_scale": WORDS, "q_groups": torch.ones(4).short()},
     "zero points": {
         "weight": torch.ones(OUT, IN, dtype=torch.int8),
         "weight_scale": torch.ones(OUT, 1),
@@ -156,6 +162,12 @@ def test_what_has_no_known_formula_is_never_written_as_weights(name, values, tmp
     assert [finding.level for finding in report.remaining if finding.code == "FIT107"] == [Level.ERROR]
     with pytest.raises(TargetError):
         ckptfix.load(net(), tmp_path / "f.pth", unsafe_fixes=True)
+
+
+def test_codes_of_another_shape_are_no_other_model():
+    """Packed codes have fewer columns: to name another model is no advice."""
+    report = ckptfix.check(_packed(net(), REFUSED["MLX"]), net())
+    assert "FIT103" not in {finding.code for finding in report.findings}
 
 
 @pytest.mark.parametrize("name", REFUSED)

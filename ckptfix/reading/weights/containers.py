@@ -364,9 +364,10 @@ def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
 
 
 def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
-    """Return the candidates that could be meant: not a random state or a table of means beside the weights."""
+    """Return the candidates that could be meant: not a random state, a table of means or losses beside the weights."""
     largest = max((candidate.tensors for candidate in ranked), default=0)
-    return tuple(candidate for candidate in ranked if 4 * candidate.tensors >= largest)
+    several = [candidate for candidate in ranked if 4 * candidate.tensors >= largest]
+    return tuple([candidate for candidate in several if candidate.numel > candidate.tensors] or several)
 
 
 def beside(

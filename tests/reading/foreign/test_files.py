@@ -84,6 +84,7 @@ def test_signatures_lead_to_one_answer_each() -> None:
         (bytes(512) + b"\x89HDF\r\n\x1a\n" + bytes(8), "an HDF5 file"),
         (b"\x89HDF\r\n\x1a\n" + bytes(80) + b"keras_version", "a Keras model in HDF5"),
         (b"GGUF\x03\0\0\0", "a GGUF file"),
+        (b"05\x03\x04\0\0\x08\x08" + bytes(64), "a voice of GPT-SoVITS"),
         (b"\x30\0\0\0FT01FH01" + bytes(64), "the data of a program of ExecuTorch"),
         (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "a JPEG image"),
         (b"BM" + struct.pack("<I", 60) + bytes(54), "a bitmap image"),

@@ -35,6 +35,13 @@ def test_which_are_meant(tensors, names):
     assert [candidate.name for candidate in plausible(candidates(**tensors))] == names
 
 
+def test_losses_beside_a_small_network_are_no_set(tmp_path):
+    losses = {name: torch.tensor(0.5) for name in ("policy", "value", "entropy")}
+    torch.save({"agent": torch.nn.Linear(4, 4).state_dict(), "losses": {"train": losses}}, tmp_path / "f.pth")
+    report = ckptfix.check(tmp_path / "f.pth")
+    assert (report.findings, report.exit_code) == ((), 0)
+
+
 def test_few_tensors_of_many_elements_are_remarked_on():
     large, small, tiny = Candidate(("a",), 40, 4000), Candidate(("b", "c"), 1, 200), Candidate(("d",), 2, 199)
     batch = Candidate(("batch",), 2, 4000)
