@@ -140,7 +140,7 @@ def repair(
     be flushed to the disk. ``plan`` applies saved edits instead of proposing any. If a target is given and a strict
     load would still fail, if the forward test fails, or if the file is built as an attack, nothing is written
     and ``report.exit_code`` is 1."""
-    from ckptfix.engine.delivery import deliver, weighed
+    from ckptfix.engine.delivery import Drafts, deliver, weighed
     from ckptfix.engine.destination import Destination, Inputs, differs, refuse_inputs, state_of
     from ckptfix.reading.adapters import adapter_paths
 
@@ -166,22 +166,25 @@ def repair(
     target = _target(model, like, model_args, checked)
     checkpoint = with_fitting_set(source, checkpoint, target, checked)
     donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
-    if plan is None:
-        diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=_twin(model, model_args, checked))
-    else:
-        diagnosis = carry_out(plan, checkpoint, target, checked, donor, measure)
-    report = replace(report_on(checkpoint, target, diagnosis, checked), likeness=_likeness(checkpoint, target))
-    is_changed = differs(checkpoint, diagnosis.plan, checked)
-    if not is_changed and (only_changes or output is None):
-        destination = None
-    if is_changed or destination is not None:
-        report = weighed(report)
-    if dry_run:
-        report = replace(report, is_dry_run=True)
-    else:
-        if destination is not None:
-            destination.refuse_backup()
-        report = deliver(diagnosis.result, report, destination, checked, _forward_test(model, model_args, checked))
+    with Drafts(None if dry_run else destination, checked) as drafts:
+        if plan is None:
+            twin = _twin(model, model_args, checked)
+            diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=twin, draft=drafts.attempt)
+        else:
+            diagnosis = carry_out(plan, checkpoint, target, checked, donor, measure, drafts.attempt)
+        report = replace(report_on(checkpoint, target, diagnosis, checked), likeness=_likeness(checkpoint, target))
+        is_changed = differs(checkpoint, diagnosis.plan, checked)
+        if not is_changed and (only_changes or output is None):
+            destination = None
+        if is_changed or destination is not None:
+            report = weighed(report)
+        if dry_run:
+            report = replace(report, is_dry_run=True)
+        else:
+            if destination is not None:
+                destination.refuse_backup()
+            test = _forward_test(model, model_args, checked)
+            report = deliver(diagnosis.result, report, destination, checked, test, drafts)
     log_edits(report.source, report.edits)
     return Repair(report, diagnosis.plan, diagnosis.result, is_changed)
 

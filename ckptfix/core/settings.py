@@ -46,7 +46,7 @@ SOURCE = "source"  # what `--compare` calls the file that is repaired
 
 def parse_size(option: str, text: str) -> int:
     """Return the bytes that ``5GB`` or ``500 MiB`` stands for. Raises ``UsageError`` if the text is not a size."""
-    match = re.fullmatch(_SIZE, text.upper())
+    match = re.fullmatch(_SIZE, str(text).upper())  # a script may well give a number of bytes
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size <= 0:
         raise UsageError(Opt(option, text), ": not a size; write it like 5GB or 500MB")

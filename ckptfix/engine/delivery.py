@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
@@ -24,7 +25,7 @@ from ckptfix.core.spec import Regions
 from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify, verify_tree
-from ckptfix.errors import Opt, WriteError
+from ckptfix.errors import CkptfixError, Opt, WriteError
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.rules import OF_OPTIMIZERS
 from ckptfix.writing.atomic import (
@@ -36,7 +37,6 @@ from ckptfix.writing.atomic import (
     unwritten,
 )
 from ckptfix.writing.output import (
-    Write,
     deliver_shards,
     flushing,
     temporary_shards,
@@ -85,8 +85,9 @@ def deliver(
     destination: Destination | None,
     settings: Settings,
     forward_test: ForwardTest | None,
+    drafts: Drafts,
 ) -> Report:
-    """Write the result and prove it, or write nothing and say why; return the report with what came of it.
+    """Put the result in place, written and proved, or nothing and say why; return the report with what came of it.
 
     If nothing has to be written, the forward test runs on the source.
     """
@@ -98,28 +99,107 @@ def deliver(
             return report
         smoke, findings = test(Path(result.path), result)
         return _delivered(report, None, smoke, findings)
-    form = destination.form
+    draft = drafts.of(result)
+    report = replace(report, remarks=(*report.remarks, *draft.remarks))
+    smoke, findings = test(draft.path, draft.result)
+    if smoke is not None and smoke.passed is False:
+        return _delivered(report, None, smoke, findings)
+    destination.refuse_replaced(settings.force)
+    with _beside(draft.result, report, destination, settings) as files:
+        remarks = _deliver_beside(files, destination)
+        draft.put_in_place()
+    return replace(_delivered(report, draft.output, smoke, findings, remarks), written_as=draft.form)
+
+
+class Draft(Struct, frozen=True):
+    """A result that was written and compared, in temporary files. ``result`` is the checkpoint as this ``form`` holds
+    it, ``path`` the file or folder to read it from, ``output`` what that will be when it is put in place."""
+
+    form: str
+    path: Path
+    output: Path
+    result: Checkpoint
+    put_in_place: Callable[[], None]
+    remarks: tuple[str, ...] = ()
+
+
+class Drafts:
+    """The latest draft for a destination, as a context: at its end the temporary files are gone.
+
+    Without a destination none can be made."""
+
+    def __init__(self, destination: Destination | None, settings: Settings) -> None:
+        self._destination, self._settings = destination, settings
+        self._files = contextlib.ExitStack()
+        self._latest: tuple[Checkpoint, Draft] | None = None
+
+    def __enter__(self) -> Drafts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def of(self, result: Checkpoint) -> Draft:
+        """Return the draft of a result, written now unless it is the latest one."""
+        if self._latest is None or self._latest[0] is not result:
+            assert self._destination is not None, "there is something to write"
+            self._latest = None
+            self._files.close()
+            self._latest = (result, self._files.enter_context(_drafted(result, self._destination, self._settings)))
+        return self._latest[1]
+
+    def attempt(self, result: Checkpoint) -> None:
+        """Write a draft of what may become the result, if there is a place for it. What speaks against it is said when
+        it is to be delivered."""
+        if self._destination is not None:
+            with contextlib.suppress(CkptfixError):
+                self.of(result)
+
+
+@contextlib.contextmanager
+def _drafted(result: Checkpoint, destination: Destination, settings: Settings) -> Iterator[Draft]:
+    form, output = destination.form, destination.output
     if form == UNIVERSAL:
-        return _deliver_universal(universal_form(result), report, destination, test)
+        result = universal_form(result)
+        with temporary_universal(output, result) as (folder, files):
+            with flushing(files, output, destination.flush):
+                verify(folder, result, output, files)
+            yield Draft(form, folder, output, result, lambda: deliver_folder(folder, output))
+        return
+    remarks: tuple[str, ...] = ()
     if form == SAFETENSORS:
         _refuse_loss(result)
         result = untied(result) if settings.untie else result
-        report = replace(report, remarks=(*report.remarks, *_lost_ties(result)))
+        remarks = tuple(_lost_ties(result))
     write = writer_for(form, settings.for_torch if form == PTH else None)
     if settings.shard_bytes is not None:
-        return _deliver_in_shards(result, report, destination, write, test, settings)
-    with temporary_beside(destination.output, destination.like) as temporary:
-        written = write_to(temporary, result, write, destination.output)
-        with flushing([written], destination.output, destination.flush):
-            verify(temporary, result, destination.output, [written])
-        smoke, findings = test(temporary, result)
-        if smoke is not None and smoke.passed is False:
-            return _delivered(report, None, smoke, findings)
-        destination.refuse_replaced(settings.force)
-        with _beside(result, report, destination, settings) as files:
-            remarks = _deliver_beside(files, destination)
-            deliver_file(temporary, destination.output, destination.backup_of, destination.flush)
-    return replace(_delivered(report, destination.output, smoke, findings, remarks), written_as=form)
+        if result.container:
+            place = path_name(result.container)
+            remarks += (f"the shards hold the state_dict of {place}, and nothing of what is around it",)
+        flat = _without_container(result, form)
+        with temporary_shards(output, flat, settings.shard_bytes, write, verify) as (index, names):
+            yield Draft(SHARDS, index, names.index, flat, lambda: deliver_shards(index, names), remarks)
+        return
+    with temporary_beside(output, destination.like) as temporary:
+        written = write_to(temporary, result, write, output)
+        with flushing([written], output, destination.flush):
+            verify(temporary, result, output, [written])
+
+        def put_in_place() -> None:
+            deliver_file(temporary, output, destination.backup_of, destination.flush)
+
+        yield Draft(form, temporary, output, result, put_in_place, remarks)
+
+
+def _without_container(result: Checkpoint, form: str) -> Checkpoint:
+    """Return what shards and their index hold: the state_dict and nothing around it."""
+    flat = replace(result, container=(), root=dict(result.entries))
+    if form != SAFETENSORS:
+        return flat
+    # What has no form there (FIL104) is not promised by the index either.
+    lost = set(lost_extras(flat)) - set(flat.specs)
+    kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
+    return replace(flat, entries=kept, root=dict(kept))
 
 
 def _deliver_beside(files: dict[Path, Path], destination: Destination) -> tuple[str, ...]:
@@ -138,6 +218,9 @@ def _beside(
     each goal. In another folder they keep their names; beside the source they are marked as the checkpoint is. A
     trainer that finds the model in another folder is to find there all that it resumes from: what no edit has changed
     is copied, unless an optimizer no longer fits."""
+    if destination.form == UNIVERSAL:  # which has the optimizer in it
+        yield {}
+        return
     regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
     changed = {name for name in result.beside for edit in regroups if edit.where.startswith(name)}
     source = Path(result.path)
@@ -233,40 +316,3 @@ def _refuse_loss(result: Checkpoint) -> None:
                 f"{result.path}: safetensors cannot hold {place}, an entry with tensors in it; use ",
                 Opt("format", "pth"),
             )
-
-
-def _deliver_universal(result: Checkpoint, report: Report, destination: Destination, test: ForwardTest) -> Report:
-    """Do the same with the folder of a universal checkpoint."""
-    with temporary_universal(destination.output, result) as (folder, written):
-        with flushing(written, destination.output, destination.flush):
-            verify(folder, result, destination.output, written)
-        smoke, findings = test(folder, result)
-        if smoke is not None and smoke.passed is False:
-            return _delivered(report, None, smoke, findings)
-        deliver_folder(folder, destination.output)
-    return replace(_delivered(report, destination.output, smoke, findings), written_as=UNIVERSAL)
-
-
-def _deliver_in_shards(
-    result: Checkpoint, report: Report, destination: Destination, write: Write, test: ForwardTest, settings: Settings
-) -> Report:
-    """Do the same with shards and an index, which hold a state_dict and nothing around it."""
-    flat = replace(result, container=(), root=dict(result.entries))
-    if destination.form == SAFETENSORS:
-        # What has no form there (FIL104) is not promised by the index either.
-        lost = set(lost_extras(flat)) - set(flat.specs)
-        kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
-        flat = replace(flat, entries=kept, root=dict(kept))
-    limit = settings.shard_bytes or 0
-    remarks: tuple[str, ...] = ()
-    if result.container:
-        place = path_name(result.container)
-        remarks = (f"the shards hold the state_dict of {place}, and nothing of what is around it",)
-    with temporary_shards(destination.output, flat, limit, write, verify) as (index, names):
-        smoke, findings = test(index, flat)
-        if smoke is not None and smoke.passed is False:
-            return _delivered(report, None, smoke, findings, remarks)
-        with _beside(result, report, destination, settings) as files:
-            remarks += _deliver_beside(files, destination)
-            deliver_shards(index, names)
-    return replace(_delivered(report, names.index, smoke, findings, remarks), written_as=SHARDS)

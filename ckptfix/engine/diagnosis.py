@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptfix.core.target import Target
     from ckptfix.engine.changes import Measure
     from ckptfix.rules.rule import Twin
-    from ckptfix.values.statistics import Statistics
+    from ckptfix.values.statistics import Statistics, WriteDraft
 
 # Edits after which every tensor is there as it was.
 KEEPING = (Rename, RenameModule, Plain, Retag, Rewrite, Disarm, Omit)
@@ -62,18 +62,19 @@ def diagnose(
     measure: Measure | None = None,
     done: tuple[Checkpoint, Plan] | None = None,
     twin: Twin | None = None,
+    draft: WriteDraft | None = None,
 ) -> Diagnosis:
     """Run every selected rule; each sees the checkpoint after the fixes of those before it.
 
     ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing. ``twin`` is the
-    model that the file belongs to.
+    model that the file belongs to. ``draft`` writes what becomes of the checkpoint, if that saves a pass over it.
     Raises ``InternalError`` if a second pass would still propose something: then a rule of ours is wrong (law 2 of
     the design)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view, supplies = Plan(), checkpoint, None
     before, made = done or (checkpoint, plan)
-    statistics = _statistics(view, settings)
+    statistics = _statistics(view, settings, draft)
     context = Context(view, target, statistics or {}, settings, donor, before, made, twin)
     for rule in RULES:
         is_told = settings.selects(rule.code)
@@ -95,7 +96,7 @@ def diagnose(
             step = Step(rule.code, edits)
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
-            statistics = statistics and statistics.of(view)
+            statistics = statistics and statistics.of(view, draft)
             context = replace(context, checkpoint=view, statistics=statistics or {}, plan=made.then(*plan.steps))
     _refuse_idle_recipes(findings, settings)
     if plan:  # without one, every rule has seen the result already
@@ -113,6 +114,7 @@ def carry_out(
     settings: Settings,
     donor: Checkpoint | None = None,
     measure: Measure | None = None,
+    draft: WriteDraft | None = None,
 ) -> Diagnosis:
     """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
     from ckptfix.engine.applying import apply_plan
@@ -120,7 +122,7 @@ def carry_out(
 
     result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
     settings = replace(settings, unsafe_fixes=False, rename_map=None, adapt=())
-    left = diagnose(result, target, settings, donor, done=(checkpoint, plan))
+    left = diagnose(result, target, settings, donor, done=(checkpoint, plan), draft=draft)
     return Diagnosis(left.findings, (), plan, result, left.figures)
 
 
@@ -218,13 +220,13 @@ def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
             yield place
 
 
-def _statistics(checkpoint: Checkpoint, settings: Settings) -> Statistics | None:
+def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | None) -> Statistics | None:
     if not settings.values:
         return None
     from ckptfix.values.decode import narrowing_to
     from ckptfix.values.statistics import Statistics  # this is what reads the weights, and a look at names goes without
 
-    return Statistics(checkpoint, narrowing_to(settings.cast_dtype) if settings.cast_dtype else None)
+    return Statistics(checkpoint, narrowing_to(settings.cast_dtype) if settings.cast_dtype else None, draft)
 
 
 def _propose(rule: Listed, context: Context) -> Iterator[Finding]:

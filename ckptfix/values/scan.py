@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -108,14 +108,15 @@ class Part(NamedTuple):
     row: int = 0
     distance: int = 0
 
-    def look(self) -> TensorStatistics:
-        """Return the figures. Raises ``UnreadableError`` if the bytes are not in the file."""
+    def look(self, given: Iterable[memoryview] | None = None) -> TensorStatistics:
+        """Return the figures of the bytes that are given, or else of those in the file. Raises ``UnreadableError`` if
+        these are not there."""
         order = None if self.walk.is_row_major else self.walk.logical_order
         scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
         words: list[bytes] = []
         sample: list[bytes] = []
         is_faint, at = False, self.start * self.walk.spec.itemsize
-        for block in self.walk.blocks(self.start, self.stop):
+        for block in self.walk.blocks(self.start, self.stop) if given is None else given:
             scanner.feed(block)
             crc = crc32(block, crc) if self.proved is not None else 0
             if self.place is not None:
@@ -165,8 +166,12 @@ def _distance(numel: int) -> int:
 _FAINT = Narrowing("faint", math.nextafter(FAINT, 0), math.inf)  # float16 has no such small numbers
 
 
-def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
-    """Return the parts of a strided tensor that has elements, and a storage."""
+Edges = Sequence[tuple[int, int]]
+
+
+def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = ()) -> list[Part]:
+    """Return the parts of a strided tensor that has elements, and a storage; ``edges`` are the first and one past the
+    last element of each, if they are not to be chosen."""
     dtype, stored, walk, storage = DTYPES[spec.dtype], encoding(spec.dtype), Walk(spec), spec.storage
     assert stored is not None, f"{spec.dtype} holds no numbers"
     cast = narrowing if dtype.is_float else None
@@ -177,10 +182,10 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
     proved = storage if is_whole and storage is not None and is_open(storage) else None
     place, row = _samples(spec, walk)
     distance = _distance(distinct * stored.units) * stored.itemsize
-    if nbytes <= PART or proved is not None or not walk.is_run:
+    if not edges and (nbytes <= PART or proved is not None or not walk.is_run):
         return [Part(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance)]
     step = max(PART // size, 1)
-    edges = [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
+    edges = edges or [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
     return [
         Part(walk, stored, cast, start, stop, (stop - start) * size, None, place, row, distance)
         for start, stop in edges

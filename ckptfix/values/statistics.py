@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from functools import partial
 from itertools import chain, islice
 
 from msgspec.structs import replace
@@ -14,9 +15,13 @@ from ckptfix.core.lazy import np
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
+from ckptfix.values.merged_tensors import MergedBytes, is_merged
 from ckptfix.values.scan import Part, looks, parts_of
 from ckptfix.values.tally import COUNTS, join
 from ckptfix.values.walk import Walk
+
+WriteDraft = Callable[[Checkpoint], None]
+"""Writes a checkpoint to where it will be delivered from, should nothing speak against it."""
 
 AT_ONCE = 1 << 12  # tensors that are looked at side by side: what is kept of each meanwhile takes more than its figures
 
@@ -29,7 +34,10 @@ class Statistics(Mapping[str, TensorStatistics]):
     integers. Access raises ``UnreadableError`` where the bytes are not in the file. ``narrowing`` is the cast that was
     asked for, whose losses are counted in the same pass."""
 
-    def __init__(self, checkpoint: Checkpoint, narrowing: Narrowing | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, narrowing: Narrowing | None = None, draft: WriteDraft | None = None
+    ) -> None:
+        self._checkpoint, self._draft = checkpoint, draft
         self._narrowing = narrowing
         self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
         self._of_key: dict[str, TensorStatistics] = {}
@@ -39,9 +47,9 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._asked: set[str] = set()
         self._is_whole = False
 
-    def of(self, checkpoint: Checkpoint) -> Statistics:
+    def of(self, checkpoint: Checkpoint, draft: WriteDraft | None = None) -> Statistics:
         """Return the statistics of an edited view of the checkpoint. What both share is not computed again."""
-        other = Statistics(checkpoint, self._narrowing)
+        other = Statistics(checkpoint, self._narrowing, draft)
         other._of_view = self._of_view
         other._task = self._task
         return other
@@ -67,6 +75,8 @@ class Statistics(Mapping[str, TensorStatistics]):
     def compute(self) -> None:
         """Compute all of them, side by side."""
         if not self._is_whole:
+            if self._draft is not None and is_merged(self._checkpoint):
+                self._watch_draft(self._draft)
             self._compute(self._specs)
             self._of_key = {key: self._of_key[key] for key in self._specs}
             self._asked.update(self._specs)
@@ -86,6 +96,24 @@ class Statistics(Mapping[str, TensorStatistics]):
         for key, view in views.items():
             self._of_key[key] = known[view][1]
 
+    def _watch_draft(self, draft: WriteDraft) -> None:
+        """Write a draft of the checkpoint, and gather the figures of merged tensors on the way: with their products
+        worked out once more for the figures, a merge of 4 GB takes 6.5 s of user time and not 3.9."""
+        watched: list[tuple[TensorSpec, list[Part], dict[int, TensorStatistics], MergedBytes]] = []
+        for spec in self._specs.values():
+            source = spec.storage.source if spec.storage is not None else None
+            if isinstance(source, MergedBytes) and source.watch is None and spec.is_contiguous and spec.numel:
+                parts, found = parts_of(spec, self._narrowing, source.edges), dict[int, TensorStatistics]()
+                source.watch = partial(_look, parts, found)
+                watched.append((spec, parts, found, source))
+        draft(self._checkpoint)
+        for spec, parts, found, source in watched:
+            source.watch = None
+            if len(found) == len(parts):
+                in_order = (found[number] for number in range(len(parts)))
+                self._of_view[_view(spec)] = (spec, _assemble(spec, parts, in_order))
+                self._task.advance(spec.nbytes)
+
     @property
     def known(self) -> Mapping[str, TensorStatistics]:
         """Those that were asked for so far, by key; reads nothing."""
@@ -99,6 +127,10 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     def __len__(self) -> int:
         return len(self._specs)
+
+
+def _look(parts: Sequence[Part], found: dict[int, TensorStatistics], number: int, block: memoryview) -> None:
+    found[number] = parts[number].look([block])
 
 
 BINS = 16

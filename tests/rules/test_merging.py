@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
 import re
+from collections import Counter
 
 import peft
 import pytest
@@ -15,9 +17,11 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Level
-from ckptfix.errors import AdapterError
+from ckptfix.errors import AdapterError, WriteError
 from ckptfix.values import merged_tensors
 from ckptfix.values.merged_tensors import _factor
+from ckptfix.values.tally import COUNTS
+from ckptfix.writing.atomic import unwritten
 from tests.checks import assert_same
 from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, language, merged_by_peft, net, trained
 
@@ -548,3 +552,77 @@ def test_a_head_of_its_own_takes_nothing_of_what_it_was_tied_to(more, tmp_path):
     adapter = trained(config, tmp_path / "adapter", make=language)
     repaired, _ = ckptfix.repair_state_dict(language().state_dict(), adapter=adapter, select="FIL108")
     assert_same(repaired, merged_by_peft([adapter], make=language))
+
+
+@pytest.fixture
+def adapted(tmp_path, monkeypatch):
+    """The file of a base and an adapter of it, merged in many blocks; what is written lies in a folder of its own."""
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
+    save_file(net().state_dict(), tmp_path / "base.safetensors")
+    (tmp_path / "out").mkdir()
+    adapter = trained(LORA(r=4, target_modules=[*LINEAR, "conv"]), tmp_path / "adapter")
+    return tmp_path / "base.safetensors", adapter, tmp_path / "out"
+
+
+@pytest.mark.parametrize("settings", [{}, {"format": "pth"}, {"shard_size": 4000}], ids=["one file", "pth", "shards"])
+def test_what_is_merged_is_judged_while_it_is_written(settings, adapted, monkeypatch):
+    base, adapter, folder = adapted
+    made: Counter[tuple[str, int]] = Counter()
+
+    def counted(plain):
+        def work_out(self, *given):
+            made[self.edit.key, given[-2]] += 1
+            return plain(self, *given)
+
+        return work_out
+
+    for name in ("_by_torch", "_by_kernel"):
+        monkeypatch.setattr(merged_tensors.MergedBytes, name, counted(getattr(merged_tensors.MergedBytes, name)))
+    written = ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors", **settings).report
+    # Once for the sample that says how far a tensor is changed, which is all of such small ones, and once in all.
+    assert made == dict.fromkeys([(f"{key}.weight", row) for key in (*LINEAR, "conv") for row in (0, 16)], 2)
+    got, merged = ckptfix.open_checkpoint(str(written.output)).state_dict(), merged_by_peft([adapter])
+    assert_same({key: got[key] for key in merged}, dict(merged))
+    lazy = ckptfix.repair(base, adapter=adapter).report
+    assert written.figures.keys() == lazy.figures.keys() == net().state_dict().keys()
+    for key, figures in written.figures.items():
+        assert figures.sample == lazy.figures[key].sample
+        for name in (*COUNTS, "minimum", "maximum", "has_faint_rows"):
+            assert getattr(figures, name) == getattr(lazy.figures[key], name), name
+        assert (figures.mean, figures.rms) == pytest.approx((lazy.figures[key].mean, lazy.figures[key].rms))
+
+
+def test_what_the_values_of_a_merge_change_is_written_anew(adapted):
+    base, adapter, folder = adapted
+    whole = net().state_dict()
+    save_file({**whole, "norm.weight": torch.full((32,), torch.nan)}, base)
+    save_file(whole, donor := base.with_name("donor.safetensors"))
+    settings = {"fill": donor, "replace": "VAL101", "adapter": adapter}
+    repaired = ckptfix.repair(base, output=folder / "m.safetensors", **settings)
+    assert [finding.code for finding in repaired.report.fixed] == ["FIL108", "VAL101"]
+    assert [file.name for file in folder.iterdir()] == ["m.safetensors"]
+    got, merged = load_file(folder / "m.safetensors"), merged_by_peft([adapter])
+    assert_same({key: got[key] for key in merged}, dict(merged))
+
+
+def test_a_merge_that_fits_nothing_leaves_no_file(adapted):
+    base, adapter, folder = adapted
+    save_file({**net().state_dict(), "more.weight": torch.ones(2, 2)}, like := base.with_name("like.safetensors"))
+    report = ckptfix.repair(base, like=like, adapter=adapter, output=folder / "m.safetensors").report
+    assert report.is_refused
+    assert list(folder.iterdir()) == []
+    dry = ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors", dry_run=True).report
+    assert dry.edits
+    assert list(folder.iterdir()) == []
+
+
+def test_a_merge_on_a_full_disk_ends_in_one_line(adapted, monkeypatch):
+    base, adapter, folder = adapted
+
+    def write(temporary, checkpoint, write, output):
+        raise unwritten(output, OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr("ckptfix.engine.delivery.write_to", write)
+    with pytest.raises(WriteError, match="No space left"):
+        ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors")
+    assert list(folder.iterdir()) == []
