@@ -23,12 +23,13 @@ from ckptfix.core.spec import TensorSpec
 SLICES = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
 FSDP = "fsdp"  # the format of merged ranks of FSDP
+NANOTRON = "nanotron"
 
 # What the files of those are called that write plain tensors, and what the config.json beside them says.
 _PLAIN_PARTS = (
     (r"model-rank-(\d{1,5})-part-\d{1,5}\.safetensors", "vLLM", b""),
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", b'"tp_size"'),
-    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", "nanotron", b""),
+    (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", NANOTRON, b""),
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", b""),
 )
 _PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
@@ -104,6 +105,8 @@ def named_part(path: Path) -> RankShard | None:
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
             if says in held and numbers - {"0"}:
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made of"
+                if maker == NANOTRON:
+                    remedy = "name the folder of the save, which has checkpoint_metadata.json"
                 return RankShard(_PART.format(maker), remedy)
     return None
 

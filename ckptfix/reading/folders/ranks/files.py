@@ -67,8 +67,8 @@ def add_rank(found: dict[_Rank, Path], rank: _Rank, path: Path) -> None:
 
 
 def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | None:
-    """Return the folder of a checkpoint of DeepSpeed: this one, the one that the file ``latest`` names, or the only
-    one in it; None if there is none.
+    """Return the folder of a save: this one, the one that the file ``latest`` names, or the only one in it; None if
+    there is none.
 
     Raises ``UnreadableError`` if there are several."""
     if is_one(folder):
@@ -82,7 +82,7 @@ def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | 
     tags = [child for child in sorted(folder.iterdir()) if child.is_dir() and is_one(child)]
     if len(tags) > 1:
         names = first_names([tag.name for tag in tags])
-        raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints of DeepSpeed ({names}); name one of them")
+        raise UnreadableError(f"{folder}: holds {len(tags)} checkpoints ({names}); name one of them")
     return tags[0] if tags else None
 
 
@@ -138,9 +138,16 @@ class RankFiles:
         self.damage: list[Fact] = []
 
     def root(self, file: Path) -> Any:
-        """Return what a file holds; None if it cannot be read, which is damage.
+        """Return what a file holds, and keep what is noticed of it; None if it cannot be read, which is damage.
 
         Raises ``HostileError`` for a link that leads out of the folder."""
+        if (document := self.opened(file)) is None:
+            return None
+        self.remarks.update(dict.fromkeys(document.remarks))
+        return document.root
+
+    def opened(self, file: Path) -> Document | None:
+        """Return the document of a file; None if it cannot be read, which is damage."""
         try:
             document = self._read(self.content(file), self.salvage)
         except UnreadableError as error:
@@ -149,9 +156,8 @@ class RankFiles:
             self.damage.append(Fact.of(Kind.RANK_UNREADABLE, file.name, error=str(error)))
             return None
         self.names |= document.names
-        self.remarks.update(dict.fromkeys(document.remarks))
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in document.damage]
-        return document.root
+        return document
 
     def content(self, file: Path) -> Content:
         """Return the bytes of a file. Raises ``UnreadableError`` if they cannot be opened, ``HostileError`` for a link

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ckptfix.reading.folders.ranks import fsdp, llama, megatron, pipeline, universal, zero
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import ReadContent, Reader
 from ckptfix.reading.weights.document import Document
 
@@ -31,6 +31,7 @@ FRAMEWORKS = (
     Framework(zero.find, zero.read_folder, zero.of_file),
     Framework(megatron.find, megatron.read_folder, megatron.of_file),
     Framework(llama.find, llama.read_folder, llama.of_file),
+    Framework(nanotron.find, nanotron.read_folder, nanotron.of_file),
     Framework(fsdp.find, fsdp.read_folder, fsdp.of_file),
 )
 

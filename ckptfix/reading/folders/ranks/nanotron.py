@@ -1,0 +1,131 @@
+"""nanotron: a file for each parameter and tensor-parallel rank, in folders that are named for the modules.
+
+``model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors`` holds a part as
+``data``. Its ``__metadata__`` says how large the whole is, and which slices of the part are which of the whole. The
+names are those of the whole model, whatever the pipeline; a tied parameter is saved once.
+
+Sources: ``nanotron/serialize/weights.py``, ``serialize/metadata.py``, ``parallel/parameters.py`` (0.4)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.finding import counted
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.wording import clauses
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
+from ckptfix.reading.folders.rank_shards import NANOTRON
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, add_rank, tagged
+from ckptfix.reading.folders.ranks.partition import narrowed
+from ckptfix.reading.weights.document import Document
+
+NAME = NANOTRON
+
+_METADATA, _MODEL, _LATEST = "checkpoint_metadata.json", "model", "latest.txt"
+_FILE = re.compile(
+    r"model_(?P<leaf>.+?)(?:_pp-rank-\d{1,7}-of-\d{1,7}_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7}))?\.safetensors"
+)
+_NUMBER = re.compile(r"(\d+)")
+_LISTED = 4
+_SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
+
+
+def find(folder: Path) -> Path | None:
+    """Return the folder of a save: this one, or that of the step in ``latest.txt``."""
+    return tagged(folder, _LATEST, lambda place: (place / _METADATA).is_file() and (place / _MODEL).is_dir())
+
+
+def of_file(file: Path) -> tuple[Path, Reader] | None:
+    """Return None: one of thousands of files stands for itself, and says what it is a part of (FIL105)."""
+    return None
+
+
+def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+    """Return the document of a save: a flat state_dict with the names of the modules."""
+    files = RankFiles(folder, salvage, read)
+    with files.merging():
+        return _document(files)
+
+
+def _document(files: RankFiles) -> Document:
+    found: dict[str, dict[int, Path]] = {}
+    counts: dict[str, int] = {}
+    paths = [path for path in (files.folder / _MODEL).rglob("model_*.safetensors") if path.is_file()]
+    for path in sorted(paths, key=lambda path: [_natural(part) for part in path.parts]):
+        if (match := _FILE.fullmatch(path.name)) is not None:
+            name = ".".join((*path.relative_to(files.folder / _MODEL).parts[:-1], match["leaf"]))
+            add_rank(found.setdefault(name, {}), int(match["rank"] or 0), path)
+            counts[name] = int(match["ranks"] or 1)
+    lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}
+    if lacking:
+        name = max(lacking, key=lambda name: lacking[name])
+        absent = (rank for rank in range(counts[name]) if rank not in found[name])
+        path = next(iter(found[name].values()))
+        names = tuple(re.sub(r"tp-rank-\d+", f"tp-rank-{rank}", path.name) for rank in islice(absent, _LISTED))
+        files.damage.append(Fact.of(Kind.RANKS_LACKING, absent=lacking[name], ranks=counts[name], names=names))
+    wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
+    weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
+    if not weights:
+        raise UnreadableError(f"{files.folder}: {clauses(files.damage) or 'has no weights'}; fetch it again")
+    if (files.folder / "optimizer").is_dir():
+        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    return files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")
+
+
+def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -> TensorSpec | None:
+    """Return a parameter from the files that have parts of it; None if none of them can be read."""
+    copies: dict[Box, list[TensorSpec]] = {}
+    shape: tuple[int, ...] = ()
+    part: Any = None
+    for file in held.values():
+        if (opened := files.opened(file)) is None:
+            lacks = True
+            continue
+        part = opened.root["data"]
+        notes = {fact.place: fact.data["text"] for fact in opened.remarks if fact.kind is Kind.NOTE}
+        if _SLICES not in notes and len(held) == 1 and not lacks:
+            return _tensor(part)
+        shape = tuple(int(size) for size in notes[_SHAPE].strip("()").split(",") if size.strip())
+        for pair in notes[_SLICES].split(";"):
+            own, of_whole = pair.split("#")
+            spec = _tensor(part)
+            for axis, (begin, length) in enumerate(_slices(own, spec.shape)):
+                spec = narrowed(spec, axis, begin, length)
+            box = Box(*zip(*_slices(of_whole, shape), strict=True)) if shape else Box((), ())
+            copies.setdefault(box, []).append(spec)
+    if part is None:
+        return None
+    whole = TensorSpec(part.dtype, shape, contiguous_strides(shape))
+    if lacks and sum(box.numel for box in copies) < math.prod(shape):
+        return gone(name, whole, str(files.folder))
+    if not all(agree(same, str(files.folder), reads=False) for same in copies.values()):
+        files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
+    return merge_parts(name, whole, copies, str(files.folder))
+
+
+def _tensor(part: Any) -> TensorSpec:
+    if not isinstance(part, TensorSpec):
+        raise ValueError("no tensor is in the place of data")
+    return part
+
+
+def _slices(text: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the beginning and the length of slices such as ``0,10,None|None,None,None``."""
+    for size, one in zip(shape, text.split("|"), strict=True):
+        start, stop, step = (None if word == "None" else int(word) for word in one.split(","))
+        begin, end, jump = slice(start, stop, step).indices(size)
+        if jump != 1 or (stop is not None and stop > size):
+            raise ValueError(f"the slice {one} of {size} elements")
+        yield begin, max(end - begin, 0)
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in _NUMBER.split(text)]
