@@ -22,6 +22,7 @@ from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
 from ckptfix.rules.adapting import POSITIONS, cases
+from ckptfix.rules.fit107_quantised_weights import keys_of_codes
 
 Shape = tuple[int, ...]
 
@@ -50,8 +51,8 @@ _MISSING = re.compile(
     rf"Missing key\(s\) in state_dict: (?P<quoted>{_NAMES})"
     rf"|missing keys in state_dict: \"?(?:set\(\[|\{{|\[)(?P<set>[^\]}}]*)"
     rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
-    rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|MISSING keys?:?\s?|Missing"
-    rf" keys?:?\s?)\[(?P<some>[^\]]*)"
+    rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
+    rf" key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
     rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})",
     re.IGNORECASE,
 )
@@ -59,7 +60,8 @@ _UNEXPECTED = re.compile(
     rf"Unexpected key\(s\) in state_dict: (?P<quoted>{_NAMES})"
     r"|unexpected key \"(?P<one>[^\"]+)\" in state_dict"
     r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
-    r"|(?:were not used when initializing [^\[]{1,200}|Unexpected keys?:?\s?)\[(?P<some>[^\]]*)"
+    r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: "
+    r"|Unexpected key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
     rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})",
     re.IGNORECASE,
 )
@@ -329,7 +331,14 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
             flat,
         )
         return
-    if missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
+    if codes := keys_of_codes(unexpected):
+        yield (
+            f"{counted(len(codes), 'key')} of quantised weights: the file has codes in the place of weights, which have"
+            " to be multiplied by their scales.",
+            codes,
+        )
+        unexpected = tuple(key for key in unexpected if key not in codes)
+    elif missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
         yield (
             "The other names do not match: the file is of another model or another implementation of it, or the wrong"
             " one of several state_dicts was taken.",
@@ -393,6 +402,8 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice(
             "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )
+    elif keys_of_codes(mismatch.unexpected):
+        yield Advice("strict=False is no way out: it loads the codes as if they were the weights.")
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
         yield Advice(
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"

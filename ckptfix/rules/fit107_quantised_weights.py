@@ -37,7 +37,7 @@ zero points were stored less one (GPTQ). Load them with the library that wrote t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct, field
 
@@ -134,6 +134,12 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
 def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dict[str, QuantisedLayer]:
     """Return the quantised layers of which the target wants plain floats, by path; all without a target."""
     return {path: layer for path, layer in _layers(specs).items() if _is_wanted(path, layer, target)}
+
+
+def keys_of_codes(keys: Iterable[str]) -> tuple[str, ...]:
+    """Return the keys that only quantised weights have beside them or in their place."""
+    parts = {part for part, _ in _NAMES}
+    return tuple(key for key in keys if (found := _BESIDE.fullmatch(key)) and found["part"] in parts)
 
 
 def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:

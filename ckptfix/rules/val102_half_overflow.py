@@ -32,6 +32,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorStatistics
+from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
@@ -108,8 +109,12 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _castable(context: Context, dtype: str) -> Iterator[str]:
     is_small = DTYPES[dtype].itemsize == 1
+    layers = wanted_layers(context.checkpoint.specs, None).values()
+    codes = {key for layer in layers for key in layer.parts.values()}  # cast, they would pass for weights
     for key in context.statistics:
         spec = context.checkpoint.specs[key]
+        if key in codes:
+            continue
         is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
         is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
         is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # a counter is BUF103's, whose dtype stands

@@ -30,6 +30,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " since 0.4.0.",
         "_IncompatibleKeys(missing_keys=['fc.weight'], unexpected_keys=['module.fc.weight'])",
         "IncompatibleKeys(missing_keys=['fc.weight'], unexpected_keys=[])",
+        "unet unexpected: ['scaled_fp8']",
+        "WARNING:root:Unexpected key(s) when loading model: ['normalize_inputs.buffer_observation_state.mean']",
+        "ValueError: Received parameters not in model: lm_head.biases lm_head.scales.",
         "Exception: Cannot load model parameters from checkpoint checkpoint_best.pt; please ensure that the"
         " architectures match.",
         "The model and loaded state dict do not match exactly\n\nunexpected key in source state_dict: module.fc.weig"
@@ -113,7 +116,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "WARNING: roi_heads.box_head.fc1.weight is not in the checkpoint. Please double-check.",
     ),
     "empty-grad-scaler": (),
-    "optimizer-of-other-kind": ("KeyError: 'exp_avg'", "KeyError: 'momentum_buffer'"),
+    "optimizer-of-other-kind": ("KeyError: 'exp_avg'", "KeyError: 'momentum_buffer'", "KeyError: 'lr_mask'"),
     "code-of-other-python": (
         "TypeError: an integer is required (got type bytes)",
         "TypeError: code() argument 13 must be str, not int",
@@ -524,6 +527,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "cuda-after-fork": (),
     "dtype-mismatch": (
+        "RuntimeError: Promotion for Float8 Types is not supported, attempted to promote BFloat16 and Float8_e4m3fn",
         "RuntimeError: Input type (CUDAHalfType) and weight type (CUDAFloatType) should be the same",
         "RuntimeError: Input type (CPUDoubleType) and weight type (CPUFloatType) should be the same",
         "RuntimeError: Input type (MPSHalfType) and weight type (MPSFloatType) should be the same",

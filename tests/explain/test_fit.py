@@ -228,3 +228,13 @@ def test_random_weights_are_advised_only_for_what_is_new(said, is_advised):
     assert (
         any("--fill target" in each.command or "--adapt" in each.command for each in explanation.advice) is is_advised
     )
+
+
+def test_scales_of_codes_are_no_keys_to_be_ignored():
+    """All keys of the model are in the file, and what is under them are not weights."""
+    (message,) = messages(text(unexpected=["scaled_fp8", *under(leaf="scale_weight")]))
+    reading = read_fit(message)
+    assert reading.causes[0][0].startswith("5 keys of quantised weights")
+    assert [one.text for one in reading.advice if "strict=False" in one.text] == [
+        "strict=False is no way out: it loads the codes as if they were the weights."
+    ]

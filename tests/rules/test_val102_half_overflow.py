@@ -24,6 +24,11 @@ WEIGHT = {"a.weight": torch.full((8, 8), 0.1), "a.bias": torch.full((8,), 0.5)}
         pytest.param({"w": torch.ones(3).to_sparse()}, "float16", id="sparse"),
         pytest.param({"a.bias": torch.ones(64)}, "float8_e4m3fn", id="vectors-stay-above-8-bits"),
         pytest.param({"w": torch.zeros(0, 3)}, "float16", id="empty"),
+        pytest.param(
+            {"a.weight": torch.ones(8, 8).to(torch.float8_e4m3fn), "a.scale_weight": torch.ones(1)},
+            "float16",
+            id="codes-and-their-scales",
+        ),
         pytest.param({"bn.num_batches_tracked": torch.tensor(5.0)}, "float16", id="a-counter-is-no-weight"),
     ],
 )
