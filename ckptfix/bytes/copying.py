@@ -13,14 +13,13 @@ happens later."""
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from typing import BinaryIO, NamedTuple
 
 from ckptfix.bytes.checksums import crc32
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import FileBytes, located, ranges_of, stream
-from ckptfix.core.progress import Task, tell_slower
+from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource
 
 WINDOW = 512 << 10  # bytes that are written, and read back, at a time: few enough to be in the processor's cache still
@@ -113,7 +112,6 @@ class Copier:
             for each in ranges:
                 crc = self._copy_range(each.file, each.offset, each.nbytes, is_summed, crc)
             return crc
-        tell_slower(reason_of(source), stop - start)
         # What is computed in pieces is put into the window as it comes.
         made = source.pieces(start, stop) if hasattr(source, "pieces") else stream(source, start, stop)
         for block in made:
@@ -127,8 +125,6 @@ class Copier:
         if nbytes > SMALL and (begin - offset) % PAGE == 0 and not file.is_remote:
             self._end_window()
             goal = self._descriptor
-        elif nbytes >= LARGE:  # of fewer bytes, a padding would cost more than it gains
-            tell_slower("moved within their pages", nbytes)
         while done < nbytes:
             count = min(self._room, nbytes - done)
             if goal is not None:
@@ -220,25 +216,5 @@ def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
     file = rest.file.opened()
     try:
         return os.copy_file_range(file.descriptor, goal, count, rest.offset)
-    except (OSError, AttributeError) as error:  # a system without the call has no such attribute
-        reason = error.strerror if isinstance(error, OSError) else f"{sys.platform} has no copy_file_range"
-        tell_slower(f"not copied from page to page ({reason})", rest.nbytes)
+    except (OSError, AttributeError):  # a system without the call has no such attribute
         return 0
-
-
-def reason_of(source: ByteSource) -> str:
-    """Return why the bytes of a source are not a range of a file that can be copied as it is."""
-    return _REASONS.get(type(source).__name__, "made while they are read")
-
-
-_REASONS = {
-    "PackedBytes": "compressed in the source",
-    "SwappedBytes": "turned round from big-endian order",
-    "CastBytes": "cast to another dtype",
-    "ChunkedBytes": "put together from chunks",
-    "SpreadBytes": "put together from chunks",
-    "RowMajorBytes": "put in row-major order",
-    "MemoryBytes": "from memory",
-    "LiveBytes": "from memory",
-    "TornBytes": "from a damaged storage",
-}

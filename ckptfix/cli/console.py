@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,6 @@ class Meter(Struct):
     show: Callable[[str], None]
     every: float = LIVE
     clock: Callable[[], float] = time.monotonic
-    slower: Counter[str] = field(default_factory=Counter)
     _shown: float = 0.0
     _began: dict[int, tuple[Task, float, int]] = field(default_factory=dict)
 
@@ -58,18 +56,10 @@ class Meter(Struct):
             text += f", {size(round(rate))}/s, {time_text((task.total - done) / rate)} left"
         self.show(text)
 
-    def slowed(self, reason: str, nbytes: int) -> None:
-        """Add the bytes to those of the same reason."""
-        self.slower[reason] += nbytes
-
     def waits(self, reason: str, seconds: float) -> None:
         """Show at once why nothing is done, if it takes longer than a moment."""
         if seconds >= QUIET:
             self.show(f"{reason}: next try in {time_text(seconds)}")
-
-    def lines(self) -> list[str]:
-        """Return what took a slower way, the most bytes first."""
-        return [f"slower than a plain copy: {size(nbytes)} {reason}" for reason, nbytes in self.slower.most_common()]
 
 
 def time_text(seconds: float) -> str:
@@ -166,15 +156,11 @@ class Console(Struct):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Show how far the work is that is done meanwhile, and with ``-v`` say afterwards what took a slower way.
-
-        Where there is no terminal, a line tells it every ten seconds."""
+        """Show how far the work is that is done meanwhile. Where there is no terminal, a line tells it every ten
+        seconds."""
         meter = Meter(self.progress) if sys.stderr.isatty() else Meter(self.note, SELDOM)
         with watched_by(meter):
             yield
-        if self.verbose:
-            for line in meter.lines():
-                self.note(line)
 
     def end_progress(self) -> None:
         """Take the line of ``progress`` away."""

@@ -1,4 +1,4 @@
-"""What long work tells whoever watches it: how far it is, and what had to take a slower way.
+"""What long work tells whoever watches it: how far it is, and what it waits for.
 
 The library prints nothing. The command line watches while a command runs; a program of its own may do the same."""
 
@@ -19,9 +19,6 @@ class Watcher(Protocol):
 
     def advanced(self, task: Task) -> None:
         """Some more of a task is done."""
-
-    def slowed(self, reason: str, nbytes: int) -> None:
-        """So many bytes took a slower way than the plain copy of a range of a file."""
 
     def waits(self, reason: str, seconds: float) -> None:
         """Nothing is done for some seconds."""
@@ -101,21 +98,12 @@ class _Bars(Struct):
         bar.update(done - shown)
         self.bars[id(task)] = (task, bar, done)
 
-    def slowed(self, reason: str, nbytes: int) -> None:
-        pass
-
     def waits(self, reason: str, seconds: float) -> None:
         pass
 
     def close(self) -> None:
         for _, bar, _ in self.bars.values():
             bar.close()
-
-
-def tell_slower(reason: str, nbytes: int) -> None:
-    """Say that bytes take a slower way, and why: ``compressed``, ``cast``."""
-    if nbytes and (watcher := _watcher.get()) is not None:
-        watcher.slowed(reason, nbytes)
 
 
 def tell_pause(reason: str, seconds: float) -> None:

@@ -16,7 +16,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
 from ckptfix.core.notes import encode_container
-from ckptfix.core.progress import Task, tell_slower
+from ckptfix.core.progress import Task
 from ckptfix.core.spec import Storage, TensorSpec, ties
 from ckptfix.errors import HostileError, Opt, WriteError
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
@@ -59,7 +59,6 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
                 if is_summed:
                     note_checksum(spec.storage, crc)
                 continue
-            tell_slower("put in row-major order", spec.nbytes)
             for block in contiguous_blocks(spec, checkpoint.path):
                 copier.write_block(block)
     prove(checkpoint, passing)

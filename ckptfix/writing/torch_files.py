@@ -15,7 +15,7 @@ from ckptfix.bytes.sources import ranges_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.objects import tensors_in
-from ckptfix.core.progress import Task, tell_slower
+from ckptfix.core.progress import Task
 from ckptfix.core.spec import Region, Regions, TensorSpec
 from ckptfix.errors import Opt, WriteError
 from ckptfix.reading.torch_files.torch_legacy import MAGIC, PROTOCOL
@@ -72,7 +72,6 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
                 archive.member(f"data/{key}", nbytes, crc, place)
                 copier.copy(source, region.start, region.stop)
             else:
-                tell_slower("given the checksum that its source lacks", nbytes)
                 archive.member(f"data/{key}", nbytes, partial(sums.__getitem__, key), place)
                 sums[key] = copier.copy(source, region.start, region.stop, is_summed=True)
         archive.write("version", b"3\n")

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from ckptfix.cli.console import LIVE, SELDOM, Console, Meter, Stopped, time_text
-from ckptfix.core.progress import Task, tell_slower, watched_by
+from ckptfix.core.progress import Task, watched_by
 from ckptfix.errors import HostileError, TargetError, UnreadableError, UsageError
 from ckptfix.writing.atomic import deliver_file, temporary_beside
 
@@ -156,21 +156,6 @@ def test_a_closed_pipe_ends_it_without_a_word(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        pytest.param({}, "", id="not unless asked"),
-        pytest.param({"verbose": True}, "ckptfix: slower than a plain copy: 2.50 GB cast to another dtype\n", id="-v"),
-    ],
-)
-def test_what_took_a_slower_way(settings, line, capsys):
-    with Console(**settings).watching():
-        for _ in range(5):
-            tell_slower("cast to another dtype", 500_000_000)
-        tell_slower("compressed in the source", 0)
-    assert capsys.readouterr() == ("", line)
-
-
 def test_guarding_ends_with_two(capsys):
     with pytest.raises(click.exceptions.Exit) as end, Console().guarding("a.pth"):
         raise UnreadableError("a.pth: cut short")
@@ -273,20 +258,7 @@ def test_a_small_task_shows_nothing():
 def test_nobody_has_to_watch():
     task = Task("writing", 2)
     task.advance(1)
-    tell_slower("cast", 1)
     assert task.done == 1
-
-
-def test_reasons_are_added_up_the_largest_first():
-    meter = Meter(print)
-    with watched_by(meter):
-        for reason, nbytes in (("cast", 10), ("compressed", 3000), ("cast", 20)):
-            tell_slower(reason, nbytes)
-    tell_slower("cast", 5)
-    assert meter.lines() == [
-        "slower than a plain copy: 3.00 kB compressed",
-        "slower than a plain copy: 30 B cast",
-    ]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (600, "10 min"), (7200 * 12, "24 h")])

@@ -159,9 +159,6 @@ def test_every_byte_is_told_to_whoever_watches(tmp_path, in_small_steps):
         def advanced(self, task: Task) -> None:
             self.task = task
 
-        def slowed(self, reason: str, nbytes: int) -> None:
-            raise AssertionError(reason)
-
         def waits(self, reason: str, seconds: float) -> None:
             pass
 

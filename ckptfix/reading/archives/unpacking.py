@@ -22,7 +22,6 @@ from ckptfix.bytes.decoders import FAULTS
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, filled_end
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.progress import tell_slower
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 
@@ -125,7 +124,6 @@ def expand(path: str, member: str, blocks: Blocks) -> Content:
         expansion.write(block, packed)
     if damage and not expansion.nbytes:
         raise UnreadableError(f"{path}: {clauses(damage)}: nothing of it is left; fetch it again")
-    tell_slower("unpacked first", expansion.nbytes)
     content = expansion.content(member)
     content.damage = damage
     return content

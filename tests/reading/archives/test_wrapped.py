@@ -9,14 +9,13 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save as save_safetensors
 
 import ckptfix
-from ckptfix.core.progress import Task, watched_by
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading.archives import unpacking
 from tests.checks import assert_same
@@ -231,25 +230,6 @@ def test_no_room_for_the_expanded_bytes_is_said(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(gzip.compress(saved()))
     with pytest.raises(UnreadableError, match=r"less than 1 GiB is free.*set TMPDIR"):
         ckptfix.open_checkpoint(path)
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, lambda data: tarred({"model.pth": data})], ids=["gzip", "tar"])
-def test_that_it_was_unpacked_first_is_told(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
-    class Slow:
-        told: ClassVar[list[tuple[str, int]]] = []
-
-        def advanced(self, task: Task) -> None: ...
-
-        def slowed(self, reason: str, nbytes: int) -> None:
-            self.told.append((reason, nbytes))
-
-        def waits(self, reason: str, seconds: float) -> None:
-            pass
-
-    (tmp_path / "packed").write_bytes(pack(saved()))
-    with watched_by(slow := Slow()):
-        ckptfix.open_checkpoint(tmp_path / "packed")
-    assert slow.told == [("unpacked first", len(saved()))]
 
 
 def test_what_was_in_an_archive_is_repaired_beside_it(tmp_path: Path) -> None:
