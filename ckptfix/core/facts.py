@@ -91,6 +91,7 @@ class Kind(Enum):
     UNNAMED_LOSS = "unnamed-loss"
     STRAY_FILE = "stray-file"
     RANK_COPIES = "rank-copies"
+    RANKS_COMPUTED = "ranks-computed"
     RANK_LEFT_OUT = "rank-left-out"
     RANK_REPEATED = "rank-repeated"
     RANK_RENAMED = "rank-renamed"

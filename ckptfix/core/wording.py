@@ -245,6 +245,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.UNNAMED_LOSS: "{lost}",
     Kind.STRAY_FILE: "holds nothing of this checkpoint",
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
+    Kind.RANKS_COMPUTED: "is the {rule} of those of {ranks} ranks, as GPT-NeoX has it",
     Kind.RANK_REPEATED: "holds the same values as {other}",
     Kind.RANK_RENAMED: "was saved as {other}, and stands after {before}",
     Kind.RANK_FOREIGN: lambda fact: f"was saved with another {first_names(fact.data['names'])} than most ranks",

@@ -8,7 +8,8 @@ empty ranges of quantisation observers, are left alone. Tensors of the meta devi
 
 A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
 its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
-choices were made: that the weights are fp32 masters, which copies differ between ranks, and what was left out. A
+choices were made: that the weights are fp32 masters, which copies differ between ranks, what was computed of several
+ranks (the biases that GPT-NeoX adds up, and norms that differ), and what was left out. A
 warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype,
 files of two ranks that hold the same values, files that carry the name of another rank than saved them, and ranks of
 another run: their settings, or their copies of norms and biases, are other than those of most ranks.
@@ -155,6 +156,15 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{'; those of the first were taken' if drift else f', {equal}'}",
             keys=copies,
             remedies=() if drift else advise("put the files of one run together"),
+        )
+    computed = checkpoint.remarked(Kind.RANKS_COMPUTED)
+    for rule_of in sorted({fact.data["rule"] for fact in computed}):
+        keys = tuple(fact.place for fact in computed if fact.data["rule"] == rule_of)
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(keys), 'tensor')} computed as the {rule_of} over {computed[0].data['ranks']} ranks, as"
+            " GPT-NeoX has them; the bytes of all others were copied",
+            keys=keys,
         )
     if left_out := checkpoint.remarked(Kind.RANK_LEFT_OUT):
         named = [f"{fact.place} ({why})" if (why := fact.data.get("why")) else fact.place for fact in left_out]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptfix
 from ckptfix.errors import UnreadableError
@@ -130,13 +131,65 @@ def test_the_masters_of_tensor_parallel_stages(tmp_path: Path, given: str) -> No
     assert all(torch.equal(state[key]["exp_avg"], value) for key, value in moments.items())
 
 
-def test_sums_of_gpt_neox_are_refused_and_one_rank_of_it_is_not(tmp_path: Path) -> None:
-    ranks, whole = divided("attention")
-    save_layer(tmp_path, 2, ranks[:1])
-    assert len(ckptfix.open_checkpoint(tmp_path).keys()) == len(whole)
-    save_layer(tmp_path, 2, ranks)
-    with pytest.raises(UnreadableError, match=r"GPT-NeoX adds up attention\.dense\.bias of its 2 ranks"):
+def save_neox(folder: Path, config: str | None, dtype: torch.dtype = torch.float16) -> list[dict[str, torch.Tensor]]:
+    """Save a layer of GPT-NeoX and the last norm on three ranks, whose biases and norms differ; return their states."""
+    states = []
+    for rank in range(3):
+        state = divided("attention")[0][0]
+        states.append({key: (value + rank).to(dtype) for key, value in state.items()})
+        states[-1]["attention.dense.bias"][0] = -0.0
+    save_layer(folder, 2, states)
+    save_layer(folder, 5, [{"norm.weight": state["input_layernorm.weight"] + 1} for state in states])
+    if config is not None:
+        (folder / "configs").mkdir(exist_ok=True)
+        (folder / "configs" / "run.yml").write_text(config)
+    return states
+
+
+RESIDUAL = '{\n  # "gpt_j_residual": false,\n  "gpt-j-residual": true,\n}'
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_biases_of_gpt_neox_are_sums_and_its_norms_means(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Bit for bit what its own converter computes."""
+    states = save_neox(tmp_path, RESIDUAL, dtype)
+    ckptfix.repair(tmp_path, output=tmp_path / "whole.safetensors")
+    got = load_file(tmp_path / "whole.safetensors")
+    wanted = sum(state["attention.dense.bias"] for state in states)
+    assert bytes_of(got["2.attention.dense.bias"]) == bytes_of(wanted)  # type: ignore[arg-type]  # of three tensors
+    for key, name, more in (("2.input_layernorm.weight",) * 2 + (0,), ("5.norm.weight", "2.input_layernorm.weight", 1)):
+        mean = sum(state[name[2:]] + more for state in states) / 3
+        assert bytes_of(got[key]) == bytes_of(mean)  # type: ignore[arg-type]  # as above
+    said = {found.keys: found.message for found in ckptfix.check(tmp_path).findings if found.code == "FIL105"}
+    assert "sum over 3 ranks" in said["2.attention.dense.bias",]
+    assert "mean over 3 ranks" in said["2.input_layernorm.weight", "5.norm.weight"]
+
+
+@pytest.mark.parametrize("config", ['"gpt-j-residual": false', '"hidden-size": 4'])
+def test_without_its_residual_biases_are_copies(tmp_path: Path, config: str) -> None:
+    """Whatever its converter makes of them: the model adds the bias once."""
+    states = save_neox(tmp_path, config)
+    assert torch.equal(
+        ckptfix.open_checkpoint(tmp_path).read("2.attention.dense.bias"), states[0]["attention.dense.bias"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "adds up attention\\.dense\\.bias of its 3 ranks if gpt_j_residual"),
+        (f"{RESIDUAL}\ngpt_j_residual: False", "differ in gpt"),
+    ],
+)
+def test_sums_of_gpt_neox_are_not_guessed(tmp_path: Path, config: str | None, said: str) -> None:
+    states = save_neox(tmp_path, config)
+    with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
+    for file in tmp_path.glob("layer_*-model_0[12]-*"):
+        file.unlink()
+    assert torch.equal(
+        ckptfix.open_checkpoint(tmp_path).read("2.attention.dense.bias"), states[0]["attention.dense.bias"]
+    )
 
 
 def test_a_missing_rank_of_a_layer_is_named(tmp_path: Path) -> None:
