@@ -58,7 +58,9 @@ _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
 )
-_FOREIGN = re.compile(r"(?:^|[._])(?:(oft|boft|vera)_\w+|(?P<scalar>scalar)|(adapter)\.linear_(?:in|out))(?:\.|$)")
+_FOREIGN = re.compile(
+    r"(?:^|[._])(?:(oft|boft|vera|randlora)_\w+|(?P<scalar>scalar)|(adapter)\.linear_(?:in|out))(?:\.|$)"
+)
 _FOREIGN_TYPES = {"scalar": "LyCORIS with use_scalar", "adapter": "LoRA of NeMo"}
 _BASE = "base_model.model."
 
@@ -206,6 +208,8 @@ class Adapter(Struct, frozen=True):
             if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
                 raise AdapterError(f"{self.path}: {layer.keys['alpha']} is not one number; fetch the adapter again")
             alpha = float(self.checkpoint.read(layer.keys["alpha"]))
+            if not math.isfinite(alpha):
+                raise AdapterError(f"{self.path}: {layer.keys['alpha']} is {alpha}; fetch the adapter again")
         elif config is not None and own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
@@ -392,7 +396,8 @@ def foreign_type(adapter: Adapter) -> str:
 def is_foreign(adapter: Adapter, key: str) -> bool:
     """Return whether a tensor is one of an adapter that cannot be merged, and of no model."""
     found = _FOREIGN.search(key)
-    return found["scalar"] is None if found else adapter.config is not None and key.startswith(_BASE)
+    is_of_adapter = key.endswith(".alpha") or (adapter.config is not None and key.startswith(_BASE))
+    return found["scalar"] is None if found else is_of_adapter
 
 
 def _refuse(adapter: Adapter, path: str) -> None:

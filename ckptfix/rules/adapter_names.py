@@ -16,7 +16,7 @@ _PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 HEADS = ("lm_head", "embed_out")
 # Layers of diffusion models as their authors name them, and not diffusers.
-_ORIGINAL = re.compile(r"(?:^|\.)(?:(?:in|out)put_blocks|middle_block|(?:double|single)_blocks)[._]")
+_ORIGINAL = re.compile(r"(?:^|\.)(?:(?:in|out)put_blocks|middle_block|(?:double|single|joint)_blocks)[._]")
 _DROPPED = 3  # leading segments of a layer's name that the base may lack
 
 # Segments that may stand in the place of each other: releases of a library nest the same layers in other modules.

@@ -5,7 +5,9 @@
 With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it, a model that was saved
 with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside them are `lora_A` and
 `lora_B`. And a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes.
-An error where no base can take it: a matrix that is missing, or a configuration that does not fit.
+An error where no base can take it: a matrix that is missing, or a configuration that does not fit. An adapter of which
+every layer is as it began (a matrix of zeros, scales of one) changes nothing: a note where it is fresh, a warning where
+the file says that it was trained.
 
 ## Why it matters
 
@@ -41,7 +43,7 @@ from pathlib import Path
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import MergeAdapter
-from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, advise, counted
 from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import (
@@ -58,6 +60,7 @@ from ckptfix.reading.adapters import (
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.merged_tensors import is_merged, sampled_change
+from ckptfix.values.optimizer import was_stepped
 
 _BASE = ".base_layer."
 _SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most
@@ -79,9 +82,10 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
                 Level.NOTE, f"an adapter of the type {other}, and no model; only what trained it can merge it"
             )
         return
-    kind = _kind(adapter)
-    if not _has_base(checkpoint, adapter):
-        yield from _alone(rule, context, adapter, kind)
+    kind, has_base = _kind(adapter), _has_base(checkpoint, adapter)
+    idle = _idle(context, adapter, has_base=has_base)
+    if not has_base:
+        yield from _alone(rule, context, adapter, kind, is_idle=bool(idle))
     else:
         yield rule.finding(
             Level.WARNING,
@@ -90,6 +94,38 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=(Remedy((("adapter", _config_of(checkpoint.path)),), "merges it"),),
             blocks=Blocks.FILLING,
         )
+    if idle:
+        is_stepped = was_stepped(checkpoint.root)
+        yield rule.finding(
+            Level.WARNING if is_stepped else Level.NOTE,
+            f"all layers of the adapter are as they began: it changes nothing"
+            f"{', though the file says that it was trained' if is_stepped else ' yet'}",
+            keys=idle,
+            remedies=advise("take the adapter of another step") if is_stepped else (),
+        )
+
+
+def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, ...]:
+    """Return the keys that make each layer of an adapter change nothing: zeros in a product or sum, or scales of one.
+
+    None if a layer changes something, or a tensor takes the place of one of the base."""
+    specs = adapter.checkpoint.specs
+    own = {key: specs[key] for layer in adapter.layers for key in layer.keys.values()}
+    if not context.settings.values or any(".modules_to_save." in key if has_base else key not in own for key in specs):
+        return ()
+    figures = context.figures_of(own)
+    found: list[str] = []
+    for layer in adapter.layers:
+        known = {role: figures[key] for role, key in layer.keys.items() if key in figures}
+        zero = [role for role, each in known.items() if each.all_zero]
+        ones = [role for role, each in known.items() if role == "scale" and each.minimum == each.maximum == 1]
+        if not (zero or ones) or not {*layer.keys} & {*_ADDED} <= {*zero}:
+            return ()
+        found += [layer.keys[role] for role in (*zero, *ones)]
+    return tuple(found)
+
+
+_ADDED = ("bias", "diff", "diff_b", "tokens")  # what changes a tensor by itself, and not in a product
 
 
 def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
@@ -109,7 +145,7 @@ def _modules(key: str) -> Iterator[str]:
     return (".".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
-def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterator[Finding]:
+def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle: bool) -> Iterator[Finding]:
     """Yield what an adapter is, if the file is nothing else."""
     own = {key for layer in adapter.layers for key in layer.keys.values()}
     if adapter.config is None and any(
@@ -118,12 +154,14 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterato
         return  # layers of a model that has matrices of low rank itself
     targets = Counter(layer.module.rpartition(".")[2] for layer in adapter.layers if not adapter.is_kohya)
     names = first_names(list(targets))
-    zero = _zero_ranks(adapter) if context.settings.values else {}
+    zero = _zero_ranks(adapter) if context.settings.values and not is_idle else {}
+    dead = sum(zero.values())
+    verb = "does" if dead == 1 else "do"
     yield rule.finding(
         Level.NOTE,
         f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
         f"{f', trained on {adapter.base}' * bool(adapter.base)}, and no model"
-        f"{f'; {sum(zero.values())} of its ranks do nothing' * bool(zero)}",
+        f"{f'; {dead} of its ranks {verb} nothing' * bool(zero)}",
         keys=tuple(zero),
         evidence={"zero ranks": zero} if zero else {},
     )
@@ -134,8 +172,8 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str) -> Iterato
 
 
 def _zero_ranks(adapter: Adapter) -> dict[str, int]:
-    """Return how many ranks of a layer are zero, if not all of all layers are, by the key of its second matrix."""
-    found, is_idle = {}, True
+    """Return how many ranks of a layer are zero, by the key of its second matrix."""
+    found = {}
     for layer in adapter.layers:
         if not {"A", "B"} <= layer.keys.keys():
             continue
@@ -145,8 +183,7 @@ def _zero_ranks(adapter: Adapter) -> dict[str, int]:
         dead = ~(one.flatten(1).any(1) & two.transpose(0, 1).flatten(1).any(1))
         if number := int(dead.sum()):
             found[layer.keys["B"]] = number
-        is_idle = is_idle and bool(dead.all())
-    return {} if is_idle else found
+    return found
 
 
 def _merge(rule: Rule, context: Context) -> Finding:

@@ -11,8 +11,7 @@ look like that. So is one of several tables in a file that holds nothing else (w
 
 Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
 are biases if all of the file are zero. It is an error where most matrices of the file are zero, unless they are those
-of a few names in every block. A LoRA adapter in which every B matrix is zero changes nothing: a note where it is fresh,
-a warning where the file says that it was trained.
+of a few names in every block.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything
@@ -38,7 +37,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere, replaces
 from ckptfix.rules.rule import Context, Figures, Rule, rule
@@ -57,7 +56,6 @@ MOST = 0.5  # share of the matrices beyond which not a layer but the file is emp
 MOST_AT_START = 0.72  # the same if each is zero in every block, and the file says of no step: RWKV has 5 of 7
 # The last layer of a network that makes images or numbers.
 _LAST = r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)"
-_LORA_B = r"(^|\.)lora_B(\.|$)"
 
 
 @rule
@@ -111,17 +109,6 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
         is_zero = all(statistics[key].all_zero for key in vectors)
         if len(vectors) > 1 and is_zero and reported.keys().isdisjoint(vectors):
             yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
-    untrained = _untrained_adapter(statistics)
-    if untrained and reported.keys().isdisjoint(untrained):
-        is_stepped = was_stepped(context.checkpoint.root)
-        yield rule.finding(
-            Level.WARNING if is_stepped else Level.NOTE,
-            f"all {len(untrained)} lora_B matrices are zero: this adapter changes nothing"
-            f"{', though the file says that it was trained' if is_stepped else ' yet'}",
-            keys=untrained,
-            evidence={"lora_B": len(untrained)},
-            remedies=advise("take the adapter of another step") if is_stepped else (),
-        )
 
 
 def _is_sound(figures: TensorStatistics) -> bool:
@@ -212,10 +199,3 @@ def _zero_companions(norm: Norm | None, statistics: Figures) -> Iterator[str]:
     found = [key for key in norm.vectors if key in statistics] if norm else []
     if all(statistics[key].all_zero for key in found):
         yield from found
-
-
-def _untrained_adapter(statistics: Figures) -> tuple[str, ...]:
-    """Return the B matrices of an adapter if all of them, two at least, are zero beside their A."""
-    named = [key for key in statistics if "lora_B" in key]  # of nearly all keys, none
-    pairs = [key for key in named if re.search(_LORA_B, key) and re.sub(_LORA_B, r"\1lora_A\2", key) in statistics]
-    return tuple(pairs) if len(pairs) > 1 and all(statistics[key].all_zero for key in pairs) else ()

@@ -267,13 +267,49 @@ def test_an_adapter_alone(tmp_path):
     save_file(tensors, file)
     (found,) = ckptfix.check(adapter).findings
     assert found.evidence == {"zero ranks": {"base_model.model.q.lora_B.weight": 2}}
+
+
+FRESH = {
+    "LoRA": peft.LoraConfig(target_modules=LINEAR),
+    "DoRA": peft.LoraConfig(target_modules=LINEAR, use_dora=True),
+    "LoHa": peft.LoHaConfig(target_modules=LINEAR),
+    "LoKr": peft.LoKrConfig(target_modules=LINEAR),
+    "IA3": peft.IA3Config(target_modules=LINEAR, feedforward_modules=[]),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_an_adapter_that_changes_nothing_yet(name, tmp_path):
+    """Beside its base, too; not one of which a layer was trained, or that has a tensor whole."""
+    model = peft.get_peft_model(net(), FRESH[name])
+    torch.save(model.state_dict(), tmp_path / "whole.pth")
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    for path in (tmp_path / "whole.pth", file):
+        *_, found = ckptfix.check(path, select="FIL108").findings
+        assert "changes nothing yet" in found.message
+        assert found.level is Level.NOTE
+    tensors = load_file(file)
+    save_file({**tensors, "base_model.model.head.weight": torch.ones(5, 32)}, file)
+    assert not any("changes nothing" in found.message for found in ckptfix.check(file, select="FIL108").findings)
     for key in tensors:
-        if "lora_B" in key:
-            tensors[key].zero_()
+        if ".q." in key:
+            tensors[key].add_(torch.rand_like(tensors[key]))
     save_file(tensors, file)
-    found, zero = ckptfix.check(adapter).findings
-    assert not found.evidence
-    assert "this adapter changes nothing" in zero.message
+    assert not any("changes nothing" in found.message for found in ckptfix.check(file, select="FIL108").findings)
+
+
+@pytest.mark.parametrize("names", [("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight")])
+def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not(names):
+    def found(b, **root):
+        state = {f"lora_unet_{n}.{names[0]}": torch.randn(2, 8) for n in range(2)}
+        state |= {f"lora_unet_0.{names[1]}": torch.zeros(8, 2), f"lora_unet_1.{names[1]}": torch.full((8, 2), b)}
+        findings = ckptfix.check({"state_dict": state, **root} if root else state, select="FIL108").findings
+        return [finding.level for finding in findings if "changes nothing" in finding.message]
+
+    assert found(1.0) == []
+    assert found(0.0) == [Level.NOTE]
+    assert found(0.0, step=400) == [Level.WARNING]
 
 
 @pytest.mark.parametrize(

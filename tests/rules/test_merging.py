@@ -322,6 +322,8 @@ _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.
         pytest.param([_NEMO.format("in"), _NEMO.format("out")], None, "LoRA of NeMo", id="NeMo"),
         pytest.param(["linear_qkv.adapter.linear_in.weight"], None, "LoRA of NeMo", id="NeMo 2"),
         pytest.param(["base_model.model.fc.oft_R.weight"], {"peft_type": "OFT"}, "OFT", id="OFT"),
+        pytest.param(["lora_unet_fc.oft_blocks", "lora_unet_fc.alpha"], None, "OFT", id="OFT of LyCORIS"),
+        pytest.param(["base_model.model.fc.randlora_A"], {"peft_type": "RANDLORA"}, "RANDLORA", id="RandLora"),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is not known"),
     ],
 )
@@ -359,6 +361,14 @@ def test_what_does_not_fit_or_is_of_two_types_is_refused(parts, says, tmp_path):
     save_file({f"lora_unet_q.{key}": torch.ones(shape) for key, shape in parts.items()}, tmp_path / "x.safetensors")
     with pytest.raises(AdapterError, match=says):
         ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
+def test_an_alpha_that_is_not_finite_is_refused(alpha, tmp_path):
+    tensors = {f"lora_unet_q.{key}": torch.ones(shape) for key, shape in PAIR.items()}
+    save_file({**tensors, "lora_unet_q.alpha": torch.tensor(alpha)}, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=rf"lora_unet_q\.alpha is {alpha}; fetch the adapter again"):
+        ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors", values=False)
 
 
 def test_what_lycoris_saves_is_what_it_adds_in_training(tmp_path):

@@ -108,17 +108,6 @@ def test_a_file_of_mostly_zeros_is_an_error_whatever_the_names():
     assert (finding.level, len(finding.keys)) == (Level.ERROR, 3)
 
 
-def test_a_fresh_adapter_is_a_note_and_one_that_was_trained_is_not():
-    def adapter(b: torch.Tensor) -> dict[str, torch.Tensor]:
-        pairs = {f"{index}.lora_A.weight": torch.randn(2, 8) for index in range(2)}
-        return pairs | {"0.lora_B.weight": torch.zeros(8, 2), "1.lora_B.weight": b}
-
-    assert propose(all_zero, adapter(torch.randn(8, 2))) == []
-    for root, level in ((None, Level.NOTE), ({"step": 400}, Level.WARNING)):
-        (finding,) = propose(all_zero, adapter(torch.zeros(8, 2)), root=root)
-        assert (finding.level, finding.keys) == (level, ("0.lora_B.weight", "1.lora_B.weight"))
-
-
 @pytest.mark.parametrize(
     "key",
     "head.weight head.fc.weight embeddings.time_embeddings classifier.weight lm_head.weight output.weight".split(),
