@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -57,6 +57,7 @@ WEIGHTS = frozenset(
 
 # How deep and for how many checkpoints the folders below a folder are searched.
 _DEPTH, _MOST_NAMED = 3, 100
+_LINK_LIMIT = 1 << 10
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _some = partial(first_names, most=6)
 
@@ -124,14 +125,14 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
 
 
 def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder with one of torch.distributed.checkpoint in it: Megatron's latest, or the only
-    one of them but for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
+    """Return the document of a folder with one of torch.distributed.checkpoint in it: the latest, or the only one of
+    them but for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
     there is none.
 
     Raises ``UnreadableError`` if there are several."""
     found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
     models = [child for child in found if not child.name.startswith("optimizer")]
-    if len(models) > 1 and (named := latest_iteration(folder, dcp.looks_like)) is not None:
+    if len(models) > 1 and (named := latest_iteration(folder, dcp.looks_like) or _linked(folder, models)) is not None:
         models = found = [named]
     if len(models) > 1:
         names = first_names([child.name for child in models])
@@ -152,6 +153,19 @@ def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | No
                 damage=[*document.damage, *other.damage],
             )
     return document
+
+
+def _linked(folder: Path, found: Sequence[Path]) -> Path | None:
+    """Return the one of these folders to which links lead, as ``latest`` of OLMo and ``latest-rank0.pt`` of Composer;
+    downloaded, the latter is a text (``latest-rank0.pt.symlink``). None if there are no links, or to several."""
+    real = [child for child in found if not child.is_symlink()]
+    links = {child.resolve() for child in found if child.is_symlink()}
+    texts = [file for file in folder.glob("*.symlink") if file.is_file() and file.stat().st_size < _LINK_LIMIT]
+    links |= {
+        folder.resolve() / Path(file.read_text(encoding="utf-8", errors="replace").strip()).name for file in texts
+    }
+    named = [child for child in real if child.resolve() in links]
+    return named[0] if len(named) == len(links) == 1 else None
 
 
 def _with_common(document: Document, folder: Path, salvage: bool, read: ReadContent) -> Document:

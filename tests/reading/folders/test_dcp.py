@@ -411,3 +411,18 @@ def test_several_steps_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
     save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
     with pytest.raises(UnreadableError, match=r"holds 2 checkpoints of torch.distributed.* \(step-1, step-2\)"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "text"])
+def test_the_step_that_a_link_names_the_latest(tmp_path: Path, is_link: bool) -> None:
+    """As Composer leaves them; what it has uploaded is a text in the place of the link."""
+    for step in (1, 2, 3):
+        save({"a": torch.full((2,), float(step))}, checkpoint_id=tmp_path / f"ep0-ba{step}", no_dist=True)
+    if is_link:
+        (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba2")
+    else:
+        (tmp_path / "latest-rank0.pt.symlink").write_text("run/checkpoints/ep0-ba2")
+    assert ckptfix.open_checkpoint(tmp_path).read("a").tolist() == [2.0, 2.0]
+    (tmp_path / "other.symlink").write_text("ep0-ba3")
+    with pytest.raises(UnreadableError, match=r"holds \d checkpoints of torch\.distributed\.checkpoint \(ep0-ba1"):
+        ckptfix.open_checkpoint(tmp_path)
