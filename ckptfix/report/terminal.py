@@ -112,7 +112,8 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
     if report.exit_code == 0 and report.output is not None:
         return (source, Span("written", "good"), f"{written}; {_proof(report)}")
     if not left:
-        return (source, *_sound(report, telling))
+        ready = (Span("written", "warning"), f"{written}; ") if report.output is not None else ()
+        return (source, *ready, *_sound(report, telling))
     if report.is_dry_run:
         return (source, Span(f"{len(report.fixed)} would be fixed", "warning"), "; left: ", *_defects(left))
     fixed = f"{len(report.fixed)} fixed{written}" if report.output is not None else "not repaired"
@@ -123,7 +124,9 @@ def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
     """Return the headline of a file without defects that remain."""
     notes = f", {counted(len(report.remaining), 'note')}" if report.remaining else ""
     if report.exit_code:
-        forward = "the forward test failed" if report.failed_forward else "weights are untrained"
+        share = percent(report.coverage.untrained, report.coverage.parameters) if report.coverage else "some"
+        verb = "would be" if report.is_dry_run else "are"
+        forward = "the forward test failed" if report.failed_forward else f"{share} of the parameters {verb} untrained"
         reason = "a strict load would fail" if report.obstacles else forward
         return (Span(reason, "error"), notes)
     if report.target is not None:

@@ -50,7 +50,7 @@ def test_what_no_finding_says_fails_too():
         report(obstacles=("fc.weight",), target="zoo:tiny"), report(coverage=Coverage(4, 2, 0, 0, {"target": 2}))
     )
     assert outcomes(root[0]) == {"ckptfix": "failure: resnet.pth: a strict load would fail"}
-    assert outcomes(root[1]) == {"ckptfix": "failure: resnet.pth: weights are untrained"}
+    assert outcomes(root[1]) == {"ckptfix": "failure: resnet.pth: 50 % of the parameters are untrained"}
 
 
 def test_an_unreadable_file_is_an_error():

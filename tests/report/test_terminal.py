@@ -150,6 +150,16 @@ def test_figures_and_shapes_stand_beside_their_keys():
             "would be repaired (6 keys renamed, 3 keys filled)",
         ),
         ({"output": "a.safetensors"}, Mode.REPAIR, "written → a.safetensors; read back and compared"),
+        (
+            {"output": "a.pth", "coverage": Coverage(4, 2, 0, 0, {"target": 2})},
+            Mode.REPAIR,
+            "written → a.pth; 50 % of the parameters are untrained",
+        ),
+        (
+            {"coverage": Coverage(4, 2, 0, 0, {"target": 2}), "is_dry_run": True},
+            Mode.REPAIR,
+            "50 % of the parameters would be untrained",
+        ),
     ],
 )
 def test_headline_of_what_has_no_defect_left(changes, mode, line):
