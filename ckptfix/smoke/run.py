@@ -298,7 +298,9 @@ def _non_finite(outcome: Outcome) -> Finding:
         keys = outcome.origin.broken
         cause = f"; {_culprit(outcome.origin)}"
     level = Level.ERROR
-    remedies: tuple[Remedy, ...] = (Remedy(text="look at the named module's values in the file"), _INPUT)
+    remedies = advise("look at the named module's values in the file")
+    if not keys:  # else no input gives finite numbers
+        remedies += (_INPUT,)
     if outcome.finite_in_float32 is not None:
         evidence["finite_in_float32"] = outcome.finite_in_float32
     if outcome.finite_in_float32:

@@ -11,7 +11,7 @@ from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
 from ckptfix.report.advice import remedies_text
 from ckptfix.smoke.launch import Ending
-from ckptfix.smoke.outcome import Failure, Figures, Gradients, Outcome
+from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
 from ckptfix.smoke.reference import Reference
 from ckptfix.smoke.run import judge, lost_the_gpu, run_smoke
 from tests.smoke import models
@@ -196,6 +196,13 @@ def test_values_that_are_not_finite_are_judged_by_their_cause(outcome: Outcome, 
     assert result.passed is passed
     assert finding.code == "RUN102"
     assert finding.level is (Level.ERROR if passed is False else Level.WARNING)
+
+
+@pytest.mark.parametrize(("weights", "offers"), [((Figures("bias", "float32[2]", nan=2),), False), ((), True)])
+def test_no_other_input_helps_where_the_weights_are_not_finite(weights: tuple[Figures, ...], offers: bool) -> None:
+    origin = Origin("bn", "BatchNorm2d", NAN, (), weights)
+    _, [finding] = judge(answer(replace(RAN, non_finite=(NAN,), origin=origin)), 5)
+    assert ("--input SPEC" in remedies_text(finding.remedies)) is offers
 
 
 LOST = replace(RAN, failure=Failure("forward", "environment", "RuntimeError: CUDA error: device-side assert triggered"))
