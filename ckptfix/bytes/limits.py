@@ -31,7 +31,7 @@ DENSE, DENSE_SHARE = 256 << 20, 16
 PACKING = 8
 
 # Opcodes, beyond half the size of the file, that its pickles may have: a few seconds of work. Opcodes that leave
-# nothing behind cost no memory, and deflate packs a thousand of them into a byte.
+# nothing after them cost no memory, and deflate packs a thousand of them into a byte.
 STEPS = 3_000_000
 SLOT = 9  # bytes of a place in a list that grows by an eighth when it is full
 STORAGE = 320  # bytes of what is kept of a storage beside itself: where its bytes lie, and its places in tables

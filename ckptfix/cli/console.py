@@ -144,7 +144,7 @@ class Console(Struct):
             _write_error([f"ckptfix: {text}"])
 
     def progress(self, text: str) -> None:
-        """Show what is being done, on a terminal alone, until something else is written."""
+        """Show what is being done, only on a terminal, until something else is written."""
         if sys.stderr.isatty() and not self.quiet:
             self.end_progress()
             paper = Paper.of(sys.stderr)

@@ -117,7 +117,7 @@ def _encode_around(
             except _Unstorable:
                 lost.append(path_name((*at, name)))
                 if not isinstance(value, dict):
-                    encoded.append([name, None])  # those behind it keep their places
+                    encoded.append([name, None])  # those after it keep their places
     return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
 
 

@@ -1,4 +1,4 @@
-"""What long work tells whoever watches it: how far it is, and what it waits for.
+"""What long work tells those who watch it: how far it is, and what it waits for.
 
 The library prints nothing. The command line watches while a command runs; a program of its own may do the same."""
 

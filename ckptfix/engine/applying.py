@@ -228,7 +228,7 @@ def _converted(checkpoint: Checkpoint, conversions: Sequence[Plain]) -> Checkpoi
 
 
 def _disarmed(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the tensors of the state_dict alone, and of ``_metadata`` the versions."""
+    """Return only the tensors of the state_dict, and of ``_metadata`` the versions."""
     metadata = {
         module: {name: value for name, value in row.items() if isinstance(value, int)}
         for module, row in (checkpoint.metadata or {}).items()

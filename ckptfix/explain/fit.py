@@ -497,7 +497,7 @@ def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
 
 
 def _is_input(stored: Shape, wanted: Shape) -> bool:
-    """Return whether two weights of a convolution differ in their input channels alone."""
+    """Return whether two weights of a convolution differ only in their input channels."""
     return (
         len(stored) == len(wanted) == 4
         and stored[1] != wanted[1]

@@ -51,7 +51,7 @@ def zip_of(are_its: Callable[[list[str]], bool]) -> Callable[[Content], bool]:
 
 
 def is_safetensors(content: Content) -> bool:
-    """Return whether the content starts as the specification says: the header begins with ``{`` behind the 8 bytes of
+    """Return whether the content starts as the specification says: the header begins with ``{`` after the 8 bytes of
     its length. White space in front of it is against the specification, and the library reads it all the same."""
     head = bytes(content.buffer[8:64])
     length = int.from_bytes(content.buffer[:8], "little")

@@ -82,7 +82,7 @@ def _folded(patterns: dict[Pattern, int], ranks: dict[str, int]) -> dict[Pattern
 def _merged(
     patterns: dict[Pattern, int], position: int, kind: Callable[[Slot], str | None], ranks: dict[str, int]
 ) -> dict[Pattern, int]:
-    """Return the patterns after merging those that differ in this position alone, where both slots are of one kind."""
+    """Return the patterns after merging those that differ only in this position, where both slots are of one kind."""
     groups: dict[tuple[str | None, Pattern], list[Pattern]] = {}
     if len({pattern[position] for pattern in patterns}) == 1:
         return patterns

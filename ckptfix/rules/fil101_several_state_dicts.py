@@ -111,7 +111,7 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Without a target alone: with one, what does not fit is found by the rules on names."""
+    """Only without a target: with one, what does not fit is found by the rules on names."""
     names = () if context.target is not None else sets_of(context.checkpoint.specs)
     if names:
         yield rule.finding(

@@ -117,7 +117,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         is_taken_apart = all(isinstance(checkpoint.entries[key], dict) for key in composed)
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which that class alone makes of several "
+            f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which only that class makes of several "
             f"tensors{parts}: as plain data they do not load into the model",
             keys=tuple(composed),
             evidence={} if is_taken_apart else {"parts": names},
@@ -134,7 +134,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         calls = ", ".join(dict.fromkeys(rebuilt.values()))
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(rebuilt), 'weight')} that the unknown function {calls} alone makes of a storage: as plain "
+            f"{counted(len(rebuilt), 'weight')} that only the unknown function {calls} makes of a storage: as plain "
             "data they do not load into the model",
             keys=tuple(rebuilt),
             remedies=advise(
@@ -199,15 +199,15 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     if texts and len(texts) == len(names) and context.target is not None:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(names), 'key')} that are bytes, as pickles of Python 2 have them, where modules have text",
+            f"{counted(len(names), 'key')} of bytes, as pickles of Python 2 have them, where modules have text",
             keys=tuple(names),
             fix=Fix(renames(texts), Applicability.SAFE),
         )
     elif names:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(names), 'key')} of the state_dict that are not text ({first_names(names)}): torch.load "
-            "reads them, no module has them, and in safetensors they are text",
+            f"{counted(len(names), 'key')} of the state_dict not of text ({first_names(names)}): torch.load reads such "
+            "keys, no module has any, and in safetensors they become text",
         )
     if attributes := own_attributes(value_at(checkpoint.root, checkpoint.container)):
         yield rule.finding(

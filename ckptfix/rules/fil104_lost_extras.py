@@ -42,7 +42,7 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
     if weights := tuple(place for place in lost if holds_tensors(context.checkpoint.entries.get(place))):
         yield rule.finding(
             Level.ERROR,
-            f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict that hold tensors without "
+            f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict with tensors that have no "
             "names of their own, and a strict load would miss them",
             keys=weights,
             remedies=(Remedy((("format", "pth"),), "keeps them"),),

@@ -10,7 +10,7 @@ Not named are non-persistent buffers, what shares the storage of a parameter (`_
 works out of one (`weight` of weight_norm, spectral_norm and pruning), caches, gradients, metrics and optimizers.
 
 ## Why it matters
-`state_dict()` passes them over, so that the file that is written does not have them: whoever loads it has to make them
+`state_dict()` passes them over, so that the file that is written does not have them: what loads it has to make them
 again, as the model's own code does or does not.
 
 ## Fix safety

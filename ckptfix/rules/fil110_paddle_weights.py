@@ -9,8 +9,8 @@ matrix of a linear layer as [in, out], torch as [out, in]: where it is square, i
 is wrong.
 
 ## Fix safety
-There is no fix, and nothing is written: which matrices belong to linear layers is known to the model alone, not to the
-file. Embeddings and convolutions have the same layout in both.
+There is no fix, and nothing is written: only the model knows which matrices belong to linear layers. Embeddings and
+convolutions have the same layout in both.
 
 ## Example
     FIL110 weights of PaddlePaddle, whose linear layers have the transposes of torch's matrices

@@ -1,8 +1,8 @@
-"""FIL203 damaged-file: the file is cut short, unfinished, mangled, or has something in front of or behind it.
+"""FIL203 damaged-file: the file is cut short, unfinished, mangled, or has something before or after it.
 
 ## What it finds
 What `--salvage` had to get over to open the file: an end that is missing, space that was reserved and never filled, a
-shard that is not there, a transfer in text mode, bytes before or behind the checkpoint. The keys are the tensors that
+shard that is not there, a transfer in text mode, bytes before or after the checkpoint. The keys are the tensors that
 are lost, with their share of all numbers where that is known. Without `--salvage` such a file is refused, and the
 refusal names the same cause.
 
@@ -15,7 +15,7 @@ Every tensor that is kept is bit for bit what was saved: it lies whole in front 
 without the damage is safe. Tensors that are lost stay lost, and the exit code is 1, unless `--fill FILE` supplies them:
 from another checkpoint under the same key and with the same shape, or, with `--model` or `--like`, by FIT101.
 
-A file may have lost or gained bytes elsewhere than at its end. Where its values tell the place, what lies behind it is
+A file may have lost or gained bytes elsewhere than at its end. Where its values tell the place, what lies after it is
 read from there. Tensors of which nothing tells, and those of a packed file that fails its checksum, are kept and named,
 and that stays a warning.
 

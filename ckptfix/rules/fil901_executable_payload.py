@@ -18,7 +18,7 @@ plain `pickle` hands the machine over. ckptfix reads it without running anything
 ## Fix safety
 A graph of torch.fx becomes its state_dict, without the code, which is safe. Otherwise there is no fix, and `repair`
 writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
-from somewhere else. Where the weights are all that you have, `--disarm` writes the tensors of the state_dict alone, and
+from somewhere else. Where the weights are all that you have, `--disarm` writes only the tensors of the state_dict, and
 nothing of what stands beside them; that they are what they should be is for you to judge.
 
 ## Example

@@ -137,7 +137,7 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
     if slot is None or context.settings.fill is None or _is_singular(key, entries):
         return None
     if entries and entries.keys().isdisjoint(target.slots.keys() | target.entries):
-        return None  # nothing of the file is for the target: a fill would make a model of fillings alone
+        return None  # nothing of the file is for the target: a fill would make a model of nothing but fillings
     if context.settings.fill == "target":
         if target.initial is None or slot.shape is None:
             return None

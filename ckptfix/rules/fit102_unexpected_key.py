@@ -13,7 +13,7 @@ decoder or an auxiliary head, or the file is of another model.
 
 Unsafe: `--unsafe-fixes` drops learned values. Of a LoRA that was never merged into its base they are what was trained:
 it has to be merged first. Where such keys may hold what the target misses in another layout (fused or split
-projections, stacked experts, `weight_norm` on one side alone), the report says so. Nothing is offered where no key of
+projections, stacked experts, `weight_norm` on only one side), the report says so. Nothing is offered where no key of
 the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
 
 ## Example

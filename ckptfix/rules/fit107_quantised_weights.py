@@ -113,7 +113,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if known:
         yield rule.finding(
             Level.ERROR,
-            f"the weights of {counted(len(known), 'layer')} are codes that have to be multiplied by their scales",
+            f"the weights of {counted(len(known), 'layer')} are stored as codes, to be multiplied by their scales",
             keys=tuple(key for path in known for key in layers[path].parts.values()),
             evidence={"formats": schemes},
             fix=Fix(tuple(edit for path in known for edit in cures[path]), Applicability.UNSAFE),

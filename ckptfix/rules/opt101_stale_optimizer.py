@@ -281,7 +281,7 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
     origins = {key: NEW if key in misfits else change.origins.get(key, NEW) for key in after}
     later = replace(change, after=after, origins=origins)
     found = ways(optimizer, later)
-    once = f"out of step once {counted(len(misfits), 'key')} that do not fit are dropped or filled"
+    once = f"out of step once what does not fit ({counted(len(misfits), 'key')}) is dropped or filled"
     if len(found) != 1 and len(optimizer.ids) == len(change.parameters()) and later.touches:
         yield rule.finding(
             Level.WARNING,

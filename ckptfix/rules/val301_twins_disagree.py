@@ -45,7 +45,7 @@ NOTHING_LEFT = 1e-6
 def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
     """Compare what was saved twice; take the sound twin where that was asked for.
 
-    Another set is read where this one is broken, at these keys alone, or where no set was chosen."""
+    Another set is read where this one is broken, only at these keys, or where no set was chosen."""
     # What is all zero says nothing of a tie: an output layer that is not tied may start so.
     beside = {
         key: twin

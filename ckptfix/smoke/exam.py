@@ -335,7 +335,7 @@ class Control:
 def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
     """Return the outcome of a pass that made values that are not finite, after the control has run on the same input.
 
-    Where the control makes none, the file is at fault after all. -Inf alone, in both, is the model's own way to say
+    Where the control makes none, the file is at fault after all. Only -Inf, in both, is the model's own way to say
     "never", and no defect."""
     other, ours, failure = forward(control, run.arguments, base).outcome, run.outcome, run.outcome.failure
     if failure is not None:  # the model raised at what it had made
@@ -421,7 +421,7 @@ def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Subject
 def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | None:
     """Return a number that depends on every finite value of the outputs; None if none carries a gradient.
 
-    A random projection: the gradient of a plain sum is zero behind a softmax or a norm."""
+    A random projection: the gradient of a plain sum is zero after a softmax or a norm."""
     generator = torch.Generator().manual_seed(seed)
     real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
     given = (tensor for tensor in real if tensor.requires_grad and tensor.numel())

@@ -165,7 +165,7 @@ class Outcome(Struct, frozen=True):
 
     @property
     def is_masked(self) -> bool:
-        """Whether what is not finite is -Inf alone, a model's way to say "never"."""
+        """Whether what is not finite is only -Inf, a model's way to say "never"."""
         return bool(self.non_finite) and not any(figures.nan or figures.positive_inf for figures in self.non_finite)
 
 

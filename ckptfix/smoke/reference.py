@@ -38,7 +38,7 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
     """Return the outputs of one model in two runs; ``theirs`` is the reference, ``dtype`` that in which they were
     computed.
 
-    A value that is finite in one alone is infinitely far from the other."""
+    A value that is finite in only one is infinitely far from the other."""
     if [(name, tensor.shape) for name, tensor in ours] != [(name, tensor.shape) for name, tensor in theirs]:
         return Comparison(against, unlike="the outputs are not of the same names and shapes")
     difference = scale = 0.0

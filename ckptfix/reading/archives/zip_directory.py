@@ -121,7 +121,7 @@ def member_names(content: Content) -> list[str]:
 
 def plain_members(content: Content, shift: int) -> list[Member] | None:
     """Return the members in a directory of which each entry is as torch writes it, with places that are ``shift`` bytes
-    behind those that it says; None for any other: then ``zipfile`` has to say what it means, which makes an object for
+    after those that it says; None for any other: then ``zipfile`` has to say what it means, which makes an object for
     whatever the directory lists. With it for all, the repair of 10,000 keys takes a tenth longer.
 
     Raises ``HostileError`` if there is no end of them."""
@@ -243,7 +243,7 @@ def has_end(content: Content) -> bool:
 
 
 def checksums_left(content: Content, start: int) -> dict[str, int]:
-    """Return the checksums by name in the entries that are left of a damaged directory, which is behind ``start``."""
+    """Return the checksums by name in the entries that are left of a damaged directory, which is after ``start``."""
     found: dict[str, int] = {}
     at = content.buffer.find(b"PK\x01\x02", start)
     directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""

@@ -64,7 +64,7 @@ class FoundMembers(Struct):
         A file that was reserved before it was fetched goes on in zeros after the storage; then the zeros inside of it
         are no data either, and so are those of a sector or more where the file ends inside of the storage: file systems
         end in them after a crash. Any other file that is cut short ends at its last byte. An open member in the middle
-        of the file is damaged in a way that is not known, and so is one with something else than its descriptor behind
+        of the file is damaged in a way that is not known, and so is one with something other than its descriptor after
         it: bytes of it were lost, or overwritten."""
         start = self.open_at[name]
         if name != self.infos[-1].filename or self.infos[-1].compress_type != STORED:
@@ -221,7 +221,7 @@ class ZipIndex(Struct):
     that header is not to be believed, and ``agreed`` those where it is; ``found`` is what a walk found where there is
     no directory to go by. ``damage`` says what is wrong; an archive that merely
     ends early has none here. ``doubts`` are those of it after which a member may be another than its name says.
-    ``displaced`` are the bytes by which the directory is further on than it says, as behind another file, and
+    ``displaced`` are the bytes by which the directory is further on than it says, as after another file, and
     negative where bytes before it are gone: programs for zip archives see to that, torch refuses it. ``refusal``
     is what else torch refuses, ``directory`` is where that begins, and ``trailing`` are the bytes after all of it."""
 

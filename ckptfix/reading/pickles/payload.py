@@ -174,7 +174,7 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
     """Return one remark for each global that is there only to run code, and for each other one that is not trusted,
     such as the user's own classes. A name that ends in ``()`` was called to run code.
 
-    A graph of torch.fx whose stored code calls operations alone gets a remark of its own kind, ``stored-code``."""
+    A graph of torch.fx whose stored code calls only operations gets a remark of its own kind, ``stored-code``."""
     names = set(names)
     found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
     remarks = [Fact.of(Kind.PAYLOAD, "pickle", name=name) for name in sorted(found)]

@@ -136,7 +136,7 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
 
 
 class _Storages:
-    """The storages of a file, which follow in the order of a list of their keys, each behind its element count."""
+    """The storages of a file, which follow in the order of a list of their keys, each after its element count."""
 
     def __init__(self, content: Content, pickles: StoragePickle, position: int) -> None:
         self.content, self.pickles, self.position = content, pickles, position
@@ -207,7 +207,7 @@ class _Storages:
         return int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
 
     def _resume(self, behind: list[tuple[str, Storage]], shift: int, *, is_end: bool) -> None:
-        """Place the storages behind a wrong count where later counts are right: bytes were overwritten there, as by a
+        """Place the storages after a wrong count where later counts are right: bytes were overwritten there, as by a
         sector that a disk lost, or ``shift`` of them are too many, or missing. One is whole where the next count is
         right too; ``is_end`` says that the last one ends where the file does."""
         position, places = self.position + shift, []
@@ -243,7 +243,7 @@ class _Storages:
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     def doubt_end(self, root: Any) -> None:
-        """Zeros in the last storage alone leave the chain whole; whether they were ever filled, its tensors tell."""
+        """Zeros in only the last storage leave the chain whole; whether they were ever filled, its tensors tell."""
         zeros = None if self.damage else unfilled_from(self.content, self._tensors(root))
         for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)

@@ -28,7 +28,7 @@ from ckptfix.reading.weights.document import Document
 NAME = "torch-zip"
 NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
 # What torch takes the small members for. Its versions end at ten (`kMaxSupportedFileFormatVersion`), and `stoull` reads
-# them, which stops behind a number.
+# them, which stops after a number.
 _WORDS = {
     "version": re.compile(rb"\s*\+?0*([1-9]|10)(\D.*)?", re.DOTALL),
     ".storage_alignment": re.compile(rb"\s*\+?\d+\s*"),

@@ -46,8 +46,8 @@ _QUOTED = re.compile(r"""["']([^"'\\]*)["']""")
 def read(content: Content, nesting: int = 0) -> Document:
     """Return the document of a TorchScript file: its weights as a state_dict. None of its code is compiled or run.
 
-    The storages lie before the list of the tensors (``data.pkl``, ``model.json``), and the sources and constants behind
-    it, so that a file that is cut short behind the list still has every weight, and one that is cut before it none
+    The storages lie before the list of the tensors (``data.pkl``, ``model.json``), and the sources and constants after
+    it, so that a file that is cut short after the list still has every weight, and one that is cut before it none
     that has a name."""
     archive = _archive(content, "data.pkl") or _archive(content, "model.json") or open_archive(content)
     if "data.pkl" in archive.members:

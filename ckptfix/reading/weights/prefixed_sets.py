@@ -26,7 +26,7 @@ ALIKE = 0.9
 DEPTH = 3  # segments of a prefix at most, where it is looked for
 
 # Words in the names of networks that follow another one while it is trained, and what the name of that one has in their
-# place; empty if it lacks the word. A letter is such a word at the end alone.
+# place; empty if it lacks the word. A letter is such a word only at the end.
 _LEADERS = {
     **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("",)),
     "teacher": ("student", ""),
@@ -171,7 +171,7 @@ def with_pick(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def narrowed(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the picked set alone, under its names without the prefix."""
+    """Return the checkpoint with only the picked set, under its names without the prefix."""
     if checkpoint.picked is None:
         return checkpoint
     entries = {name: checkpoint.entries[key] for key, name in checkpoint.picked.items()}

@@ -128,7 +128,7 @@ def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tupl
 
 
 def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
-    """Yield the entries behind a module's children: the packed weights that torch.fx hangs on a graph."""
+    """Yield the entries after a module's children: the packed weights that torch.fx hangs on a graph."""
     attributes = module.attributes
     for name in sorted(map(str, attributes)):  # a crafted instance dict may have keys that are no text
         if "_packed_weight" in name and is_packed(attributes.get(name)) and not re.match(_QUANTIZED, str(module.cls)):

@@ -480,7 +480,7 @@ def _order(placements: Sequence[Any], shard_order: Any) -> list[int]:
     """Return the dimensions of the mesh in the order in which they split the tensor.
 
     A ``_StridedShard`` marks a dimension that was split by tensor parallelism first, whose dimension of the mesh comes
-    behind that of FSDP."""
+    after that of FSDP."""
     if shard_order:
         order = [axis for entry in shard_order for axis in sizes(_mesh_dims(entry))]
         return [*order, *(axis for axis in range(len(placements)) if axis not in order)]
