@@ -181,8 +181,8 @@ class _Collected(Struct):
     copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
     plain: TensorSpec | None = None
     differs: bool = False
-    # Views of the ranks' flat parameters, in the order of the ranks (`LOCAL_STATE_DICT` with the names).
-    stretches: list[TensorSpec] = field(default_factory=list)
+    # Views of the ranks' flat parameters, each with the place of those (`LOCAL_STATE_DICT` with the names).
+    stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
 
 
 _Path = tuple[PathPart, ...]
@@ -199,6 +199,7 @@ class _Merge:
         self.left_out: set[_Path] = set()
         self.told: dict[str, Any] = {}
         self.world = ranks.world
+        self.places: dict[int, Path] = {}  # of flat parameters
 
     def document(self) -> Document | None:
         """Return the merged document; None if no tensor is a part of a larger one."""
@@ -253,12 +254,14 @@ class _Merge:
         return fairscale.document(self.files, roots, self.ranks.files, self.ranks.pattern)
 
     def _collect(self, rank: int, file: Path, leaves: Leaves) -> None:
-        flat = {id(spec.storage) for path, leaf in leaves if _is_flat_name(path) for spec in _local(leaf)}
+        flat = {id(spec.storage): at for path, leaf in leaves if _is_flat_name(path) for at, spec in _local(leaf)}
+        if (place := max(flat.values(), default=-1)) >= 0:
+            add_rank(self.places, place, file)
         for path, leaf in leaves:
             if isinstance(leaf, TensorSpec):
                 found = self.found.setdefault(path, _Collected())
                 if flat and len(leaf.shape) == 1 and (id(leaf.storage) in flat or not leaf.numel):
-                    found.stretches.append(leaf)
+                    found.stretches.append((place, leaf))
                 elif found.plain is None:
                     found.plain = leaf
                 elif not agree([found.plain, leaf], self.path, reads=False):
@@ -308,11 +311,10 @@ class _Merge:
 
         Raises ``UnreadableError`` for a weight of which the first rank knows nothing."""
         stretches = [found.stretches for found in self.found.values() if len(found.stretches) > 1]
-        if any(part.numel for parts in stretches for part in parts):
+        if any(part.numel for parts in stretches for _, part in parts):
             self.left_out |= {path for path in self.found if _is_flat_name(path)}
             flattened = tuple(path[-1] for path, found in self.found.items() if len(found.stretches) > 1)
             self.files.remarks[Fact.of(Kind.FLATTENED, keys=flattened)] = None
-            self.files.note_renamed()
         for path in [*(path for path, found in self.found.items() if found.differs), *lacking]:
             above = [path[:depth] for depth in range(1, len(path))]
             optimizer = next((part for part in above if is_optimizer(_at(root, part))), None)
@@ -329,7 +331,7 @@ class _Merge:
     def _tensor(self, path: _Path, found: _Collected) -> TensorSpec:
         name = path_name(path)
         if found.stretches:
-            flat = Flat.joined(found.stretches)
+            flat = Flat.joined([part for _, part in sorted(found.stretches, key=lambda each: each[0])])
             whole = Spread([flat]).tensor(name, (flat.stop,), 0, self.path)
             return gone(name, whole, self.path) if self.files.damage else whole
         if not found.shape and not found.copies:
@@ -361,12 +363,13 @@ def _is_flat_name(path: _Path) -> bool:
     return str(path[-1]).rpartition(".")[2] in FLAT
 
 
-def _local(leaf: Any) -> Iterator[TensorSpec]:
-    """Yield the tensors of a rank in a sharded tensor."""
+def _local(leaf: Any) -> Iterator[tuple[int, TensorSpec]]:
+    """Yield the tensors of a rank in a sharded tensor of one dimension, each with where it begins in that."""
     if isinstance(leaf, Opaque) and isinstance(leaf.state, tuple) and leaf.state and isinstance(leaf.state[0], list):
         for shard in leaf.state[0]:
-            if isinstance(shard, Opaque) and isinstance(spec := shard.attributes.get("tensor"), TensorSpec):
-                yield spec
+            spec = shard.attributes.get("tensor") if isinstance(shard, Opaque) else None
+            if isinstance(spec, TensorSpec) and spec.numel:
+                yield sizes(shard.attributes["metadata"].attributes["shard_offsets"])[0], spec
 
 
 def _at(value: Any, path: _Path) -> Mapping[Any, Any]:

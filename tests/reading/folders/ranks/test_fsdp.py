@@ -261,18 +261,25 @@ def test_a_check_reads_every_rank_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(opened) == len(set(opened)) == 4
 
 
-@pytest.mark.parametrize(("name", "is_named"), [("fsdp2_w4", False), ("fsdp1_local_names_w2", True)])
-def test_renamed_ranks_are_named_if_they_do_not_say_themselves_what_they_hold(
-    tmp_path: Path, name: str, is_named: bool
-) -> None:
-    folder, _ = unpacked(name, tmp_path)
+@pytest.mark.parametrize("name", ["fsdp2_w4", "fsdp1_sharded_w4", "fsdp1_local_names_w2"])
+def test_ranks_say_themselves_what_they_hold_whatever_their_names(tmp_path: Path, name: str) -> None:
+    folder, truth = unpacked(name, tmp_path)
     one, other, *_ = sorted(folder.iterdir())
     swap(one, other)
-    assert (Kind.RANK_RENAMED in {mark.kind for mark in ckptfix.open_checkpoint(folder).remarks}) is is_named
+    got = ckptfix.open_checkpoint(folder)
+    assert Kind.RANK_RENAMED not in {mark.kind for mark in got.remarks}
+    assert all(bytes_of(got.read(key)) == bytes_of(value) for key, value in truth.get("model", truth).items())
 
 
 def test_a_rank_that_was_copied_over_another_is_named(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path)
     rank_file(folder, 2).write_bytes(rank_file(folder, 1).read_bytes())
     with pytest.raises(UnreadableError, match=r"elements of .* \(model_world_size_4_rank_2\.pt was saved as .*_rank_1"):
+        ckptfix.open_checkpoint(folder)
+
+
+def test_a_flat_rank_that_was_copied_over_another_is_named(tmp_path: Path) -> None:
+    folder, _ = unpacked("fsdp1_local_names_w2", tmp_path)
+    shutil.copy(folder / "model.rank_0.pth", folder / "model.rank_1.pth")
+    with pytest.raises(UnreadableError, match=r"model\.rank_0\.pth, model\.rank_1\.pth are files of one rank"):
         ckptfix.open_checkpoint(folder)
