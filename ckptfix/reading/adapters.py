@@ -470,6 +470,12 @@ def check_alone(adapter: Adapter) -> None:
             f"{lacking[0].module}; fetch the adapter again"
         )
     for layer in adapter.layers:
+        for role, key in layer.keys.items():
+            if role != "alpha" and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
+                raise AdapterError(
+                    f"{path}: {key} is stored as {dtype}, and changes of weights are floats; take the adapter from "
+                    "before it was converted"
+                )
         if {"scale", "tokens"} & layer.keys.keys():
             continue
         matrices = _matrices(layer)

@@ -19,7 +19,8 @@ strict gives the base model, without a word. An adapter alone is not a model.
 `--adapter` asks for the merge, which changes stored values. The result has the same bits as that of peft's
 `merge_and_unload()`, without the model and its memory (on processors of AMD, and of Intel with AVX-512; on others the
 last bit can differ). The names, ranks and shapes of all layers are compared before anything is written, and an adapter
-that lacks what its configuration names is refused. Without `--adapter` nothing is merged: the factor of the matrices'
+that lacks what its configuration names is refused. Where both name a base on a hub, and the names differ, nothing is
+written without `--accept FIL108`. Without `--adapter` nothing is merged: the factor of the matrices'
 product is not in the file but in `adapter_config.json`.
 
 ## Example
@@ -72,7 +73,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint, settings = context.checkpoint, context.settings
     if settings.adapter:
         if not is_merged(checkpoint):
-            yield _merge(rule, context)
+            yield from _merge(rule, context)
         return
     config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
     adapter = adapter_in(checkpoint, config=config)
@@ -186,7 +187,7 @@ def _zero_ranks(adapter: Adapter) -> dict[str, int]:
     return found
 
 
-def _merge(rule: Rule, context: Context) -> Finding:
+def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint, settings = context.checkpoint, context.settings
     adapters = [open_adapter(text, checkpoint) for text in settings.adapter]
     path, count = Counter(adapter.path for adapter in adapters).most_common(1)[0]
@@ -217,10 +218,19 @@ def _merge(rule: Rule, context: Context) -> Finding:
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
     one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")
     verb = "would change nothing in" if is_idle else one if len(adapters) == 1 else many
-    if other := next(filter(None, (_other_base(adapter, checkpoint) for adapter in adapters)), ""):
-        elsewhere += f"; the base is {other}: make sure that it has the same weights"
-    return rule.finding(
-        Level.WARNING if is_idle or other or merge.tied else Level.NOTE,
+    for adapter in adapters:
+        if other := _other_base(adapter, checkpoint):
+            yield rule.finding(
+                Level.WARNING,
+                f"{adapter.label} was trained on {adapter.base}, and the base is {other}",
+                remedies=(
+                    Remedy(text=f"give the base {adapter.base}"),
+                    Remedy((("accept", (rule.code,)),), "merges it all the same, if both have the same weights"),
+                ),
+                blocks=Blocks.NOTHING if rule.code.startswith(settings.accept) else Blocks.WRITING,
+            )
+    yield rule.finding(
+        Level.WARNING if is_idle or merge.tied else Level.NOTE,
         f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
         keys=changed,
         evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
@@ -259,13 +269,13 @@ def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> str:
     own = f"{cached[1]}/{cached[2]}" if cached else stored
     if not (isinstance(own, str) and _HUB.fullmatch(own) and _HUB.fullmatch(adapter.base)):
         return ""
-    one, other = (_QUANTISED.sub("", name.rpartition("/")[2].lower()) for name in (adapter.base, own))
+    one, other = (_VARIANT.sub("", name.rpartition("/")[2].lower()) for name in (adapter.base, own))
     return "" if one == other else own
 
 
 # A name on a hub, and where a hub's cache has it.
 _HUB = re.compile(r"[\w-]+/[\w.-]+")
-_QUANTISED = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$")  # what QLoRA was trained on
+_VARIANT = re.compile(r"^meta-|-hf$|(-unsloth)?(-bnb)?-[48]bit$")  # mirrors, and what QLoRA was trained on
 _CACHED = re.compile(r"models--([\w-]+)--([\w.-]+)/snapshots/")
 
 

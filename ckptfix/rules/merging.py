@@ -542,6 +542,11 @@ def _whole(
                 "trained on"
             )
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
+    elif ("float" in spec.dtype) != ("float" in value.dtype):
+        raise AdapterError(
+            f"{adapter.path}: has {key} as {value.dtype} and the base as {spec.dtype}: give the base that it was "
+            "trained on"
+        )
     elif spec.shape != value.shape and not (is_of_words(key) and spec.shape[1:] == value.shape[1:]):
         raise AdapterError(
             f"{adapter.path}: has {key} as {list(value.shape)} and the base as {list(spec.shape)}: give the base that "

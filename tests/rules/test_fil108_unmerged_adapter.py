@@ -568,22 +568,31 @@ def test_two_text_encoders_have_the_same_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trained_on", "level"),
+    ("trained_on", "is_other"),
     [
-        pytest.param("meta-llama/Llama-3-8B", Level.WARNING, id="another model"),
-        pytest.param("unsloth/mistral-7b-bnb-4bit", Level.NOTE, id="the same, quantised for the training"),
-        pytest.param("../my_base", Level.NOTE, id="a folder"),
+        pytest.param("meta-llama/Llama-3-8B", True, id="another model"),
+        pytest.param("mistralai/Mistral-7B-Instruct", True, id="another training"),
+        pytest.param("unsloth/mistral-7b-bnb-4bit", False, id="the same, quantised for the training"),
+        pytest.param("some/Mistral-7B-hf", False, id="a mirror"),
+        pytest.param("../my_base", False, id="a folder"),
     ],
 )
-def test_a_base_of_another_name_is_told(trained_on, level, tmp_path):
+def test_a_base_of_another_name_is_refused_unless_it_is_accepted(trained_on, is_other, tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     changed_config(adapter, base_model_name_or_path=trained_on)
     save_file(net().state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": "mistralai/Mistral-7B"}))
-    report = ckptfix.check(tmp_path / "model.safetensors", adapter=adapter, values=False)
-    assert report.findings[0].level is level
-    assert ("the base is mistralai/Mistral-7B" in report.findings[0].message) == (level is Level.WARNING)
-    assert ckptfix.repair(tmp_path / "model.safetensors", adapter=adapter, values=False).report.exit_code == 0
+    given: Any = {"adapter": adapter, "values": False}
+    report = ckptfix.check(tmp_path / "model.safetensors", **given)
+    said = f"{adapter} was trained on {trained_on}, and the base is mistralai/Mistral-7B"
+    assert [found.message for found in report.findings if found.level is Level.WARNING] == [said] * is_other
+    out = tmp_path / "out.safetensors"
+    assert ckptfix.repair(tmp_path / "model.safetensors", output=out, **given).report.exit_code == int(is_other)
+    assert out.exists() is not is_other
+    out.unlink(missing_ok=True)
+    done = ckptfix.repair(tmp_path / "model.safetensors", output=out, accept="FIL108", **given)
+    assert done.report.exit_code == 0
+    assert out.exists()
     with pytest.raises(AdapterError, match="given 2 times; give it once, with the sum of its weights") as caught:
         ckptfix.check(tmp_path / "model.safetensors", adapter=[f"{adapter}=0.5", f"{adapter}=0.25"])
     assert f"{adapter}=0.75" in str(caught.value)

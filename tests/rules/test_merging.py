@@ -77,6 +77,27 @@ def test_an_adapter_that_is_not_finite_is_refused(value, tmp_path):
     assert not repaired["q.weight"].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("key", "dtype", "says"),
+    [
+        ("q.lora_A.weight", torch.int8, r"q\.lora_A\.weight is stored as int8, and changes of weights are floats"),
+        ("q.lora_B.weight", torch.complex64, r"q\.lora_B\.weight is stored as complex64"),
+        ("head.weight", torch.int32, r"has head\.weight as int32 and the base as float32"),
+    ],
+)
+def test_an_adapter_of_another_dtype_is_refused(key, dtype, says, tmp_path):
+    """Half of a complex number, or whole numbers, would be merged in silence; smaller floats are as peft casts them."""
+    adapter = trained(LORA(r=4, target_modules=LINEAR, modules_to_save=["head"]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors, name = load_file(file), f"base_model.model.{key}"
+    for other in (torch.float16, torch.float8_e4m3fn):
+        save_file({**tensors, name: tensors[name].to(other)}, file)
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, values=False)
+    save_file({**tensors, name: tensors[name].to(dtype)}, file)
+    with pytest.raises(AdapterError, match=says):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
 def test_square_experts_and_attention_are_refused(tmp_path):
     def make(dtype=torch.float32):
         model = net(dtype)
