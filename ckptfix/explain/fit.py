@@ -21,7 +21,7 @@ from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
-from ckptfix.rules.adapting import POSITIONS, cases
+from ckptfix.rules.adapting import POSITIONS, Case, cases, narrowed
 from ckptfix.rules.fit107_quantised_weights import keys_of_codes
 
 Shape = tuple[int, ...]
@@ -379,6 +379,8 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice(
             "mends the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
         )
+    for said in filter(None, map(narrowed, _cases(mismatch))):
+        yield Advice(f"{said[0].upper()}{said[1:]}.")
     if recipes := _recipes(mismatch):
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
         yield Advice(
@@ -425,10 +427,14 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice("loads into the model inside of the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
 
 
+def _cases(mismatch: Mismatch) -> list[Case]:
+    slots = {key: Slot("float32", shape, PARAMETER) for key, (_, shape) in mismatch.shapes.items()}
+    return cases(mismatch.shapes, Target(mismatch.model or "the model", slots), {})
+
+
 def _recipes(mismatch: Mismatch) -> dict[str, str]:
     """Return the recipe of ``--adapt`` for each key of another shape that has one."""
-    slots = {key: Slot("float32", shape, PARAMETER) for key, (_, shape) in mismatch.shapes.items()}
-    found = cases(mismatch.shapes, Target(mismatch.model or "the model", slots), {})
+    found = _cases(mismatch)
     return {key: f"{case.name}={case.recipes[0]}" for case in found if case.recipes for key in case.shapes}
 
 

@@ -619,6 +619,19 @@ _RECIPES = {
 }
 
 
+def narrowed(case: Case) -> str:
+    """Return what to say before the recipes if the file has more input channels than the model, which are left out.
+
+    No library has a formula for that, except to one channel, and to a third where neighbouring pixels were gathered."""
+    for old, new in case.shapes.values() if case.name == IN_CHANS else ():
+        if old[1] > new[1] > 1 and old[1] != 3 * new[1]:
+            return (
+                f"name the model that the file belongs to: it has {old[1]} input channels (models for inpainting have"
+                f" 9), and all but {new[1]} would be lost"
+            )
+    return ""
+
+
 def recipes_of(case: Case) -> Iterator[Remedy]:
     """Yield the recipes for a case, that of the model's own library first; without the grids it makes no command."""
     if case.name == HEAD:
@@ -626,6 +639,8 @@ def recipes_of(case: Case) -> Iterator[Remedy]:
             (("adapt", Placeholder("head=MAP.txt")),), "keeps the classes that both have, by a row on each line"
         )
         return
+    if said := narrowed(case):
+        yield Remedy(text=said)
     first, *others = (f"{case.name}={recipe}" for recipe in case.recipes)
     if case.unclear:
         yield Remedy((("adapt", Placeholder(f"{first}:{_BY_HAND}")),), "resamples the grid of the file to the model's")

@@ -61,7 +61,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from ckptfix.core.adaptations import DEPTH, HEAD, IDLE, adaptation
+from ckptfix.core.adaptations import DEPTH, HEAD, IDLE, VOCAB, adaptation
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Assemble, Drop
 from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
@@ -138,6 +138,19 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(context.checkpoint, key)]
     known = cases(shapes, context.target, tensors, given, stored, fixed)
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
+    if (parts := _parts(shapes)) and VOCAB in {case.name for case in known}:
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(evidence), 'key')} of another shape: each has 1/{parts} of the rows or of the columns",
+            keys=tuple(evidence),
+            evidence={"shapes": evidence},
+            remedies=advise(
+                "put the files of all ranks into one folder, and name it, if this is one of tensor parallelism; "
+                "otherwise name the model that the file belongs to"
+            ),
+            blocks=Blocks.FILLING,
+        )
+        return
     is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
     used = of_use(given, known, {edit.recipe for edit in context.plan.edits if isinstance(edit, Adapt)})
     for case in known:
@@ -154,6 +167,19 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     if evidence:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
         yield _unknown(rule, context, evidence, is_other, heads)
+
+
+def _parts(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+    """Return in how many parts all tensors are divided, some by rows and some by columns, as tensor parallelism does;
+    0 if they are not."""
+    parts, axes = set(), set()
+    for file, wanted in shapes.values():
+        differing = [axis for axis, (old, new) in enumerate(zip(file, wanted, strict=False)) if old != new]
+        if len(file) != len(wanted) or len(differing) != 1 or wanted[differing[0]] % (file[differing[0]] or 1):
+            return 0
+        axes.add(differing[0])
+        parts.add(wanted[differing[0]] // (file[differing[0]] or 1))
+    return parts.pop() if len(parts) == 1 and {0, 1} <= axes else 0
 
 
 def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:

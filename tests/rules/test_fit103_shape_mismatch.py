@@ -9,7 +9,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import Applicability, Blocks, Level
-from ckptfix.report.advice import remedies_text
+from ckptfix.report.advice import recommended, remedies_text
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL
 from ckptfix.rules.fit103_shape_mismatch import shape_mismatch
 from tests.rules.proposals import propose, repaired
@@ -222,3 +222,22 @@ def test_a_tensor_of_any_other_shape_is_reported(shape):
             report = ckptfix.check({**model.state_dict(), key: torch.ones(shape)}, model)
             assert key in {found for finding in report.findings for found in finding.keys}
             assert report.exit_code == 1
+
+
+def test_a_rank_of_tensor_parallelism_gets_no_recipe_for_its_words():
+    """Half of the words beside half of each layer: to pad the words would leave the rest as it is."""
+    layers = {"up": nn.Linear(8, 32), "down": nn.Linear(32, 8), "lm_head": nn.Linear(8, 64, bias=False)}
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(64, 8), **layers})
+    rank = {key: value.chunk(2, dim=int(key == "down.weight"))[0] for key, value in model.state_dict().items()}
+    rank["down.bias"] = layers["down"].bias.data
+    (finding,) = [found for found in ckptfix.check(rank, model).findings if found.code == "FIT103"]
+    assert (finding.fix, [remedy.options for remedy in finding.remedies]) == (None, [()])
+    assert "1/2 of the rows or of the columns" in finding.message
+
+
+@pytest.mark.parametrize(("stored", "wanted", "offers"), [(9, 4, False), (4, 3, False), (3, 4, True), (9, 1, True)])
+def test_a_recipe_that_leaves_channels_out_makes_no_command(stored, wanted, offers):
+    def net(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 8, 3), nn.Conv2d(8, 8, 3))
+
+    assert bool(recommended(ckptfix.check(net(stored).state_dict(), net(wanted)))) is offers

@@ -150,7 +150,9 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
             may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
             if may_be_alike and _are_alike(_under(specs, leader), _under(specs, prefix)):
                 return (leader[:-1], prefix[:-1])
-    copies = _copied_under(specs, sizes) or copied_under({bare(key) for key in specs})
+    copies = _copied_under(specs, sizes)
+    if not copies and (names := {bare(key) for key in specs}) != specs.keys():
+        copies = copied_under(names)
     if len(copies) != 1 or not is_follower(copies[0][:-1]):
         return ()
     bared = {bare(key): specs[key].shape for key in keys_of_set(specs, PLAIN)}
