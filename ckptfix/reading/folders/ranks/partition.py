@@ -20,11 +20,16 @@ class Split(Struct, frozen=True):
     """How a tensor is divided: along an axis, or not at all (None), in which case every rank has a copy.
 
     ``stacked`` matrices lie one after another along the axis, and each of them is divided by itself. ``holders`` ranks
-    in a row hold the same part."""
+    in a row hold the same part.
+
+    What is divided in another way has ``places``: for every rank the boxes of the whole that it has, each with where
+    that is in its part; and the ``shape`` of the whole."""
 
     axis: int | None
     stacked: int = 1
     holders: int = 1
+    places: tuple[tuple[tuple[Box, Box], ...], ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 WHOLE = Split(None)
@@ -64,6 +69,8 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
 
     Raises ``UnreadableError`` if their shapes do not go together."""
     first = parts[0]
+    if split.places:
+        return _placed(name, parts, split, path)
     if len(parts) == 1 or split.axis is None:
         return next((part for part in parts if not is_torn(part)), first)
     axis = split.axis % max(len(first.shape), 1)
@@ -89,6 +96,23 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
             if (rank + 1) % split.holders == 0:
                 begin += length
     return merge_parts(name, TensorSpec(first.dtype, shape, contiguous_strides(shape)), copies, path)
+
+
+def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:
+    copies: dict[Box, list[TensorSpec]] = {}
+    for part, places in zip(parts, split.places, strict=True):
+        if sum(own.numel for _, own in places) != part.numel or not all(own.lies_in(part.shape) for _, own in places):
+            raise UnreadableError(
+                f"{path}: a part of {name} is {list(part.shape)}, which is not how its ranks are said to divide it"
+            )
+        for whole, own in places:
+            piece = part
+            for axis, (begin, length) in enumerate(zip(own.offsets, own.shape, strict=True)):
+                piece = narrowed(piece, axis, begin, length)
+            copies.setdefault(whole, []).append(piece)
+    if not all(agree(same, path) for same in copies.values()):
+        raise UnreadableError(f"{path}: its ranks hold different copies of {name}; put the files of one save together")
+    return merge_parts(name, TensorSpec(parts[0].dtype, split.shape, contiguous_strides(split.shape)), copies, path)
 
 
 def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:

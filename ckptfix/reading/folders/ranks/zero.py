@@ -35,7 +35,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Flat, Spread, gone
+from ckptfix.reading.folders.chunks import Box, Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -68,6 +68,7 @@ _STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
 # SwissArmyTransformer has (GLM-130B, CogVLM).
 _IN_THIRDS = re.compile(r"((?:.*\.)?transformer\.layers\.\d+\.\w*attention\.)(query_)?key_value\.(?:weight|bias)")
 _PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
+_MAP_VERSION = 1
 _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
 # What the model states say only for those who merge the ranks.
@@ -222,26 +223,101 @@ def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Spl
         by_name = megatron.splits_of(state, table)
         in_thirds = not isinstance(version, (int, float)) or version < 1
         return _of_parameters(partial(_split_in_thirds, by_name, state) if in_thirds else by_name)
-    literal: dict[str, Split] = {}
-    patterns: list[tuple[re.Pattern[str], Split]] = []
-    for key, split in _DIVIDED.items():
-        for text in info.get(key) or ():
-            if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
-                raise ValueError(f"{shown(text)} in the place of a pattern of names")
-            if re.escape(name := re.sub(r"\\(.)", r"\1", text[1:-1])) == text[1:-1] and text[0] + text[-1] == "^$":
-                literal[name] = split  # as AutoTP writes one for every parameter
-            else:
-                patterns.append((re.compile(text), split))
-    composed = [text for entry in info.get("parameter_with_sub_params") or () for text in entry["patterns"]]
+    literal: dict[str, _Told] = {}
+    patterns: list[tuple[re.Pattern[str], _Told]] = []
+    for text, told in _told(info):
+        if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
+            raise ValueError(f"{shown(text)} in the place of a pattern of names")
+        if re.escape(name := re.sub(r"\\(.)", r"\1", text[1:-1])) == text[1:-1] and text[0] + text[-1] == "^$":
+            literal.setdefault(name, told)  # as AutoTP writes one for every parameter
+        else:
+            patterns.append((re.compile(text), told))
     trained = {str(name) for group in root["param_shapes"] for name in group}
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
-        if name not in trained or composed:
-            return literal.get(name)
-        found = (split for pattern, split in patterns if pattern.match(name))
-        return literal.get(name) or next(found, Split(0))
+        found = (told for pattern, told in patterns if name in trained and pattern.match(name))
+        told = literal.get(name) or next(found, None)
+        return told(name, parts) if told is not None else Split(0) if name in trained else None
 
     return _of_parameters(split_of)
+
+
+_Told = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
+
+
+def _told(info: Mapping[str, Any]) -> Iterator[tuple[str, _Told]]:
+    """Yield what DeepSpeed's converter is told of tensors by patterns of their names, the most exact first.
+
+    What has neither a map nor a category would be taken for rows, and some of it is not."""
+    for text, reason in (info.get("autotp_unsupported_parameter_patterns") or {}).items():
+        yield text, partial(_refused, reason)
+    affine = info.get("affine_map") or {}
+    if (version := affine.get("version", _MAP_VERSION)) > _MAP_VERSION:
+        raise ValueError(f"version {version} of its maps of parts, which is newer than this release")
+    for text, entry in (affine.get("params") or {}).items():
+        yield text, partial(_by_map, entry)
+    for key, split in _DIVIDED.items():
+        for text in info.get(key) or ():
+            yield text, partial(_by_category, split)
+    widths = info.get("sub_param_shard_widths") or {}
+    for entry in info.get("parameter_with_sub_params") or ():
+        for text in entry["patterns"]:
+            yield text, partial(_of_sub_parameters, entry, widths.get(text))
+
+
+def _by_category(split: Split, name: str, parts: Sequence[TensorSpec]) -> Split:
+    return split
+
+
+def _refused(reason: object, name: str, parts: Sequence[TensorSpec]) -> Split:
+    raise UnreadableError(f"DeepSpeed itself cannot put the parts of {name} together: {shown(reason)}")
+
+
+def _by_map(entry: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split:
+    """Return the places in a map of pieces, each of which is a view of the whole and one of the part."""
+    shape, places = sizes(entry["logical_shape"]), []
+    for rank in range(len(parts)):
+        held = entry["ranks"][rank]
+        if any(piece.get("scale", 1.0) != 1.0 for piece in held["pieces"]):
+            raise UnreadableError(f"the ranks hold {name} multiplied by a factor, and ckptfix only moves its bytes")
+        own = sizes(held["shard_shape"])
+        places.append(tuple((_box(shape, piece, "source"), _box(own, piece, "dest")) for piece in held["pieces"]))
+    return Split(0, places=tuple(places), shape=shape)
+
+
+def _box(shape: tuple[int, ...], piece: Mapping[str, Any], place: str) -> Box:
+    """Return the box that a piece is of a tensor. Raises ``ValueError`` if it is none."""
+    (start, steps), extent, strides = piece[place], sizes(piece["shape"]), contiguous_strides(shape)
+    usual = zip(extent, sizes(steps), strides, strict=True)
+    if type(start) is not int or start < 0 or any(size > 1 and step != own for size, step, own in usual):
+        raise ValueError(f"a piece of shape {list(extent)} with the strides {shown(steps)}")
+    offsets = []
+    for stride in strides:
+        offsets.append(start // max(stride, 1))
+        start -= offsets[-1] * stride
+    return Box(tuple(offsets), extent)
+
+
+def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: Sequence[TensorSpec]) -> Split:
+    """Return the places of parameters that are one after another in the whole, and each of them in every rank."""
+    axis, ranks, first = entry["partition_dim"], len(parts), parts[0]
+    within = entry["shape"][axis]
+    if widths is None and type(within) is int:  # how many there are, of one size
+        return Split(axis, within)
+    if widths is None:
+        if any(size % ranks for size in sizes(within)):
+            raise ValueError(f"{name} consists of {list(within)}, which {ranks} ranks do not divide")
+        widths = [[size // ranks] * ranks for size in sizes(within)]
+    places: list[list[tuple[Box, Box]]] = [[] for _ in parts]
+    begin, starts = 0, [0] * ranks
+    for own in map(sizes, widths):
+        for rank, length in enumerate(own):
+            extent = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+            before, after = (0,) * axis, (0,) * (len(extent) - axis - 1)
+            places[rank].append((Box((*before, begin, *after), extent), Box((*before, starts[rank], *after), extent)))
+            begin, starts[rank] = begin + length, starts[rank] + length
+    shape = (*first.shape[:axis], begin, *first.shape[axis + 1 :])
+    return Split(axis, places=tuple(map(tuple, places)), shape=shape)
 
 
 def _split_in_thirds(

@@ -665,3 +665,92 @@ def test_fewer_keys_than_queries_of_sat_are_not_guessed(tmp_path: Path) -> None:
     _of_sat(tmp_path, 2, groups=2)
     with pytest.raises(UnreadableError, match=r"query_key_value.weight, and no rule says how it is divided"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+WHOLE = torch.arange(96.0).reshape(16, 6)
+
+
+def write_parts(folder: Path, parts: tuple[torch.Tensor, torch.Tensor], **info: Any) -> None:
+    """Write the model states of two tensor-parallel ranks of one weight, and what they say of its parts."""
+    for rank, part in enumerate(parts):
+        states: dict[str, Any] = {
+            "module": {"w.weight": part.clone()},
+            "buffer_names": [],
+            "param_shapes": [{"w.weight": part.shape}],
+        }
+        states |= {"mp_world_size": 2, "universal_checkpoint_info": info}
+        torch.save(states, folder / f"mp_rank_{rank:02d}_model_states.pt")
+
+
+NAME = r"^w\.weight$"
+
+
+def rows(*spans: tuple[int, int]) -> torch.Tensor:
+    return torch.cat([WHOLE[start:stop] for start, stop in spans])
+
+
+def sub_parameters(shape: Any, widths: Any = None) -> dict[str, Any]:
+    known = {} if widths is None else {"sub_param_shard_widths": {NAME: widths}}
+    return {"parameter_with_sub_params": [{"patterns": [NAME], "shape": shape, "partition_dim": 0}], **known}
+
+
+def piece(size: int, at: int, of_part: int, **more: Any) -> dict[str, Any]:
+    """Rows of the weight, and of a part of it, as DeepSpeed writes a piece of a map."""
+    return {"shape": [size, 6], "source": [at * 6, [6, 1]], "dest": [of_part * 6, [6, 1]], "locations": [0], **more}
+
+
+def affine_map(one: list[dict[str, Any]], other: list[dict[str, Any]], version: int = 1) -> dict[str, Any]:
+    ranks = {
+        rank: {"shard_shape": [sum(each["shape"][0] for each in pieces), 6], "pieces": pieces}
+        for rank, pieces in enumerate((one, other))
+    }
+    return {"affine_map": {"version": version, "params": {NAME: {"logical_shape": [16, 6], "ranks": ranks}}}}
+
+
+UNEVEN = (rows((0, 5), (8, 12)), rows((5, 8), (12, 16)))
+EVEN = (rows((0, 4), (8, 10), (12, 14)), rows((4, 8), (10, 12), (14, 16)))
+SHARED = (rows((0, 8), (12, 16)), rows((8, 16)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "info"),
+    [
+        pytest.param(EVEN, sub_parameters(((8, 4, 4), 6)), id="queries-keys-and-values"),
+        pytest.param((rows((0, 4), (8, 12)), rows((4, 8), (12, 16))), sub_parameters((2, -1)), id="two-of-one-size"),
+        pytest.param(UNEVEN, sub_parameters([(8, 8), 6], [[5, 3], [4, 4]]), id="not-in-the-middle"),
+        pytest.param(
+            UNEVEN, affine_map([piece(5, 0, 0), piece(4, 8, 5)], [piece(3, 5, 0), piece(4, 12, 3)]), id="a-map"
+        ),
+        pytest.param(
+            SHARED,
+            affine_map([piece(8, 0, 0), piece(4, 12, 8)], [piece(4, 8, 0), piece(4, 12, 4)]),
+            id="a-map-with-copies",
+        ),
+    ],
+)
+def test_parts_of_several_parameters(tmp_path: Path, parts: Any, info: dict[str, Any]) -> None:
+    write_parts(tmp_path, parts, **info)
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w.weight"), WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("parts", "info", "said"),
+    [
+        (EVEN, {"autotp_unsupported_parameter_patterns": {NAME: "fused"}}, "cannot put the parts of w.weight together"),
+        (EVEN, affine_map([piece(8, 0, 0, scale=0.5)], [piece(8, 8, 0)]), "multiplied by a factor"),
+        (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 8, 0)], version=2), "version 2 of its maps"),
+        (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 4, 0)]), "elements of its shape"),
+        (EVEN, affine_map([piece(4, 0, 0)], [piece(12, 4, 0)]), "is not how its ranks are said to divide it"),
+        (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 10**12, 0)]), "is outside of its shape"),
+        (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 8, 0, source=[48, [12, 1]])]), "with the strides"),
+        (SHARED, affine_map([piece(8, 0, 0), piece(4, 8, 8)], [piece(4, 8, 0), piece(4, 12, 4)]), "different copies"),
+        (EVEN, sub_parameters(((9, 4, 3), 6)), "which 2 ranks do not divide"),
+        (EVEN, sub_parameters([(8, 8), 6], [[5, 3], [4, 4]]), "is not how its ranks are said to divide it"),
+        (EVEN, sub_parameters(((4, 4), 6)), "is not how its ranks are said to divide it"),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_parts_are_not_guessed(tmp_path: Path, parts: Any, info: dict[str, Any], said: str) -> None:
+    write_parts(tmp_path, parts, **info)
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(tmp_path)
