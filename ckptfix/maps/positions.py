@@ -286,9 +286,13 @@ class Recipe(Struct, frozen=True):
     def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
         """Return each group's label and parameters."""
         groups: dict[Any, list[str]] = {label: [] for label in self.order}
-        for key in self.within(layout.shapes) if self.within else layout.shapes:
+        for key in self.listed(layout):
             groups.setdefault(self.label(layout, key), []).append(key)
         return list(groups.items())
+
+    def listed(self, layout: Layout) -> Iterable[str]:
+        """Return the parameters of a layout in the order in which the groups list them."""
+        return self.within(layout.shapes) if self.within else layout.shapes
 
     def agrees(self, labels: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the hyperparameters of groups do not contradict these labels."""
@@ -409,6 +413,7 @@ _LISTED = re.compile("bias|norm|bn|embed|token")
 _PARTS: Mapping[str, Part] = {
     "": lambda key: 0,
     "part": lambda key: bare(key).partition(".")[0],
+    "kind of part": lambda key: bare(key).partition(".")[0].rstrip("0123456789"),
     "inner part": lambda key: ".".join(bare(key).split(".")[:-1][:2]),
     "numbered layer": lambda key: found[1] if (found := _NUMBERED.match(bare(key))) else bare(key).partition(".")[0],
     "layer": _layer,
@@ -431,39 +436,51 @@ _KINDS: Mapping[str, Kind] = {
 
 def own_groups(layout: Layout, optimizer: Optimizer) -> Iterator[Recipe]:
     """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
-    groups may come in any order, and list their parameters in that of the model or by name: each way that fits the
-    shapes is a recipe."""
-    sizes = sorted(optimizer.sizes)
+    groups may come in any order, and list their parameters in any of ``orders_of``: each way that fits the shapes is a
+    recipe."""
+    sizes, shapes = sorted(optimizer.sizes), list(layout.shapes.values())
     parts = dict(_PARTS)
-    words = Counter(chain.from_iterable(map(_words, layout.shapes)))
-    for word, count in words.items():
-        if count < len(layout.shapes) and not word.isdecimal():
-            parts[f"{word} or not"] = partial(_is_in, word)
-    places = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
     kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
-    orders = [(name, within) for name, within in _orders(layout.shapes) if within in (None, sorted)]
+    if max(sizes) == 1:  # each module and kind apart would be a group for each parameter, in whatever order
+        parts, kinds = {"part": parts["part"]}, {"": kinds[""]}
+    places: dict[str, list[Hashable]] = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
+    words = list(map(_words, layout.shapes))
+    for word, count in Counter(chain.from_iterable(words)).items():
+        if count < len(words) and not word.isdecimal():
+            parts[f"{word} or not"] = partial(_is_in, word)
+            places[f"{word} or not"] = [word in each for each in words]
+            parts[f"{word} in names"] = partial(_has, word)
+            places[f"{word} in names"] = [word in bare(key) for key in layout.shapes]
+    numbers = {key: number for number, key in enumerate(layout.shapes)}
+    orders = [
+        (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
+        for name, within in chain([("", None)], orders_of(layout.shapes))
+    ]
+    arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
     for part, kind in sorted(product(parts, kinds), key=lambda pair: all(pair)):  # the simpler one of two that agree
-        if sorted(Counter(zip(places[part], kinds[kind], strict=True)).values()) != sizes:
+        labels = list(zip(places[part], kinds[kind], strict=True))
+        if sorted(Counter(labels).values()) != sizes:
             continue
         what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
         of = partial(_label, parts[part], _KINDS[kind])
-        for name, within in orders:
-            recipe = Recipe(f"groups of one's own, {what}{name}", of, within=within, is_own=True)
-            for labels in islice(_arranged(recipe.groups(layout), layout, optimizer), 2):
-                yield replace(recipe, order=labels)
+        for name, within, order in orders:
+            groups: dict[Hashable, list[int]] = {}
+            for number in order:
+                groups.setdefault(labels[number], []).append(number)
+            form = tuple(map(tuple, groups.values()))
+            if form not in arranged:
+                arranged[form] = list(islice(_arranged([[shapes[n] for n in each] for each in form], optimizer), 2))
+            for arrangement in arranged[form]:
+                chosen = tuple(list(groups)[place] for place in arrangement)
+                yield Recipe(f"groups of one's own, {what}{name}", of, chosen, within=within, is_own=True)
 
 
-def _orders(keys: Iterable[str]) -> Iterator[tuple[str, Order | None]]:
-    """Yield the orders in which a script may go through a model: its own, by name, and from the last part, or the last
-    parameter, to the first; those that change that of these keys."""
-    orders: dict[str, Order] = {
-        ", by name": sorted,
-        ", by name in reverse": partial(sorted, reverse=True),
-        ", in reverse": lambda keys: list(keys)[::-1],
-    }
-    orders |= {f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part}
-    yield "", None
-    yield from ((name, within) for name, within in orders.items() if within(keys) != list(keys))
+def _by_number(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)])
+
+
+def _heads_first(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: not re.search(r"head|classif|(^|\.)fc", bare(key)))
 
 
 def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
@@ -473,42 +490,88 @@ def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: places[part(key)])
 
 
-LIMIT = 10_000  # steps of a search for orders of groups; that of a file without moments has as many as there are orders
+_BY_NAME: Mapping[str, Order] = {", by name": sorted, ", by name and number": _by_number}
+_IN_REVERSE: Mapping[str, Order] = {
+    ", in reverse": lambda keys: list(keys)[::-1],
+    **{f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part},
+}
 
 
-def _arranged(
-    groups: Sequence[tuple[Hashable, list[str]]], layout: Layout, optimizer: Optimizer
-) -> Iterator[tuple[Hashable, ...]]:
-    """Yield the orders of groups, by their labels, in which they fit those of the optimizer."""
-    rows = [[optimizer.row(number) for number in group["params"]] for group in optimizer.groups]
+def orders_of(keys: Iterable[str]) -> Iterator[tuple[str, Order]]:
+    """Yield the orders beside its own in which the groups of a script may list the parameters of a model: by name, and
+    from the last to the first; those that differ for these keys. The parts of a decoder may be of the same shapes from
+    the last to the first, too, which nobody does."""
+    return _differing(keys, {**_BY_NAME, ", in reverse": _IN_REVERSE[", in reverse"]})
+
+
+def _differing(keys: Iterable[str], orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
+    known = [list(keys)]
+    for name, within in orders.items():
+        if (order := within(keys)) not in known:
+            known.append(order)
+            yield name, within
+
+
+def may_list(optimizer: Optimizer, shapes: Iterable[Shape]) -> bool:
+    """Return whether groups may list parameters of these shapes in this order, whatever groups they are."""
+    forms: dict[tuple[Any, ...], int] = {}  # groups that have the same ahead of them count as one
+    ahead: list[tuple[Mapping[str, Any], int]] = []
+
+    def after(rows: Sequence[Mapping[str, Any]]) -> int:
+        """Return the number of what a group has ahead of it."""
+        if not rows:
+            return -1
+        key = (*(tuple((name, logical_shape(value)) for name, value in values_in(rows[0])),), after(rows[1:]))
+        if key not in forms:
+            forms[key] = len(ahead)
+            ahead.append((rows[0], key[-1]))
+        return forms[key]
+
+    found = {tuple(sorted(after(list(map(optimizer.row, group["params"]))) for group in optimizer.groups))}
+    for shape in shapes:
+        fitting = {number for state in found for number in state if number >= 0 and fits(ahead[number][0], shape)}
+        found = {
+            tuple(sorted((*state[:at], ahead[number][1], *state[at + 1 :])))
+            for state in found
+            for at, number in enumerate(state)
+            if number in fitting
+        }
+        if len(found) > LIMIT:
+            return True
+    return bool(found)
+
+
+LIMIT = 1_000  # steps of a search for orders of groups; that of a file with few moments has as many as there are orders
+
+
+def _arranged(groups: Sequence[Sequence[Shape]], optimizer: Optimizer) -> Iterator[list[int]]:
+    """Yield orders of groups of parameters of these shapes in which they fit those of the optimizer: of those that only
+    exchange groups of equal shapes, two."""
     alike: dict[tuple[Shape, ...], list[int]] = {}
-    for at, (_, keys) in enumerate(groups):
-        alike.setdefault(tuple(layout.shapes[key] for key in keys), []).append(at)
-    fitting = [
-        [at for form, ats in alike.items() if len(form) == len(each) and all(map(fits, each, form)) for at in ats]
-        for each in rows
-    ]
-    stack = [0]  # for each group of the optimizer, which of those that fit it is tried
-    chosen: list[int] = []
+    for number, shapes in enumerate(groups):
+        alike.setdefault(tuple(shapes), []).append(number)
+    rows = [[optimizer.row(number) for number in group["params"]] for group in optimizer.groups]
+    fitting = [[form for form in alike if len(form) == len(each) and all(map(fits, each, form))] for each in rows]
+    stack: list[list[tuple[Shape, ...]]] = [[]]  # the shapes of the first groups of the optimizer
     for _ in range(LIMIT):
         if not stack:
             return
-        at, options = stack[-1], fitting[len(stack) - 1]
-        free = next((n for n in range(at, len(options)) if options[n] not in chosen), None)
-        if free is None:
-            stack.pop()
-            chosen = chosen[:-1]
+        chosen = stack.pop()
+        if len(chosen) < len(fitting):
+            free = [form for form in fitting[len(chosen)] if chosen.count(form) < len(alike[form])]
+            stack += ([*chosen, form] for form in reversed(free))
             continue
-        stack[-1] = free + 1
-        if len(stack) == len(fitting):
-            yield tuple(groups[one][0] for one in (*chosen, options[free]))
-        else:
-            chosen.append(options[free])
-            stack.append(0)
+        for way in (1, -1) if len(alike) < len(chosen) else (1,):
+            left = {form: numbers[::way] for form, numbers in alike.items()}
+            yield [left[form].pop() for form in chosen]
 
 
 def _is_in(word: str, key: str) -> bool:
     return word in _words(key)
+
+
+def _has(word: str, key: str) -> bool:
+    return word in bare(key)
 
 
 def _words(key: str) -> set[str]:
@@ -593,7 +656,7 @@ def namings(
     unique = sum(counts[shape] == 1 for shape in layout.shapes.values())
     is_mixed = len({frozenset(row) for row in rows if row}) > 1
 
-    def named(recipe: Recipe) -> Iterator[tuple[list[str], Hashable, Naming]]:
+    def named(recipe: Recipe) -> Iterator[tuple[Hashable, Naming]]:
         made = recipe.groups(layout)
         order = list(chain.from_iterable(keys for _, keys in made))
         is_like = [len(keys) for _, keys in made] == list(sizes)
@@ -603,19 +666,28 @@ def namings(
             names = dict(zip(optimizer.ids, order, strict=True))
             # A new group of one parameter has its place by the order in which the script goes through the model.
             places = recipe.name if recipe.label is EACH.label else recipe.place_of(new, dict(made))
-            yield order, (order, places), Naming(names, recipe.name, recipe, moments, unique)
+            yield (order, places), Naming(names, recipe.name, recipe, moments, unique)
 
     found = list(chain.from_iterable(named(recipe) for recipe in RECIPES if is_mixed or not recipe.is_mixed))
-    signed = [naming for _, _, naming in found if naming.recipe is not None and naming.recipe.signs(optimizer)]
-    yield from signed or (naming for _, _, naming in found)
-    if signed or of_trainers or not moments or len(sizes) == 1:
+    signed = [naming for _, naming in found if naming.recipe is not None and naming.recipe.signs(optimizer)]
+    yield from signed or (naming for _, naming in found)
+    if signed or of_trainers or not moments:
         return  # only moments show groups of one's own
-    known, outcomes = [order for order, _, _ in found], [outcome for _, outcome, _ in found]
-    orders = _orders(layout.shapes)
-    each = (replace(EACH, name=f"a group for each parameter{name}", within=within) for name, within in orders)
-    for recipe in each if max(sizes) == 1 else own_groups(layout, optimizer):
-        for order, outcome, naming in named(recipe):
-            if outcome not in outcomes and (max(sizes) == 1 or order not in known):  # a trainer that is known does so
+    outcomes = [outcome for outcome, _ in found]
+    own = own_groups(layout, optimizer)
+    if len(sizes) == 1 and all(len(shape) < 2 for shape in counts):
+        return  # what Muon leaves to another optimizer: nothing would tell its order
+    if len(sizes) == 1:
+        lists = _differing(layout.shapes, {**_BY_NAME, ", heads first": _heads_first})
+        own = (replace(PLAIN, name=PLAIN.name + name, within=within) for name, within in lists)
+    elif max(sizes) == 1:
+        by_name: Mapping[str, Order] = {**_BY_NAME, ", by name in reverse": partial(sorted, reverse=True)}
+        lists = _differing(layout.shapes, {**by_name, **_IN_REVERSE})
+        each = (replace(EACH, name=f"a group for each parameter{name}", within=within) for name, within in lists)
+        own = chain(each, own)
+    for recipe in own:
+        for outcome, naming in named(recipe):
+            if outcome not in outcomes:
                 outcomes.append(outcome)
                 yield naming
 

@@ -27,13 +27,16 @@ from ckptfix.maps.positions import (
     Layout,
     Naming,
     Optimizer,
+    Order,
     Recipe,
     beginning,
     fits,
     logical_shape,
+    may_list,
     named_by_itself,
     namings,
     number_of,
+    orders_of,
     own_groups,
     runs_of,
     stored_names,
@@ -119,7 +122,11 @@ class Followed(Struct, frozen=True):
         """What tells two ways to follow apart: equal for two recipes that lead to the same state."""
         if not self.optimizer.state:
             return self.like, tuple(map(len, self.groups))  # there is nothing that could go astray
-        return self.like, tuple(map(frozenset, self.groups)) if self.optimizer.is_keyed else self.groups
+        if self.optimizer.is_keyed:
+            return self.like, tuple(map(frozenset, self.groups))
+        if stored_names(self.optimizer) is not None:
+            return self.like, self.groups
+        return self.like, tuple(tuple(step[1:] for step in group) for group in self.groups)
 
 
 class Scope(Struct, frozen=True):
@@ -211,7 +218,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
     """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
     a script's own are not looked for in more orders of a sorted file than can agree."""
-    new = change.new
+    new = change.of_model({key: spec.shape for key, spec in change.result().items()})
     found = [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new, True)]
     signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
     if signed or len(change.model_orders) > ORDERS:
@@ -219,13 +226,33 @@ def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
     return [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new)]
 
 
+def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
+    """Return whether what is left of some parameters comes in another order if it has the names of the result."""
+    names = {source: key for key in change.result() for source in change.origins[key].sources}
+    old = {bare(key): bare(names[key]) for key in keys if key in names}
+    return [old[key] for key in within(old)] != within(list(old.values()))
+
+
+def is_listed_anew(optimizer: Optimizer, change: Change, known: Sequence[Naming]) -> bool:
+    """Return whether a script that lists parameters by name, in whatever groups, may have made an optimizer, and lists
+    them in another order under the names of the result. What a trainer has signed is not such a script's; ``known``
+    are the readings."""
+    if stored_names(optimizer) is not None or max(optimizer.sizes) == 1 or not any(map(optimizer.row, optimizer.ids)):
+        return False
+    layouts = [scope.layout for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
+    orders = [
+        [layout.shapes[key] for key in within(layout.shapes)]
+        for layout in layouts
+        for _, within in orders_of(layout.shapes)
+        if are_listed_anew(change, layout.shapes, within)
+    ]
+    recipes = filter(None, (naming.recipe for naming in known))
+    if any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes):
+        return False
+    return any(may_list(optimizer, shapes) for shapes in orders)
+
+
 ORDERS = 20  # of a sorted file's parameters, tried for groups of a script's own, or if the names are known
-
-
-def is_named(optimizer: Optimizer, change: Change) -> bool:
-    """Return whether the parameters have names, and one each, so that only the groups of the result are in doubt."""
-    found = readings(optimizer, change)
-    return bool(found) and all(naming.names == found[0].names for naming in found)
 
 
 def readings(optimizer: Optimizer, change: Change) -> list[Naming]:
@@ -365,6 +392,8 @@ class _Following(Struct, dict=True):
         if grouped is None:
             return None
         like, groups = grouped
+        if live is None and self.naming.source == NAMED and self._may_be_sorted(groups):
+            return None
         begun = [self._begun(*group) for group in zip(like, groups, strict=True)]
         whole = tuple(group for group in begun if group is not None)
         if len(whole) < len(begun):
@@ -431,7 +460,7 @@ class _Following(Struct, dict=True):
         is_open = recipe.rises is None and not recipe.is_mixed and not all(self.optimizer.sizes)
         if is_open and not all(change.origins[key].sources for key in of_key):
             return None  # the empty group may be for what is new
-        if recipe.within is not None and any(map(self._is_renamed, of_key)):
+        if recipe.within is not None and self._lists_anew(recipe.within):
             return None  # a prefix that is gone may have been in the names that were sorted
         if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
             sources = {key: source for key in of_key for source in self.sources(key)}
@@ -446,7 +475,10 @@ class _Following(Struct, dict=True):
         if recipe.is_own:
             groups = [(label, members) for label, members in groups if members]
             is_known = {label for label, _ in groups} <= old.keys() and not _has_emptied(old, dict(groups))
-            if not is_known or _met(own, layout, old, dict(groups)) != _met(label_of, after, old, dict(groups)):
+            met = [
+                _met(of, recipe.listed(lay), lay, old, dict(groups)) for of, lay in ((own, layout), (label_of, after))
+            ]
+            if not is_known or met[0] != met[1]:
                 return None  # nothing tells where a script lists a group, or whether it keeps an empty one
         left = {places[0] for step in self.steps if (places := self.places([step]))}
         if sum(bool(members) for _, members in groups) < len(left):
@@ -462,8 +494,9 @@ class _Following(Struct, dict=True):
             like.append(found)
         return like, [members for _, members in groups]
 
-    def _is_renamed(self, key: str) -> bool:
-        return list(map(bare, self.change.origins[key].sources)) != [bare(key)]
+    def _lists_anew(self, within: Order) -> bool:
+        """Return whether what is left comes in another order if it has the new names."""
+        return are_listed_anew(self.change, self.scope.layout.shapes, within)
 
     def _labels(self, recipe: Recipe) -> dict[Hashable, int]:
         """Return the group that each label of a recipe has in the optimizer."""
@@ -521,6 +554,16 @@ class _Following(Struct, dict=True):
         if not change.is_ordered or change.reorders or not all(own.values()):
             return None
         return sorted(self.steps, key=lambda step: min(own[step.key]))
+
+    def _may_be_sorted(self, groups: Sequence[Sequence[Step]]) -> bool:
+        """Return whether the groups list names in an order that the result does not have: by name, as it may be."""
+        names, old = self.naming.names, self.optimizer.groups
+        lists = [[bare(names[number]) for number in group["params"]] for group in old]
+        made = [[bare(step.key) for step in group] for group in groups]
+        return any(
+            all(within(keys) == keys for keys in lists) and any(within(keys) != keys for keys in made)
+            for _, within in orders_of(sorted(chain(*lists), reverse=True))
+        )
 
     def _in_own_groups(self) -> Grouped | None:
         """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it,
@@ -596,9 +639,11 @@ def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list
     return fitting(RECIPES) or fitting(own_groups(layout, optimizer))
 
 
-def _met(label: Callable[[Layout, str], Any], layout: Layout, *known: Collection[Any]) -> list[Any]:
+def _met(
+    label: Callable[[Layout, str], Any], keys: Iterable[str], layout: Layout, *known: Collection[Any]
+) -> list[Any]:
     """Return the known labels in the order of first appearance."""
-    labels = dict.fromkeys(label(layout, key) for key in layout.shapes)
+    labels = dict.fromkeys(label(layout, key) for key in keys)
     return [label for label in labels if all(label in each for each in known)]
 
 

@@ -4,7 +4,7 @@
 An optimizer in the file whose parameters are dropped, added, reordered, reshaped, split, fused, replaced or put into
 another group by the edits of this repair; or that has names of parameters which are renamed. With `--model`, also one
 whose parameters are in another order than the model's. Renaming alone moves nothing in an optimizer that numbers its
-parameters, and buffers are not in it.
+parameters, unless a script may list them by name and has them in another order now; and buffers are not in it.
 
 ## Why it matters
 `torch.optim` knows parameters by position. After two keys are dropped, `optimizer.load_state_dict` raises `loaded state
@@ -23,17 +23,17 @@ trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, 
 Muon for the matrices and Adam for the rest, as two optimizers or two groups), or a script of your own that groups them
 by parts of the model, by kinds of parameters, or by both: the sizes of all groups and the shapes of all moments confirm
 it. Where shapes are equal, this is what is assumed: one group is that of `model.parameters()`, in the order of the
-model; a list of your own in one group (the head first) that has the same shapes cannot be told from it. `parameters
-with a shape of their own` says how much the shapes confirm. If two recipes fit and lead to different states, nothing is
-touched, unless one is that of a trainer that has left a file or an option of its own. The same holds if groups of equal
-shapes may be exchanged or may list their parameters by name, if the names fit at the top and under a prefix alike, and
-if the file has another state_dict that fits and the optimizer's name does not say whose it is (`optG` of `G`); and if a
-parameter is new and nothing tells its group, or its place in an order of your own. `ckptfix.load(model, file,
-optimizer=optimizer)` in the training script knows both, and so does an optimizer with names
-(`AdamW(model.named_parameters())`). With the positions, the state_dict takes on the order of the model. A few layers
-that were renamed by their shape only (KEY106), to names of nothing in common, start anew: `--rename OLD=NEW` or
-`--rename-layers` says that they are the same. A state of all parameters together (L-BFGS) follows no change of one of
-them. A check warns of an optimizer that cannot follow once keys are dropped or filled.
+model; a list of your own in one group that has the same shapes cannot be told from it. `parameters with a shape of
+their own` says how much the shapes confirm. If two recipes fit and lead to different states, nothing is touched, unless
+one is that of a trainer that has left a file or an option of its own. The same holds if groups of equal shapes may be
+exchanged or may list their parameters by name or in reverse, if one group may have been listed by name or with the head
+first, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits and the
+optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its group, or its
+place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script knows both, and
+so does an optimizer with names (`AdamW(model.named_parameters())`). With the positions, the state_dict takes on the
+order of the model. A few layers that were renamed by their shape only (KEY106), to names of nothing in common, start
+anew: `--rename OLD=NEW` or `--rename-layers` says that they are the same. A state of all parameters together (L-BFGS)
+follows no change of one of them. A check warns of an optimizer that cannot follow once keys are dropped or filled.
 `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
 keeps it as it is.
 
@@ -69,9 +69,9 @@ from ckptfix.core.finding import (
 )
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import Layout, Optimizer, logical_shape, named_by_itself, namings, optimizers_in
+from ckptfix.maps.positions import Layout, Naming, Optimizer, logical_shape, named_by_itself, namings, optimizers_in
 from ckptfix.reading.weights.containers import is_averaged
-from ckptfix.rules.following import Followed, is_named, readings, ways
+from ckptfix.rules.following import Followed, is_listed_anew, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule, rule
 
@@ -178,12 +178,14 @@ def _out_of_step(
 ) -> Iterator[Finding]:
     """Yield what an optimizer needs; ``sets`` are the state_dicts that it may be of, if not that which is repaired."""
     found = ways(optimizer, change)
-    if found and all(way.is_unchanged for way in found):
+    known = readings(optimizer, change)
+    is_moved = is_listed_anew(optimizer, change, known)
+    if found and all(way.is_unchanged for way in found) and not is_moved:
         yield from _frozen(rule, context, found[0])
         return
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
     settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
-    is_odd = not found and bool(plan.edits) and not readings(optimizer, change) and not _may_be_of(optimizer, change)
+    is_odd = not found and bool(plan.edits) and not known and not _may_be_of(optimizer, change)
     if is_odd and settled and len(optimizer.ids) == len(after.result()):
         yield rule.finding(
             Level.NOTE,
@@ -193,7 +195,13 @@ def _out_of_step(
         )
         return
     has_names = bool(named_by_itself(optimizer, change.before))
-    if not found and not change.touches and not change.is_ordered and (has_names or change.model_orders):
+    if (
+        not found
+        and not change.touches
+        and not is_moved
+        and not change.is_ordered
+        and (has_names or change.model_orders)
+    ):
         if has_names or len(optimizer.ids) == len(change.model_orders[0]):
             what = "names" if has_names else "as many parameters as the model,"
             yield rule.finding(
@@ -209,7 +217,7 @@ def _out_of_step(
     is_tied = len(optimizer.ids) == len(change.result())
     has_changed = replace(change, is_wide=is_wide, is_tied=is_tied).touches
     touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
-    if len(found) != 1 and not touches:
+    if not found and not touches and not is_moved and not (plan.edits and known):
         return
 
     def stays(message: str, remedies: Iterable[Remedy] = (), **evidence: object) -> Finding:
@@ -225,13 +233,13 @@ def _out_of_step(
         fits = f"fits {' and '.join(sets)} alike, and its name tells neither"
         yield stays(f"{fits}: it stays as it is, though {sets[0]} changes", sets=sets)
         return
-    if len(found) != 1:
-        sources, reason = [way.source for way in found], _reason(optimizer, change, found)
+    if len(found) != 1 or is_moved:
+        sources, reason = [way.source for way in found], _reason(optimizer, found, known)
         why = "which other edits change" if plan.edits else "which the model has in another order"
         yield stays(
             f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
             "moments to the wrong weights",
-            _with_model(context, found, is_named(optimizer, change)),
+            _with_model(context, found, _is_named(known)),
             **({"recipes": sources} if sources else {}),
         )
         return
@@ -257,13 +265,22 @@ def _may_be_of(optimizer: Optimizer, change: Change) -> bool:
     return len(optimizer.ids) == shapes.total() and not Counter(filter(None, largest)) - shapes
 
 
-def _reason(optimizer: Optimizer, change: Change, found: list[Followed]) -> str:
+def _is_named(known: list[Naming]) -> bool:
+    """Return whether the parameters have names, and one each, so that only the groups of the result are in doubt."""
+    return bool(known) and all(naming.names == known[0].names for naming in known)
+
+
+def _reason(optimizer: Optimizer, found: list[Followed], known: list[Naming]) -> str:
     """Return why an optimizer cannot be brought in step."""
+    if len(found) == 1:
+        return (
+            "a script that lists parameters by name, as the shapes allow, has them in another order under the new names"
+        )
     if found:
         return f"{counted(len(found), 'way')} to name its parameters fit and differ"
     if optimizer.is_joint:
         return "its state is of all parameters together"
-    if is_named(optimizer, change):
+    if _is_named(known):
         return "nothing tells in which group of it, or at which place, each parameter is now"
     return "its parameters cannot be named"
 
@@ -283,9 +300,10 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
     found = ways(optimizer, later)
     once = f"out of step once what does not fit ({counted(len(misfits), 'key')}) is dropped or filled"
     if len(found) != 1 and len(optimizer.ids) == len(change.parameters()) and later.touches:
+        reason = _reason(optimizer, found, readings(optimizer, later))
         yield rule.finding(
             Level.WARNING,
-            f"{optimizer.label} will be {once}, and cannot follow: {_reason(optimizer, later, found)}",
+            f"{optimizer.label} will be {once}, and cannot follow: {reason}",
             evidence={"parameters": len(optimizer.ids)},
             remedies=(DROP, KEEP),
         )

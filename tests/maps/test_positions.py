@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import RECIPES, Layout, named_by_itself, namings, optimizers_in
+from ckptfix.maps.positions import RECIPES, Layout, may_list, named_by_itself, namings, optimizers_in
 from ckptfix.reading.opening import open_file
 
 
@@ -180,6 +180,28 @@ def test_groups_of_a_script_have_a_name_for_each_order_that_fits(groups, count):
     found = list(namings(state, Layout(shapes)))
     assert len({tuple(naming.names.values()) for naming in found}) == count
     assert list(chain(*groups)) in [list(naming.names.values()) for naming in found]
+
+
+@pytest.mark.parametrize(
+    ("groups", "listed", "expected"),
+    [
+        pytest.param([[2, 3], [4]], [2, 3, 4], True, id="one-after-another"),
+        pytest.param([[2, 3], [4]], [2, 4, 3], True, id="between"),
+        pytest.param([[2, 3], [4]], [3, 2, 4], False, id="another-order"),
+        pytest.param([[2, 3], [2, 4]], [2, 4, 2, 3], True, id="the-second-first"),
+        pytest.param([[2, 3], [2, 4]], [2, 3, 4, 2], False, id="none-of-both"),
+        pytest.param([[2, 3]] * 40, [2] * 40 + [3] * 40, True, id="many-that-are-alike"),
+        pytest.param([[2, 3]] * 40, [2, 3, 3, 2] * 20, False, id="many-that-fail"),
+    ],
+)
+def test_groups_of_whatever_kind_list_an_order_or_not(groups, listed, expected):
+    numbers = iter(range(100))
+    rows: dict[int, Any] = {}
+    params = [[next(numbers) for _ in group] for group in groups]
+    for number, size in zip(chain(*params), chain(*groups), strict=True):
+        rows[number] = {"m": TensorSpec("float32", (size,))}
+    (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": [{"params": each} for each in params]}})
+    assert may_list(state, [(size,) for size in listed]) is expected
 
 
 def test_every_recipe_has_a_name_of_its_own():

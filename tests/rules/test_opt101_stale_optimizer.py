@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         self.masked_embed = nn.Parameter(torch.zeros(4))
         self.wte = nn.Embedding(5, 4)
         self.h = nn.ModuleList(
-            nn.ModuleDict({"ln": nn.LayerNorm(4), "up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+            nn.ModuleDict({"ln": nn.LayerNorm(4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
             for _ in range(layers)
         )
         if head:
@@ -427,6 +427,59 @@ def test_groups_by_name_do_not_follow_other_names(tmp_path, is_renamed):
     assert [finding.fix is None for finding in report.findings if finding.code == "OPT101"] == [is_renamed]
 
 
+@pytest.mark.parametrize(
+    ("groups", "asked", "is_refused"),
+    [
+        pytest.param(one_group, "b.*=z.*", True, id="one-group"),
+        pytest.param(lambda model: sorted(model.named_parameters()), "b.*=z.*", True, id="sorted-with-names"),
+        pytest.param(lambda model: list(model.named_parameters()), "b.*=z.*", False, id="with-names"),
+        pytest.param(
+            lambda model: [{"params": list(model.parameters())[n::2]} for n in (1, 0)], "b.*=z.*", True, id="odd"
+        ),
+        pytest.param(one_group, "b.*=ab.*", False, id="no-other-order"),
+        pytest.param(one_group, "*=enc.*", False, id="all-below-another"),
+    ],
+)
+def test_a_rename_moves_what_a_script_lists_by_name(tmp_path, groups, asked, is_refused):
+    """No position moves; but a script that sorts names, as equal shapes allow, makes the optimizer in another order."""
+
+    def made(*names: str) -> nn.Module:
+        layers: dict[str, nn.Module] = {name: nn.Linear(3, 3, bias=False) for name in names}
+        return nn.Sequential(OrderedDict({**layers, "x": nn.Linear(3, 5, bias=False)}))
+
+    model = made("c", "b", "d", "a")
+    new = {"b.*=z.*": "czda", "b.*=ab.*": ("c", "ab", "d", "a")}.get(asked, "cbda")
+    target: nn.Module = made(*new)
+    if asked == "*=enc.*":
+        target = nn.Sequential(OrderedDict(enc=target))
+    optimizer = torch.optim.AdamW(groups(model))
+    marked(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    report = ckptfix.repair(tmp_path / "run.pth", target, dry_run=True, unsafe_fixes=True, rename=(asked,)).report
+    assert [finding.code for finding in report.findings if finding.fix is None] == ["OPT101"] * is_refused
+
+
+@pytest.mark.parametrize(
+    ("gone", "is_refused"), [("a", True), ("last", False)], ids=["another state", "the same state"]
+)
+def test_readings_that_lead_to_one_state_are_one(tmp_path, gone, is_refused):
+    """Sorted or not, the last of three layers is the last; of the first two, one or the other is gone."""
+    layers = {name: nn.Linear(4, 4, bias=False) for name in ("b", "a", "last")}
+    model = nn.Sequential(OrderedDict(layers))
+    path, _ = trained(tmp_path, model, one_group(model))
+    del layers[gone]
+    assert codes_of(path, nn.Sequential(OrderedDict(layers)), output=tmp_path / "out.pth") == ["OPT101"] * is_refused
+
+
+def test_a_head_may_come_first_in_one_group(tmp_path):
+    layers = {name: nn.Linear(4, 4) for name in ("body", "neck", "head")}
+    model = nn.Sequential(OrderedDict(layers))
+    groups = [one for name in ("head", "body", "neck") for one in layers[name].parameters()]
+    path, _ = trained(tmp_path, model, groups)
+    del layers["neck"]
+    assert codes_of(path, nn.Sequential(OrderedDict(layers)), output=tmp_path / "out.pth") == ["OPT101"]
+
+
 @pytest.mark.parametrize(("names", "groups"), [("abc", 1), ("bca", 1), ("cab", 3)])
 def test_an_optimizer_without_a_state_has_nothing_to_move(tmp_path, names, groups):
     model = Same("abc")
@@ -528,7 +581,7 @@ def test_groups_by_name_and_in_the_order_of_the_model_are_told_apart(tmp_path, i
     layers: dict[str, nn.Module] = {name: nn.Linear(4, 4) for name in ("b", "a", "last")}
     layers["table"] = nn.Embedding(5, 4)  # which does not decay in minGPT, but in another script that sorts
     model, target = (nn.Sequential(OrderedDict(copy.deepcopy(layers))) for _ in range(2))
-    del target.last
+    del target.a
     optimizer = torch.optim.AdamW(by_decay(lambda name, p: "bias" not in name, True)(model))
     marked(model, optimizer)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
