@@ -120,5 +120,10 @@ class UsageError(CkptfixError):
     """A setting has no meaning, or two settings exclude each other."""
 
 
+class IdleRecipeError(UsageError):
+    """A recipe of ``--adapt`` fits nothing, and a tensor is left that needs another one. The first option is the
+    recipe."""
+
+
 class InternalError(CkptfixError):
     """A bug of ckptfix that it has found itself, before anything was written."""

@@ -18,7 +18,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
-from ckptfix.errors import CkptfixError, InternalError, Opt, UsageError, Words
+from ckptfix.errors import CkptfixError, IdleRecipeError, InternalError, Opt, Words
 from ckptfix.maps.positions import parts_beside
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.weights.containers import SHARE
@@ -255,9 +255,9 @@ def is_enabled(fix: Fix, settings: Settings) -> bool:
 
 
 def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> None:
-    """Raise ``UsageError`` for a recipe of ``--adapt`` that fits nothing, if a tensor is left that may need one.
+    """Raise ``IdleRecipeError`` for a recipe of ``--adapt`` that fits nothing, if a tensor is left that may need one.
 
-    If none is left, nothing is wrong: a table of ``zoo.toml`` is for files of several shapes."""
+    If none is left, nothing is wrong: a configuration is for files of several shapes."""
     idle = [text for finding in findings for text in finding.evidence.get(IDLE, ())]
     for finding in findings if idle else ():
         right = next((value for one in finding.remedies for name, value in one.options if name == "adapt"), None)
@@ -271,7 +271,7 @@ def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> Non
             advice: tuple[Words, ...] = ("no recipe is for that, leave it out to see what helps",)
         else:
             advice = ("give ", Opt("adapt", right[0] if isinstance(right, tuple) else str(right)))
-        raise UsageError(Opt("adapt", idle[0]), f" fits nothing here: {finding.message}{keys}; ", *advice)
+        raise IdleRecipeError(Opt("adapt", idle[0]), f" fits nothing here: {finding.message}{keys}; ", *advice)
 
 
 def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:

@@ -160,10 +160,10 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
                 evidence.pop(edit.key, None)
             left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
             yield from _case_findings(rule, context, case, edits, left)
-    for asked in given:
+    for text, asked in zip(context.settings.adapt, given, strict=True):
         if asked.name != DEPTH and asked not in used:
-            words = f"{asked.text} fits no key: none of this kind has another shape"
-            yield rule.finding(Level.NOTE, words, evidence={IDLE: [asked.text]})
+            words = f"{text} fits no key: none of this kind has another shape"
+            yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
     if evidence:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
         yield _unknown(rule, context, evidence, is_other, heads)

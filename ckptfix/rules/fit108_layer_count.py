@@ -61,14 +61,14 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})
     model = _stacks({key: slot.shape for key, slot in context.target.slots.items()})
-    given = [asked for asked in map(adaptation, context.settings.adapt) if asked.name == DEPTH]
+    given = {text: each for text in context.settings.adapt if (each := adaptation(text)).name == DEPTH}
     used = []
     for path, (old, layer) in file.items():
         new, wanted = model.get(path, (old, layer))
         if new == old or wanted != layer:
             continue
         stack = Stack(path, old, new)
-        asked = next((each for each in given if fnmatchcase(f"{path}.", each.keys)), None)
+        asked = next((one for one in given.values() if fnmatchcase(f"{path}.", one.keys)), None)
         used.append(asked)
         edits = tuple(_edits(stack, _layers(asked, stack), context.checkpoint.specs)) if asked else ()
         is_settled = context.settings.unsafe_fixes if new < old else bool(context.settings.fill)
@@ -84,10 +84,10 @@ def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
             ),
             blocks=Blocks.NOTHING if is_settled or edits else Blocks.FILLING,
         )
-    for asked in given:
-        if asked not in used:
-            words = f"{asked.text} fits no layers: no stack of equal ones has another depth"
-            yield rule.finding(Level.NOTE, words, evidence={IDLE: [asked.text]})
+    for text, each in given.items():
+        if each not in used:
+            words = f"{text} fits no layers: no stack of equal ones has another depth"
+            yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, Layer]]:

@@ -8,11 +8,11 @@ machine, and on another node.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from posixpath import basename, dirname, join, splitext
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.errors import CkptfixError, HostileError, UnreadableError, UsageError
+from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
 from ckptfix.report.advice import price_text, recommended, remedies_of, with_remedies
 from ckptfix.report.page.data import weights_to_json
@@ -37,6 +37,8 @@ from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
 from ckptfix.zoo.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.places import Place, open_place
 from ckptfix.zoo.resources import Peak
+
+T = TypeVar("T")
 
 # Up to this size a job has no threads of its own, since other files keep the processors busy; and its output is flushed
 # with others.
@@ -54,7 +56,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
     draft = workplace.folder("drafts") / basename(goal) if are_several else workplace.file(f"draft{splitext(goal)[1]}")
     written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
     with without_threads() if job.item.size <= SMALL else nullcontext():
-        done = repair(str(path), **written, dry_run=job.dry_run, **job.treatment.arguments)
+        done = _with_fitting_recipes(repair, path, {**written, "dry_run": job.dry_run, **job.treatment.arguments})
         if done.is_changed and done.report.output is None and not job.dry_run and not is_refused(job, done.report):
             # The forward test failed, and that is accepted: its findings stay, and the file is written without it.
             repair(str(path), **written, **{**job.treatment.arguments, "smoke": False})
@@ -96,13 +98,24 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
     return Done(job.number, record, weights, staged)
 
 
+def _with_fitting_recipes(work: Callable[..., T], path: Path, arguments: Mapping[str, Any]) -> T:
+    """Return what ``check`` or ``repair`` returns, without the recipes that fit nothing in this file: a table is for
+    files of several shapes, and the report says more of what is left than the refusal."""
+    while True:
+        try:
+            return work(str(path), **arguments)
+        except IdleRecipeError as error:
+            kept = tuple(text for text in arguments["adapt"] if text != error.options[0].value)
+            arguments = {**arguments, "adapt": kept}
+
+
 def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
     """Check an output that was put in the destination by hand after a decision was asked for, and keep it."""
     assert destination.root is not None, "a decision about files of another machine is carried out by migrate"
     goal = destination.root / job.written_name
     known = {"model", "model_args", "like", *settings_of(CHECK)} - _OF_THE_SOURCE
     arguments = {name: value for name, value in job.treatment.arguments.items() if name in known}
-    report = replace(check(str(goal), **arguments), source=job.item.name)
+    report = replace(_with_fitting_recipes(check, goal, arguments), source=job.item.name)
     record = job.record(
         Outcome.REPAIRED,
         sha256=digest_of(job, path),

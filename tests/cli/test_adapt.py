@@ -180,3 +180,18 @@ def test_a_zoo(folder):
     (record,) = map(json.loads, manifest.read_text().splitlines())
     assert [edit["recipe"] for edit in record["edits"]] == ["pos_embed=timm"]
     assert record["coverage"]["adapted"] == {"pos_embed=timm": 1160}
+
+
+@pytest.mark.slow
+def test_a_file_of_a_zoo_that_needs_another_recipe_gets_its_commands(folder):
+    (folder / "zoo").mkdir()
+    (folder / "old.pth").rename(folder / "zoo" / "old.pth")
+    recipes = '{ vocab = "cut", "depth@*" = "0" }'
+    (folder / "zoo.toml").write_text(
+        f'[[files]]\nmatch = "*.pth"\nmodel = "nets:Transformer"\nno-smoke = true\nadapt = {recipes}\n'
+    )
+    assert run_here("migrate", "zoo", "new", "--jobs", "1", cwd=folder).returncode == 1
+    (manifest,) = (folder / "new").glob("*manifest*.jsonl")
+    (record,) = map(json.loads, manifest.read_text().splitlines())
+    assert (record["outcome"], record["error"]) == ("needs a decision", None)
+    assert "pos_embed=timm" in record["command"]
