@@ -48,12 +48,12 @@ SMALL = 64 << 20
 _OF_THE_SOURCE = {"weights", "member", "salvage", "format"}
 
 
-def treated(job: Job, path: Path, workplace: Workplace) -> Done:
+def treated(job: Job, path: Path, area: Workplace) -> Done:
     """Repair a checkpoint below the scratch folder, or copy it there if there is nothing to repair."""
     goal = job.written_name
     are_several = job.treatment.settings.get("shard_size") is not None or bool(job.item.beside)
     # The suffix says in which format it is written; several files need their names in a folder.
-    draft = workplace.folder("drafts") / basename(goal) if are_several else workplace.file(f"draft{splitext(goal)[1]}")
+    draft = area.folder("drafts") / basename(goal) if are_several else area.file(f"draft{splitext(goal)[1]}")
     written: dict[str, Any] = {"output": draft, "only_changes": True, "flush": not _is_flushed_later(job)}
     with without_threads() if job.item.size <= SMALL else nullcontext():
         done = _with_fitting_recipes(repair, path, {**written, "dry_run": job.dry_run, **job.treatment.arguments})
@@ -76,7 +76,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
         elif not done.is_changed and (job.item.kind is Kind.FOLDER or not job.item.beside):
             parts = tuple(part.name for part in job.item.parts)
             facts = {"output": goal, "output_size": job.item.size, "output_sha256": sha256, "output_parts": parts}
-            staged = _copied(job, path, goal, workplace)
+            staged = _copied(job, path, goal, area)
         elif are_several:
             if not done.is_changed:
                 copy_file(path, draft.with_name(basename(goal)))
@@ -93,7 +93,7 @@ def treated(job: Job, path: Path, workplace: Workplace) -> Done:
     if (fault := fault_of_the_machine(job, report)) is not None:
         outcome = Outcome.FAILED
     ways = {"command": first_command(decisions), "decisions": tuple(decisions)}
-    record = job.record(outcome, sha256=sha256, error=fault, **ways, **facts, **_reported(job, report, workplace))
+    record = job.record(outcome, sha256=sha256, error=fault, **ways, **facts, **_reported(job, report, area))
     weights = line_of(weights_to_json(report)) if report.figures else None
     return Done(job.number, record, weights, staged)
 
@@ -109,7 +109,7 @@ def _with_fitting_recipes(work: Callable[..., T], path: Path, arguments: Mapping
             arguments = {**arguments, "adapt": kept}
 
 
-def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
+def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
     """Check an output that was put in the destination by hand after a decision was asked for, and keep it."""
     assert destination.root is not None, "a decision about files of another machine is carried out by migrate"
     goal = destination.root / job.written_name
@@ -122,13 +122,13 @@ def adopted(job: Job, path: Path, destination: Place, workplace: Workplace) -> D
         output=job.written_name,
         output_size=goal.stat().st_size,
         output_sha256=sha256_of_file(goal),
-        **_reported(job, report, workplace),
+        **_reported(job, report, area),
     )
     by_hand = "the output was put there by hand after a decision was asked for: it is kept"
     return Done(job.number, replace(record, remarks=(*record.remarks, by_hand)))
 
 
-def mirrored(job: Job, path: Path, workplace: Workplace) -> Done:
+def mirrored(job: Job, path: Path, area: Workplace) -> Done:
     """Copy what is not a checkpoint under its own name, or one beside it if the migration writes that name."""
     if job.others is Others.SKIP or job.item.fault is not None:
         remarks = (job.item.fault,) if job.item.fault is not None else ()
@@ -136,7 +136,7 @@ def mirrored(job: Job, path: Path, workplace: Workplace) -> Done:
     name = free_name(job.item.name)
     refuse_taken(job, name)
     sha256 = sha256_of_file(path)
-    staged = () if job.dry_run else _copied(job, path, name, workplace)
+    staged = () if job.dry_run else _copied(job, path, name, area)
     written = {} if job.dry_run else {"output_size": job.item.size, "output_sha256": sha256}
     return Done(job.number, job.record(Outcome.OTHER, sha256=sha256, output=name, **written), staged=staged)
 
@@ -162,13 +162,13 @@ def _root_of(job: Job, path: Path) -> Path:
     return path.parents[depth - 1] if depth else path
 
 
-def _copied(job: Job, path: Path, output: str, workplace: Workplace) -> tuple[Staged, ...]:
+def _copied(job: Job, path: Path, output: str, area: Workplace) -> tuple[Staged, ...]:
     """Copies of an item's files in the scratch folder. The files of a folder keep their names."""
     root = _root_of(job, path)
     files = [(root / part.name, part.name) for part in job.item.parts] or [(path, output)]
     staged = []
     for number, (source, name) in enumerate(files):
-        goal = workplace.file(f"copy-{number}")
+        goal = area.file(f"copy-{number}")
         size = copy_file(source, goal)
         is_flushed = not (job.is_grouped and size <= SMALL) and not job.fetches
         if is_flushed:
@@ -198,11 +198,11 @@ def _is_flushed_later(job: Job) -> bool:
     return job.fetches or (job.is_grouped and job.item.size <= SMALL)
 
 
-def _reported(job: Job, report: Report, workplace: Workplace) -> Mapping[str, Any]:
+def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
     """Return the fields of a record that a report fills."""
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
-    remarks = tuple(job.shown(remark, workplace) for remark in report.remarks)
+    remarks = tuple(job.shown(remark, area) for remark in report.remarks)
     for finding, shown in zip(report.findings, data["findings"], strict=True):
         shown["accepted"] = finding not in report.fixed and report.is_accepted(finding)
     return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
@@ -219,13 +219,13 @@ def _with_name(job: Job, report: Report, sha256: str) -> Report:
 def perform(job: Job, scratch: Path) -> Done:
     """Do a job, whatever the file is; leave in the folder for temporary files only what is staged."""
     began, peak = time.perf_counter(), Peak()
-    workplace = Workplace(scratch, job.number)
+    area = Workplace(scratch, job.number)
     try:
-        done = _perform(job, workplace)
+        done = _perform(job, area)
     except (UnreadableError, HostileError, UsageError) as error:
-        done = _refused(job, error, workplace)
+        done = _refused(job, error, area)
     except CkptfixError as error:
-        done = replace(_refused(job, error, workplace), is_exhausted=_is_of_memory(error))
+        done = replace(_refused(job, error, area), is_exhausted=_is_of_memory(error))
     except OSError as error:
         done = failed(job, f"{error.filename or job.item.name}: {error.strerror or error}")
     except MemoryError:
@@ -235,7 +235,7 @@ def perform(job: Job, scratch: Path) -> Done:
     except Exception as error:  # noqa: BLE001 - the outermost place of a job: a bug of ours must not stop the others
         done = failed(job, f"this is a bug of ckptfix, please report it: {type(error).__name__}: {error}")
     if done.record.output_size is None:
-        workplace.clear()
+        area.clear()
     seconds = round(time.perf_counter() - began, 4)
     return replace(done, record=replace(done.record, seconds=seconds, peak_memory=peak.nbytes()))
 
@@ -246,47 +246,47 @@ def _is_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _perform(job: Job, workplace: Workplace) -> Done:
+def _perform(job: Job, area: Workplace) -> Done:
     source, destination = open_place(job.source), open_place(job.destination)
-    if job.known is not None and _still_holds(job.known, job.item, source, destination, workplace):
+    if job.known is not None and _still_holds(job.known, job.item, source, destination, area):
         return Done(job.number, job.known, is_known=True)
     if job.item.fault is not None and job.item.kind is not Kind.OTHER:
         raise UnreadableError(f"{job.item.name}: {job.item.fault}")
-    with on_this_machine(source, job.item, workplace.file(SOURCE)) as path:
+    with on_this_machine(source, job.item, area.file(SOURCE)) as path:
         try:
-            done = _done(job, path, destination, workplace)
+            done = _done(job, path, destination, area)
         except (UnreadableError, HostileError, UsageError) as error:
-            done = _refused(job, error, workplace, path)
+            done = _refused(job, error, area, path)
         if job.item.fault is None and source.root is not None:  # what was fetched is known to be what was listed
             for entry in job.item.entries:
                 if source.entry(entry.name) != entry:
                     raise CkptfixError(f"{entry.name}: changed while it was read; run the same command again")
     if done.staged and not job.is_grouped:
         deliver_staged(done.staged, destination)
-        workplace.clear()
+        area.clear()
         done = replace(done, staged=())
     return done
 
 
-def _done(job: Job, path: Path, destination: Place, workplace: Workplace) -> Done:
+def _done(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
     """Return what comes of an item that is at a path of this machine."""
     if job.item.kind is Kind.OTHER:
-        return mirrored(job, path, workplace)
+        return mirrored(job, path, area)
     if job.adopts:
-        return adopted(job, path, destination, workplace)
+        return adopted(job, path, destination, area)
     try:
-        return treated(job, path, workplace)
+        return treated(job, path, area)
     except UnreadableError:
         if job.item.is_doubtful:
-            return mirrored(job, path, workplace)
+            return mirrored(job, path, area)
         raise
 
 
-def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | None = None) -> Done:
+def _refused(job: Job, error: CkptfixError, area: Workplace, path: Path | None = None) -> Done:
     outcome = Outcome.DECISION if isinstance(error, UsageError) else Outcome.FAILED
     if isinstance(error, (UnreadableError, HostileError)):
         outcome = Outcome.UNREADABLE
-    text, sha256 = job.shown(error.worded(flag_text), workplace), None
+    text, sha256 = job.shown(error.worded(flag_text), area), None
     if path is not None:
         try:
             sha256 = digest_of(job, path)  # its bytes can perhaps be read
@@ -298,25 +298,25 @@ def _refused(job: Job, error: CkptfixError, workplace: Workplace, path: Path | N
     return Done(job.number, record)
 
 
-def _still_holds(known: Record, item: Item, source: Place, destination: Place, workplace: Workplace) -> bool:
+def _still_holds(known: Record, item: Item, source: Place, destination: Place, area: Workplace) -> bool:
     """Return whether the source and the output have the digests that an earlier run wrote down."""
     names = [part.name for part in item.parts] or [item.name]
-    if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), workplace):
+    if known.sha256 is not None and known.sha256 != _digest(source, names, bool(item.parts), area):
         return False
     if known.output is None:
         return True
     written = known.output_parts or (known.output,)
-    return known.output_sha256 == _digest(destination, written, bool(known.output_parts), workplace)
+    return known.output_sha256 == _digest(destination, written, bool(known.output_parts), area)
 
 
-def _digest(place: Place, names: Iterable[str], is_folder: bool, workplace: Workplace) -> str | None:
+def _digest(place: Place, names: Iterable[str], is_folder: bool, area: Workplace) -> str | None:
     """Return the sha256 of files of a place; None if one is missing."""
     names = list(names)
     if any(place.entry(name) is None for name in names):
         return None
     root = place.root
     if root is None:
-        root = workplace.folder("proof")
+        root = area.folder("proof")
         for name in names:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             place.fetch(name, root / name)
