@@ -13,7 +13,7 @@ from ckptfix.core.buffers import COUNTED_SINCE
 from ckptfix.core.checkpoint import Candidate, Checkpoint, path_name
 from ckptfix.core.edits import Adapt, Disarm, Edit, Fill, Omit, Plain, Rename, RenameModule, Replace, Retag, Rewrite
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.report import Report
@@ -74,7 +74,14 @@ def diagnose(
     fixed: list[Finding] = []
     plan, view, supplies = Plan(), checkpoint, None
     before, made = done or (checkpoint, plan)
-    statistics = _statistics(view, settings, draft)
+
+    def write_draft(view: Checkpoint) -> None:
+        """Write a draft, unless what was found already keeps it from being delivered."""
+        is_refused = any(Blocks.WRITING in finding.blocks for finding in findings if finding not in fixed)
+        if draft is not None and not is_refused and (target is None or _loads(view, target)):
+            draft(view)
+
+    statistics = _statistics(view, settings, write_draft)
     context = Context(view, target, statistics or {}, settings, donor, before, made, twin)
     for rule in RULES:
         is_told = settings.selects(rule.code)
@@ -96,7 +103,7 @@ def diagnose(
             step = Step(rule.code, edits)
             plan, view = plan.then(step), apply_step(view, step, supplies)
             fixed += cured
-            statistics = statistics and statistics.of(view, draft)
+            statistics = statistics and statistics.of(view, write_draft)
             context = replace(context, checkpoint=view, statistics=statistics or {}, plan=made.then(*plan.steps))
     _refuse_idle_recipes(findings, settings)
     if plan:  # without one, every rule has seen the result already
@@ -218,6 +225,12 @@ def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
     for place, specs, is_optimizer in parts_beside(checkpoint):
         if sum(spec.numel for spec in specs) >= least and not is_optimizer:
             yield place
+
+
+def _loads(view: Checkpoint, target: Target) -> bool:
+    from ckptfix.core.coverage import obstacles
+
+    return not obstacles(view, target)
 
 
 def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | None) -> Statistics | None:

@@ -636,11 +636,15 @@ def test_what_the_values_of_a_merge_change_is_written_anew(adapted):
     assert_same({key: got[key] for key in merged}, dict(merged))
 
 
-def test_a_merge_that_fits_nothing_leaves_no_file(adapted):
+def test_a_merge_that_is_refused_is_not_written(adapted, monkeypatch):
     base, adapter, folder = adapted
+    monkeypatch.setattr("ckptfix.engine.delivery.write_to", lambda *_: pytest.fail("a draft was written"))
     save_file({**net().state_dict(), "more.weight": torch.ones(2, 2)}, like := base.with_name("like.safetensors"))
     report = ckptfix.repair(base, like=like, adapter=adapter, output=folder / "m.safetensors").report
     assert report.is_refused
+    changed_config(adapter, base_model_name_or_path="some/base")
+    (base.parent / "config.json").write_text(json.dumps({"_name_or_path": "some/other"}))
+    assert ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors").report.is_refused
     assert list(folder.iterdir()) == []
     dry = ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors", dry_run=True).report
     assert dry.edits
