@@ -30,7 +30,7 @@ _NAMED = 6  # files of an archive that an error names
 _IGNORED = re.compile(r"(^|/)(__MACOSX/|\.DS_Store$|\._)")
 _NO_CHECKPOINT = re.compile(r"\.(npz|npy|docx|xlsx|pptx|jar|whl|egg|ipynb|json|ya?ml|md|txt|py|html?)$", re.IGNORECASE)
 # What stable-baselines3 puts beside the weights, which it calls `policy.pth`.
-_BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables)\.pth$")
+_BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables|tensors)\.pth$")
 
 # What an unpacked checkpoint has as its pickle.
 _UNPACKED = re.compile(r"(^|/)(\.metadata|data\.pkl)$")

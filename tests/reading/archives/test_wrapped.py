@@ -245,7 +245,10 @@ def test_what_was_in_an_archive_is_repaired_beside_it(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_the_policy_of_stable_baselines3_is_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variables", [{"pytorch_variables.pth": None}, {"tensors.pth": {"log_ent_coef": torch.ones(1)}}], ids=["1.0", "0.8"]
+)
+def test_the_policy_of_stable_baselines3_is_the_checkpoint(tmp_path: Path, variables: dict[str, Any]) -> None:
     def saved_bytes(value: Any) -> bytes:
         file = io.BytesIO()
         torch.save(value, file)
@@ -255,7 +258,8 @@ def test_the_policy_of_stable_baselines3_is_the_checkpoint(tmp_path: Path) -> No
     path = tmp_path / "ppo.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("data", "{}")
-        archive.writestr("pytorch_variables.pth", saved_bytes(None))
+        for name, value in variables.items():
+            archive.writestr(name, saved_bytes(value))
         archive.writestr("policy.pth", saved_bytes(weights))
         archive.writestr("policy.optimizer.pth", saved_bytes({"state": {0: torch.ones(2)}, "param_groups": []}))
     checkpoint = ckptfix.open_checkpoint(path)
