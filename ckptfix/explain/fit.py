@@ -22,6 +22,7 @@ from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
 from ckptfix.rules.adapting import POSITIONS, Case, cases, narrowed
+from ckptfix.rules.fit102_unexpected_key import KEEP_STATISTICS, has_statistics
 from ckptfix.rules.fit107_quantised_weights import keys_of_codes
 
 Shape = tuple[int, ...]
@@ -406,6 +407,8 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         )
     elif keys_of_codes(mismatch.unexpected):
         yield Advice("strict=False is no way out: it loads the codes as if they were the weights.")
+    elif has_statistics(mismatch.unexpected):
+        yield Advice(f"strict=False drops keys that are needed: {KEEP_STATISTICS}.")
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
         yield Advice(
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"

@@ -13,8 +13,9 @@ decoder or an auxiliary head, or the file is of another model.
 
 Unsafe: `--unsafe-fixes` drops learned values. Of a LoRA that was never merged into its base they are what was trained:
 it has to be merged first. Where such keys may hold what the target misses in another layout (fused or split
-projections, stacked experts, `weight_norm` on only one side), the report says so. Nothing is offered where no key of
-the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
+projections, stacked experts, `weight_norm` on only one side), the report says so. For the figures that a policy
+normalises its inputs with, no command is printed: without them it runs, and does something else. Nothing is offered
+where no key of the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
 
 ## Example
 
@@ -28,7 +29,7 @@ the file fits the target: then it is the wrong model, or the wrong state_dict of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -47,7 +48,19 @@ _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 _MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
 
 
+# LeRobot kept in the model what it now has in files beside: the figures of what a robot senses and does.
+_STATISTICS = re.compile(r"(^|\.)(un)?normali[sz]\w*\.([\w.]+[._])?(mean|std|min|max|q\d\d)$")
+KEEP_STATISTICS = (
+    "they are what inputs and outputs were normalised with: convert the file with the library that wrote it (LeRobot"
+    " has a migration), or normalise in your code; without them the model runs on other numbers"
+)
+
 _MERGE_INTO_BASE = "an adapter is merged into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
+
+
+def has_statistics(keys: Iterable[str]) -> bool:
+    """Return whether some keys are figures that inputs and outputs are normalised with."""
+    return any(map(_STATISTICS.search, keys))
 
 
 def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
@@ -104,6 +117,6 @@ def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
         if hidden
         else NAME_THE_MODEL
         if is_of_another_model(checkpoint, target)
-        else (Remedy((UNSAFE_FIXES,), "drops them"),),
+        else (*advise(KEEP_STATISTICS) * has_statistics(unexpected), Remedy((UNSAFE_FIXES,), "drops them")),
         blocks=Blocks.FILLING if hidden else Blocks.NOTHING,
     )

@@ -230,6 +230,11 @@ def test_random_weights_are_advised_only_for_what_is_new(said, is_advised):
     )
 
 
+def test_what_a_policy_normalises_with_is_no_key_to_be_ignored():
+    (message,) = messages(text(unexpected=["normalize_inputs.buffer_observation_state.mean"]))
+    assert any("strict=False drops keys that are needed" in one.text for one in read_fit(message).advice)
+
+
 def test_scales_of_codes_are_no_keys_to_be_ignored():
     """All keys of the model are in the file, and what is under them are not weights."""
     (message,) = messages(text(unexpected=["scaled_fp8", *under(leaf="scale_weight")]))

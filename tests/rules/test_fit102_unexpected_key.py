@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.advice import remedies_text
+from ckptfix.report.advice import recommended, remedies_text
 from ckptfix.rules.fit102_unexpected_key import unexpected_key
 from tests.rules.proposals import propose, repaired
 
@@ -79,3 +79,18 @@ def test_what_may_hold_the_missing_weights_is_not_dropped_once_they_are_filled()
     assert finding.fix is not None
     assert finding.fix.applicability is Applicability.DISPLAY_ONLY
     assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "offers"),
+    [
+        ("normalize_inputs.buffer_observation_state.mean", False),
+        ("unnormalize_outputs.buffer_action.std", False),
+        ("norm.mean", True),
+        ("aux.normalized.weight", True),
+    ],
+)
+def test_what_a_policy_normalises_with_is_not_to_be_dropped(key, offers):
+    model = nn.Sequential(nn.Linear(4, 4))
+    report = ckptfix.check({**model.state_dict(), key: torch.ones(4)}, model)
+    assert bool(recommended(report)) is offers
