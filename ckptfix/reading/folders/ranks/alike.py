@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from ckptfix.bytes.decoders import STORED
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import PathPart
-from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.reading.folders.chunks import Box
+from ckptfix.reading.folders.ranks.divided import Divided, box_at
 from ckptfix.reading.torch_files.torch_archive import Reading
 from ckptfix.reading.torch_files.torch_zip import open_archive
 
@@ -116,15 +117,9 @@ class _Base(Struct):
         found = list(pattern.finditer(own.data))
         stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(own.data)]
         places = _Places.of(found)
-        try:
-            boxes = [
-                (list(box["shard_offsets"]), list(box["shard_sizes"]))
-                for _, leaf in leaves
-                for box in (shard.attributes["metadata"].attributes for shard in _shards(leaf))
-            ]
-        except (KeyError, AttributeError, TypeError):
-            return None
-        if boxes != list(zip(places.offsets, map(_numbers, places.sizes), strict=True)):
+        shards = [box for _, leaf in leaves if _is_sharded(leaf) for box, _ in leaf.parts]
+        said = [(list(box.offsets), list(box.shape)) for box in shards]
+        if said != list(zip(places.offsets, map(_numbers, places.sizes), strict=True)):
             return None
         between = [own.data[start:stop] for start, stop in zip(stops, starts, strict=True)]
         return cls(own.names, pattern, between, places.sizes, leaves, groups)
@@ -133,11 +128,11 @@ class _Base(Struct):
         """Return the tensors of a rank that is like this one; None if it is not."""
         if own.names != self.names or (places := self._places(own.data)) is None:
             return None
-        if any("_local_tensor" in leaf.attributes for _, leaf in self.leaves if isinstance(leaf, Opaque)) and (
-            len(places.meshes) != 1
-        ):
+        is_on_mesh = any(isinstance(leaf, Divided) and leaf.splits for _, leaf in self.leaves)
+        if is_on_mesh and len(places.meshes) != 1:
             return None  # of several meshes, nothing says which tensor is on which
         storages: dict[int, Storage] = {}
+        boxes: dict[Any, Box] = {}
         offsets = iter(places.offsets)
 
         def stored(spec: TensorSpec) -> TensorSpec:
@@ -152,22 +147,17 @@ class _Base(Struct):
             for path, leaf in self.leaves:
                 if isinstance(leaf, TensorSpec):
                     leaf = stored(leaf)
-                elif shards := _shards(leaf):
-                    parts = [
-                        _with(
-                            shard,
-                            tensor=stored(shard.attributes["tensor"]),
-                            metadata=_with(shard.attributes["metadata"], shard_offsets=next(offsets)),
-                        )
-                        for shard in shards
-                    ]
-                    leaf = Opaque(leaf.cls, state=(parts, *leaf.state[1:]))
-                elif isinstance(leaf, Opaque) and not _is_empty(leaf):
-                    local, spec = leaf.attributes["_local_tensor"], leaf.attributes["_spec"]
-                    mesh = _with(spec.attributes["mesh"], _coordinate_on_dim=places.meshes[0])
-                    leaf = Opaque(leaf.cls, state={"_local_tensor": stored(local), "_spec": _with(spec, mesh=mesh)})
+                elif isinstance(leaf, Divided) and leaf.splits is None:
+                    parts = [(Box(tuple(next(offsets)), box.shape), stored(spec)) for box, spec in leaf.parts]
+                    leaf = Divided(leaf.kind, leaf.shape, leaf.world, parts)
+                elif isinstance(leaf, Divided):
+                    if (layout := (leaf.shape, leaf.splits)) not in boxes:
+                        at = places.meshes[0] if is_on_mesh else ()
+                        boxes[layout] = box_at(leaf.shape, leaf.splits or (), at)
+                    parts = [(boxes[layout], stored(spec)) for _, spec in leaf.parts]
+                    leaf = Divided(leaf.kind, leaf.shape, leaf.world, parts, leaf.splits)
                 made.append((path, leaf))
-        except (KeyError, ValueError, AttributeError):
+        except (KeyError, ValueError, AttributeError, IndexError):
             return None  # a tensor that has no storage or several
         return made
 
@@ -200,23 +190,8 @@ def _of_shards(data: bytes) -> tuple[bytes, ...]:
     return b"".join(part), words["local_rank"] + _INT + words["global_rank"] + _INT
 
 
-def _shards(leaf: Any) -> list[Any]:
-    """Return the parts of a ``ShardedTensor`` that a rank has; none of anything else."""
-    return leaf.state[0] if _is_sharded(leaf) else []
-
-
-def _is_empty(leaf: Opaque) -> bool:
-    return _is_sharded(leaf) and not leaf.state[0]
-
-
 def _is_sharded(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, Opaque) and isinstance(leaf.state, tuple) and bool(leaf.state) and type(leaf.state[0]) is list
-    )
-
-
-def _with(value: Opaque, **attributes: Any) -> Opaque:
-    return Opaque(value.cls, state={**value.attributes, **attributes})
+    return isinstance(leaf, Divided) and leaf.splits is None
 
 
 def _numbers(packed: bytes) -> list[int]:

@@ -5,16 +5,14 @@ with a mesh) says how it is placed on a mesh of ranks and where in the mesh this
 replicated tensor is the same box several times. What is no such tensor is that of the first rank, as in torch's
 ``full_state_dict``.
 
-Sources: ``torch/distributed/_shard/sharded_tensor/api.py``, ``torch/distributed/tensor/placement_types.py``,
-``torch/distributed/device_mesh.py`` (2.0 to 2.13); names of files: verl, dinov2, fvcore, accelerate."""
+Names of files: verl, dinov2, fvcore, accelerate."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,9 @@ from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
 from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
+from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
-    MOST_RANKS,
     RankFiles,
     ReadContent,
     Reader,
@@ -46,7 +44,6 @@ from ckptfix.reading.folders.ranks.files import (
 )
 from ckptfix.reading.folders.ranks.names import NUMBERED
 from ckptfix.reading.foreign.weightless import is_optimizer
-from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
 NAME = FSDP
@@ -216,7 +213,7 @@ class _Merge:
                     return self._of_fairscale(rank, root)
                 parts = root.values() if isinstance(root, dict) else ()
                 groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
-                leaves = list(_leaves(root, (), set()))
+                leaves = [(path, _read(path, leaf, file)) for path, leaf in _leaves(root, (), set())]
             self.told[file.name] = {"param_groups": groups}
             known = len(self.found) if first is not None else None
             self._collect(rank, file, leaves)
@@ -254,7 +251,13 @@ class _Merge:
         return fairscale.document(self.files, roots, self.ranks.files, self.ranks.pattern)
 
     def _collect(self, rank: int, file: Path, leaves: Leaves) -> None:
-        flat = {id(spec.storage): at for path, leaf in leaves if _is_flat_name(path) for at, spec in _local(leaf)}
+        flat = {
+            id(spec.storage): box.offsets[0]
+            for path, leaf in leaves
+            if isinstance(leaf, Divided) and _is_flat_name(path)
+            for box, spec in leaf.parts
+            if spec.numel
+        }
         if (place := max(flat.values(), default=-1)) >= 0:
             add_rank(self.places, place, file)
         for path, leaf in leaves:
@@ -266,26 +269,22 @@ class _Merge:
                     found.plain = leaf
                 elif not agree([found.plain, leaf], self.path, reads=False):
                     found.differs = True
-            elif isinstance(leaf, Opaque):
-                try:
-                    self._collect_parts(path, leaf)
-                except MALFORMED as error:
-                    raise UnreadableError(
-                        f"{file}: the tensor {path_name(path)} does not say which part of the whole it is"
-                        f" ({type(error).__name__}: {error}); the file is damaged or of an unknown release of torch"
-                    ) from error
+            elif isinstance(leaf, Divided):
+                self._collect_parts(path, file, leaf)
             if path[-1] in _COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
                 self.counters.setdefault(path, {})[rank] = leaf
 
-    def _collect_parts(self, path: _Path, leaf: Opaque) -> None:
-        self.kinds.add(leaf.cls.name)
-        shape, world, parts = _mesh_parts(leaf) if "_local_tensor" in leaf.attributes else _sharded_parts(leaf)
+    def _collect_parts(self, path: _Path, file: Path, leaf: Divided) -> None:
+        self.kinds.add(leaf.kind)
         found = self.found.setdefault(path, _Collected())
-        if found.copies and found.shape != shape:
-            raise ValueError(f"it is {list(shape)}, and {list(found.shape)} in another rank")
-        found.shape = shape
-        self.world = max(self.world, world)
-        for box, part in parts:
+        if found.copies and found.shape != leaf.shape:
+            raise UnreadableError(
+                f"{file}: the tensor {path_name(path)} is {list(leaf.shape)}, and {list(found.shape)} in another rank;"
+                " put the files of one save together"
+            )
+        found.shape = leaf.shape
+        self.world = max(self.world, leaf.world)
+        for box, part in leaf.parts:
             found.copies.setdefault(box, []).append(part)
 
     def _check_counters(self) -> None:
@@ -359,17 +358,19 @@ class _Merge:
         return merge_parts(name, spec, found.copies, self.path)
 
 
+def _read(path: _Path, leaf: Any, file: Path) -> Any:
+    """Return what a tensor of ranks says of its part; any other leaf as it is."""
+    try:
+        return divided(leaf) if isinstance(leaf, Opaque) else leaf
+    except MALFORMED as error:
+        raise UnreadableError(
+            f"{file}: the tensor {path_name(path)} does not say which part of the whole it is"
+            f" ({type(error).__name__}: {error}); the file is damaged or of an unknown release of torch"
+        ) from error
+
+
 def _is_flat_name(path: _Path) -> bool:
     return str(path[-1]).rpartition(".")[2] in FLAT
-
-
-def _local(leaf: Any) -> Iterator[tuple[int, TensorSpec]]:
-    """Yield the tensors of a rank in a sharded tensor of one dimension, each with where it begins in that."""
-    if isinstance(leaf, Opaque) and isinstance(leaf.state, tuple) and leaf.state and isinstance(leaf.state[0], list):
-        for shard in leaf.state[0]:
-            spec = shard.attributes.get("tensor") if isinstance(shard, Opaque) else None
-            if isinstance(spec, TensorSpec) and spec.numel:
-                yield sizes(shard.attributes["metadata"].attributes["shard_offsets"])[0], spec
 
 
 def _at(value: Any, path: _Path) -> Mapping[Any, Any]:
@@ -421,75 +422,3 @@ def _replaced(
     if isinstance(value, tuple):
         made[id(value)] = tuple(items)
     return made[id(value)]
-
-
-# The shape of the whole, the number of ranks that have parts of it, and the parts in this file.
-_Parts = tuple[tuple[int, ...], int, list[tuple[Box, TensorSpec]]]
-
-
-def _sharded_parts(tensor: Opaque) -> _Parts:
-    """Return the shards of a ``ShardedTensor``."""
-    shards, metadata, *rest = tensor.state
-    parts = []
-    for shard in shards:
-        local, place = shard.attributes["tensor"], shard.attributes["metadata"].attributes
-        parts.append((Box(sizes(place["shard_offsets"]), sizes(place["shard_sizes"])), local))
-    group = rest[0].attributes if rest and isinstance(rest[0], Opaque) else {}
-    world = group.get("global_world_size", 0)
-    return sizes(metadata.attributes["size"]), world if type(world) is int else 0, parts
-
-
-def _mesh_parts(tensor: Opaque) -> _Parts:
-    """Return the local part of a ``DTensor``."""
-    local, spec = tensor.attributes["_local_tensor"], tensor.attributes["_spec"].attributes
-    shape = sizes(_meta(spec["tensor_meta"]))
-    mesh = spec["mesh"].attributes
-    coordinates, counts = sizes(mesh["_coordinate_on_dim"]), _mesh_shape(mesh)
-    placements = spec["placements"]
-    if not len(coordinates) == len(counts) == len(placements) or not 0 < math.prod(counts) <= MOST_RANKS:
-        raise ValueError(f"{len(placements)} placements on a mesh of shape {list(counts)}")
-    offsets, lengths = [0] * len(shape), list(shape)
-    for axis in _order(placements, spec.get("shard_order")):
-        kind = placements[axis].cls.name
-        if kind == "Replicate":
-            continue
-        if kind not in ("Shard", "_StridedShard"):
-            raise ValueError(f"it is placed as {kind}: each rank holds a term of a sum")
-        dim, count = placements[axis].attributes["dim"], counts[axis]
-        share = -(-lengths[dim] // count)
-        begin = min(share * coordinates[axis], lengths[dim])
-        offsets[dim], lengths[dim] = offsets[dim] + begin, min(share, lengths[dim] - begin)
-    return shape, math.prod(counts), [(Box(tuple(offsets), tuple(lengths)), local)]
-
-
-def _meta(meta: Any) -> Any:
-    """Return the shape in a ``TensorMeta``, a named tuple of shape, strides and dtype."""
-    return meta.args[0] if meta.args else meta.attributes["shape"]
-
-
-def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a mesh: that of its tensor of ranks, or of its layout since torch 2.9."""
-    if isinstance(mesh.get("mesh"), TensorSpec):
-        return tuple(mesh["mesh"].shape)
-    layout = mesh["_layout"]
-    fields = layout.attributes
-    if "axes" in fields:
-        return tuple(size for axis in fields["axes"] for size in sizes(axis.attributes["shape"]))
-    shape = fields["shape"] if "shape" in fields else layout.args[0]
-    return (shape,) if isinstance(shape, int) else sizes(shape)
-
-
-def _order(placements: Sequence[Any], shard_order: Any) -> list[int]:
-    """Return the dimensions of the mesh in the order in which they split the tensor.
-
-    A ``_StridedShard`` marks a dimension that was split by tensor parallelism first, whose dimension of the mesh comes
-    after that of FSDP."""
-    if shard_order:
-        order = [axis for entry in shard_order for axis in sizes(_mesh_dims(entry))]
-        return [*order, *(axis for axis in range(len(placements)) if axis not in order)]
-    axes = list(range(len(placements)))
-    return axes[::-1] if any(place.cls.name == "_StridedShard" for place in placements) else axes
-
-
-def _mesh_dims(entry: Any) -> Any:
-    return entry.args[1] if entry.args else entry.attributes["mesh_dims"]

@@ -1,0 +1,112 @@
+"""Tensors of which a rank has a part: ``ShardedTensor`` (FSDP 1) and ``DTensor``, and which part of the whole it is.
+
+Sources: ``torch/distributed/_shard/sharded_tensor/api.py``, ``torch/distributed/tensor/placement_types.py``,
+``torch/distributed/device_mesh.py`` (2.0 to 2.13)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
+from ckptfix.reading.folders.chunks import Box
+from ckptfix.reading.folders.ranks.files import MOST_RANKS
+from ckptfix.reading.pickles.claims import sizes
+
+# How a mesh divides a tensor: each dimension of the mesh, in order, with its size and the dimension that it divides.
+_Splits = tuple[tuple[int, int, int], ...]
+
+
+class Divided(Struct):
+    """A tensor of which a rank has parts: its class, the shape of the whole, how many ranks have parts of it, and those
+    of the rank. ``splits`` says how a mesh divides it; None if each part says its box itself."""
+
+    kind: str
+    shape: tuple[int, ...]
+    world: int
+    parts: list[tuple[Box, TensorSpec]]
+    splits: _Splits | None = None
+
+
+def divided(tensor: Opaque) -> Divided:
+    """Return what a pickled tensor says of its part. Raises ``ValueError`` and the like if it does not say it."""
+    return _of_mesh(tensor) if "_local_tensor" in tensor.attributes else _of_shards(tensor)
+
+
+def _of_shards(tensor: Opaque) -> Divided:
+    """Return the shards of a ``ShardedTensor``."""
+    shards, metadata, *rest = tensor.state
+    parts = []
+    for shard in shards:
+        local, place = shard.attributes["tensor"], shard.attributes["metadata"].attributes
+        parts.append((Box(sizes(place["shard_offsets"]), sizes(place["shard_sizes"])), local))
+    group = rest[0].attributes if rest and isinstance(rest[0], Opaque) else {}
+    world = group.get("global_world_size", 0)
+    return Divided(tensor.cls.name, sizes(metadata.attributes["size"]), world if type(world) is int else 0, parts)
+
+
+def _of_mesh(tensor: Opaque) -> Divided:
+    """Return the local part of a ``DTensor``."""
+    local, spec = tensor.attributes["_local_tensor"], tensor.attributes["_spec"].attributes
+    shape = sizes(_meta(spec["tensor_meta"]))
+    mesh = spec["mesh"].attributes
+    coordinates, counts = sizes(mesh["_coordinate_on_dim"]), _mesh_shape(mesh)
+    placements = spec["placements"]
+    if not len(coordinates) == len(counts) == len(placements) or not 0 < math.prod(counts) <= MOST_RANKS:
+        raise ValueError(f"{len(placements)} placements on a mesh of shape {list(counts)}")
+    splits = []
+    for axis in _order(placements, spec.get("shard_order")):
+        kind = placements[axis].cls.name
+        if kind in ("Shard", "_StridedShard"):
+            splits.append((axis, counts[axis], placements[axis].attributes["dim"]))
+        elif kind != "Replicate":
+            raise ValueError(f"it is placed as {kind}: each rank holds a term of a sum")
+    box = box_at(shape, tuple(splits), coordinates)
+    return Divided(tensor.cls.name, shape, math.prod(counts), [(box, local)], tuple(splits))
+
+
+def box_at(shape: tuple[int, ...], splits: _Splits, coordinates: Sequence[int]) -> Box:
+    """Return the box of a tensor that a rank at a place in the mesh has."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    for axis, count, dim in splits:
+        share = -(-lengths[dim] // count)
+        begin = min(share * coordinates[axis], lengths[dim])
+        offsets[dim], lengths[dim] = offsets[dim] + begin, min(share, lengths[dim] - begin)
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def _meta(meta: Any) -> Any:
+    """Return the shape in a ``TensorMeta``, a named tuple of shape, strides and dtype."""
+    return meta.args[0] if meta.args else meta.attributes["shape"]
+
+
+def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of a mesh: that of its tensor of ranks, or of its layout since torch 2.9."""
+    if isinstance(mesh.get("mesh"), TensorSpec):
+        return tuple(mesh["mesh"].shape)
+    layout = mesh["_layout"]
+    fields = layout.attributes
+    if "axes" in fields:
+        return tuple(size for axis in fields["axes"] for size in sizes(axis.attributes["shape"]))
+    shape = fields["shape"] if "shape" in fields else layout.args[0]
+    return (shape,) if isinstance(shape, int) else sizes(shape)
+
+
+def _order(placements: Sequence[Any], shard_order: Any) -> list[int]:
+    """Return the dimensions of the mesh in the order in which they split the tensor.
+
+    A ``_StridedShard`` marks a dimension that was split by tensor parallelism first, whose dimension of the mesh comes
+    after that of FSDP."""
+    if shard_order:
+        order = [axis for entry in shard_order for axis in sizes(_mesh_dims(entry))]
+        return [*order, *(axis for axis in range(len(placements)) if axis not in order)]
+    axes = list(range(len(placements)))
+    return axes[::-1] if any(place.cls.name == "_StridedShard" for place in placements) else axes
+
+
+def _mesh_dims(entry: Any) -> Any:
+    return entry.args[1] if entry.args else entry.attributes["mesh_dims"]
