@@ -337,6 +337,14 @@ class _Layer:
     def _whole(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         return self.source.weight(first, last) + self.change(first, last, dtype)
 
+    def _columns(self, first: int, last: int, left: int, right: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return some columns of the sum; of an embedding, whose columns are rows of a factor, only those."""
+        if not self.delta.transposed or min(right, self.source.shape[1]) - left < FEWEST:
+            return self._whole(first, last, dtype)[:, left:right]
+        one, two = self.factors[0], self.factors[1][left:right]
+        change = _rows(two, one, first, last, True).mul_(self.delta.scaling)
+        return self.source.weight(first, last)[:, left:right] + (change.to(dtype) if self.delta.rounds else change)
+
     def _norms_of_columns(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the norms over all rows, of as many columns at a time as may be in memory: torch sums each column from
         the first row to the last, and by itself, so that these are the bits of all columns at once."""
@@ -346,7 +354,7 @@ class _Layer:
         for first in range(0, columns, width):
             strip = None
             for start, stop in map(source.bounds, range(source.blocks)):
-                block = self._whole(start, stop, dtype)[:, first : first + width]
+                block = self._columns(start, stop, first, first + width, dtype)
                 strip = block.new_empty(rows, *block.shape[1:]) if strip is None else strip
                 strip[start:stop] = block
             assert strip is not None, "there is at least one block"
