@@ -83,8 +83,8 @@ def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path
 
 
 def is_adaptable(spec: TensorSpec) -> bool:
-    """Return whether the tensor is a plain one of floats, which can be computed with."""
-    is_plain = spec.storage is not None and not (spec.parts or spec.quantizer or spec.math_bits)
+    """Return whether the tensor is a plain one of floats, one at least, which can be computed with."""
+    is_plain = spec.storage is not None and spec.numel > 0 and not (spec.parts or spec.quantizer or spec.math_bits)
     return is_plain and DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1
 
 

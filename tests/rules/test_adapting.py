@@ -416,6 +416,10 @@ def test_what_means_nothing(text, said):
             id="a convolution inside of the model",
         ),
         pytest.param({"fc.weight": torch.zeros(10, 8)}, {"fc.weight": torch.zeros(5, 8)}, id="a head"),
+        pytest.param({"wte.weight": torch.zeros(0, 8)}, {"wte.weight": torch.zeros(5, 8)}, id="no words, nor a mean"),
+        pytest.param(
+            {"conv1.weight": torch.zeros(8, 0, 3, 3)}, {"conv1.weight": torch.zeros(8, 3, 3, 3)}, id="no channels"
+        ),
         pytest.param(
             {"label_embed.weight": torch.zeros(9, 8)},
             {"label_embed.weight": torch.zeros(5, 8)},
