@@ -49,6 +49,7 @@ from ckptfix.reading.folders.ranks.files import (
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
+from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, Rule, Split, Splits, joined
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -142,7 +143,9 @@ def _document(files: RankFiles) -> Document:
     for root in roots:
         root["module"] = _restacked(root["module"], path)
     joining, split_of = Joining(path), splits_of(roots[0], megatron.RULES, roots[0]["module"])
-    masters = joined_masters(files, tensor, roots, joining, split_of) if optim else None
+    neox, modules = Neox(files.folder), [root["module"] for root in roots]
+    has_masters = bool(optim) and not neox.is_summed(modules)
+    masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None
     frozen: Mapping[str, Any] = {}
     if masters is not None and masters.stage == 3:
         parts = [frozen_parameters(root, found, masters.world, path) for root, found in zip(roots, states, strict=True)]
@@ -151,14 +154,16 @@ def _document(files: RankFiles) -> Document:
                 present = {data: file for (data, model), file in models.items() if model == rank}
                 files.note_missing(masters.world, present, f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_model_states.pt")
         frozen = joining.whole(parts, split_of)
-    root = {**roots[0], "module": joining.whole([root["module"] for root in roots], split_of)}
+    whole = OrderedDict(neox.join(joining, modules, split_of)) if len(modules) > 1 else modules[0]
+    neox.note(files.remarks, len(modules), masters.tensors if masters else ())
+    root = {**roots[0], "module": whole}
     weights = whole_module(root, masters.tensors if masters else {}, frozen, path)
     merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
     if masters is not None and masters.optimizer is not None:
         merged["optimizer"] = masters.optimizer
-    elif masters is not None or root.get("optimizer"):
+    elif optim or root.get("optimizer"):
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})

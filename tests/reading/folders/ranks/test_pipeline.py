@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptfix
+from ckptfix.core.facts import Kind
 from ckptfix.errors import UnreadableError
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
@@ -190,6 +191,38 @@ def test_sums_of_gpt_neox_are_not_guessed(tmp_path: Path, config: str | None, sa
     assert torch.equal(
         ckptfix.open_checkpoint(tmp_path).read("2.attention.dense.bias"), states[0]["attention.dense.bias"]
     )
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(("config", "is_sum"), [(None, None), (RESIDUAL, True), ("gpt_j_residual: false", False)])
+def test_a_model_of_gpt_neox_without_a_pipeline(
+    tmp_path: Path, config: str | None, is_sum: bool | None, masters: bool
+) -> None:
+    """It has all layers in one file for each rank, and ZeRO beside it; its norm differs between the ranks."""
+    layers = save_neox(tmp_path, config)
+    for file in tmp_path.glob("layer_*"):
+        file.unlink()
+    states = [{f"sequential.2.{key}": value for key, value in state.items()} for state in layers]
+    for rank, state in enumerate(states):
+        shapes = OrderedDict((key, value.shape) for key, value in state.items())
+        held = {"module": state, "buffer_names": [], "param_shapes": [shapes], "mp_world_size": 3}
+        torch.save(held, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+        if masters:
+            flat = torch.cat([value.float().flatten() for value in state.values()])
+            root = {"single_partition_of_fp32_groups": [flat], "partition_count": [1], "zero_stage": 1}
+            torch.save({"optimizer_state_dict": root}, tmp_path / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
+    if is_sum is None:
+        with pytest.raises(UnreadableError, match="adds up sequential"):
+            ckptfix.open_checkpoint(tmp_path)
+        return
+    got = ckptfix.open_checkpoint(tmp_path)
+    bias, norm = "sequential.2.attention.dense.bias", "sequential.2.input_layernorm.weight"
+    parts: list[Any] = [[state[key] for state in states] for key in (bias, norm)]
+    assert torch.equal(got.read(bias), sum(parts[0]) if is_sum else parts[0][0].to(got.read(bias).dtype))
+    is_mean = is_sum or not masters
+    assert torch.equal(got.read(norm), sum(parts[1]) / 3 if is_mean else parts[1][0].float())
+    kinds = {mark.kind for mark in got.remarks if mark.place == norm}
+    assert kinds == {Kind.RANKS_COMPUTED if is_mean else Kind.RANK_COPIES}
 
 
 def test_a_missing_rank_of_a_layer_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""GPT-NeoX's tensor-parallel ranks, of which not all is a copy of bytes: biases that are parts of a sum, and norms.
+
+The outputs of attention and MLP are added up over all ranks, and so are their biases, if ``gpt_j_residual`` is set; if
+not, each rank has a copy of them. Only the configuration tells, which the run saves in ``configs``. Its own converter
+adds them up in either case, and averages norms.
+
+Sources: ``tools/ckpts/convert_neox_to_hf.py``, ``megatron/model/transformer.py`` of GPT-NeoX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.lazy import torch
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.wording import first_names
+from ckptfix.errors import UnreadableError
+from ckptfix.reading.folders.ranks.files import note_copies
+from ckptfix.reading.folders.ranks.partition import Joining, Splits
+from ckptfix.reading.tensors import bytes_of, torch_dtype
+
+_CONFIGS, _CONFIG_LIMIT = "configs", 1 << 20
+_RESIDUAL = re.compile(r"""(?im)^[^#\n]*?["']?gpt[-_]j[-_]residual["']?\s*:\s*["']?(true|false)""")
+# What a layer of GPT-NeoX has, in a file of its own or among all, and its biases that may be parts of a sum.
+_LAYER = re.compile(r"(?:sequential\.\d+\.)?attention\.query_key_value\.")
+_SUMMED = re.compile(r"(?:^|\.)(?:attention\.dense|mlp\.dense_4h_to_h)\.bias$")
+
+
+class Neox:
+    """What is known of a folder of GPT-NeoX: whether its biases are summed, and what was computed of several ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._is_one = False
+        self._computed: dict[str, str] = {}  # how, by name
+
+    @cached_property
+    def is_residual(self) -> bool | None:
+        """Whether ``gpt_j_residual`` is set, which it is not by default; None if no configuration is there."""
+        for place in (self.folder / _CONFIGS, self.folder.parent / _CONFIGS):
+            files = [file for file in sorted(place.glob("*.yml")) if file.stat().st_size < _CONFIG_LIMIT]
+            texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            found = {match[1].lower() == "true" for text in texts for match in _RESIDUAL.finditer(text)}
+            if len(found) > 1:
+                raise UnreadableError(f"{place}: its files differ in gpt_j_residual; leave those of this run there")
+            if texts:
+                return bool(found) and found.pop()
+        return None
+
+    def is_summed(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether ranks of GPT-NeoX have biases that are parts of a sum.
+
+        Raises ``UnreadableError`` if that cannot be known."""
+        self._is_one = self._is_one or any(_LAYER.match(key) for key in states[0])
+        biases = [key for key in states[0] if _SUMMED.search(key)] if self._is_one and len(states) > 1 else []
+        if biases and self.is_residual is None:
+            raise UnreadableError(
+                f"{self.folder}: GPT-NeoX adds up {first_names(biases)} of its {len(states)} ranks if gpt_j_residual is"
+                f" set, which nothing here says; put the .yml files of the run into {self.folder}/{_CONFIGS}"
+            )
+        return bool(biases and self.is_residual)
+
+    def join(
+        self, joining: Joining, states: Sequence[Mapping[str, Any]], split_of: Splits, prefix: str = ""
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the entries of the whole; ``prefix`` is what their names follow in it."""
+        is_summed = self.is_summed(states)
+        for key, entry in joining.join(states, split_of):
+            is_sum = is_summed and _SUMMED.search(key) is not None
+            if is_sum or (self._is_one and "norm" in key and key in joining.differing):
+                joining.differing.pop(key, None)
+                self._computed[prefix + key] = "sum" if is_sum else "mean"
+                entry = _computed(key, [state.get(key) for state in states], is_sum, joining.path)
+            yield key, entry
+
+    def note(self, remarks: dict[Fact, None], ranks: int, masters: Collection[str]) -> None:
+        """Note what was computed, and of which the fp32 master of the first rank was taken after all."""
+        note_copies(remarks, (name for name in self._computed if name in masters))
+        for name, rule in self._computed.items():
+            if name not in masters:
+                remarks[Fact.of(Kind.RANKS_COMPUTED, name, rule=rule, ranks=ranks)] = None
+
+
+def _computed(name: str, parts: Sequence[Any], is_sum: bool, path: str) -> TensorSpec:
+    """Return the sum of the tensors of ranks, or their mean."""
+    first: TensorSpec = parts[0]
+    if any((part.dtype, part.shape) != (first.dtype, first.shape) or not part.is_contiguous for part in parts):
+        raise UnreadableError(f"{path}: its ranks have {name} in different shapes; put the files of one save together")
+    storages = tuple(storage for part in parts for storage in part.storages)
+    storage = Storage(name, _ComputedBytes(parts, is_sum), parts=storages)
+    return TensorSpec(first.dtype, first.shape, contiguous_strides(first.shape), storage)
+
+
+class _ComputedBytes:
+    """The bytes of the sum of tensors, or of their mean, in their dtype and as GPT-NeoX computes them."""
+
+    def __init__(self, parts: Sequence[TensorSpec], is_sum: bool) -> None:
+        self.parts, self.is_sum, self.nbytes = parts, is_sum, parts[0].nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``."""
+        size = self.parts[0].itemsize
+        first, last = start // size * size, -(-stop // size) * size
+        if first >= last:
+            return memoryview(b"")
+        total: Any = 0
+        for part in self.parts:
+            assert part.storage is not None
+            begin = part.extent[0]
+            raw = bytearray(part.storage.source.read(begin + first, begin + last))
+            total = total + torch.frombuffer(raw, dtype=torch_dtype(part.dtype))
+        whole = total if self.is_sum else total / len(self.parts)
+        return bytes_of(whole.view(torch.uint8))[start - first : stop - first]
