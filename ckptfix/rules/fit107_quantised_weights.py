@@ -22,6 +22,7 @@ Unsafe: `--unsafe-fixes` multiplies codes by their scales where the formula is k
 transformers does, if the shapes of the model say whether matrices are turned. From all other formats nothing is
 written, as the file does not have all that their formula needs: the order in which 4-bit codes are packed, or whether
 zero points were stored less one (GPTQ). Load them with the library that wrote them, dequantise, and save the result.
+Scales follow their codes to other names; from codes that lost them nothing is written either.
 
 ## Example
 
@@ -77,6 +78,7 @@ _SCALES = ("SCB", "weight_scale_inv", "weight_scale", "scale_weight")
 
 _CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
 _OTHER = "codes with scales of another format"
+_APART = "codes whose scales are under other names"
 
 _PACKED = re.compile(r"(.+)_blocks")  # of MXFP4, in the place of a parameter without a suffix
 
@@ -163,14 +165,35 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
         scales = specs.get(f"{found[1]}_scales") if found else None
         if found and scales and unpacked_shape(codes, scales):
             layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
-    return {path: layer for path, layer in layers.items() if layer.scheme}
+    quantised = {path: layer for path, layer in layers.items() if layer.scheme}
+    # Renamed without their scales, codes would pass for weights.
+    if any(
+        f"{path}weight" not in specs for path, layer in layers.items() if not layer.parts.keys().isdisjoint(_SCALES)
+    ):
+        known = {key for layer in quantised.values() for key in layer.parts.values()}
+        alone = [key for key, spec in specs.items() if spec.dtype in _CODES and key not in known]
+        quantised |= {key.removesuffix("weight"): QuantisedLayer({"weight": key}, _APART) for key in alone}
+    return quantised
+
+
+def companions(new: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Return the renames of what is beside codes that get new names: it is known as theirs by its own name."""
+    made: dict[str, str] = {}
+    for path, layer in _layers(specs).items():
+        name = new.get(f"{path}weight", "")
+        if name.endswith("weight"):
+            front = name.removesuffix("weight")
+            made |= {
+                key: front + part for part, key in layer.parts.items() if key not in new and front + part not in specs
+            }
+    return made
 
 
 def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
     """Return whether the model wants the plain weight, and has no place for what is beside the codes."""
     if target is None:
         return True
-    slot = target.slots.get(path if layer.scheme == MXFP4 else f"{path}weight")
+    slot = target.slots.get(path if layer.scheme == MXFP4 else layer.parts.get("weight", f"{path}weight"))
     beside = [key for part, key in layer.parts.items() if part != "weight"]
     return (
         slot is not None

@@ -38,6 +38,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.rules.fil101_several_state_dicts import choice
+from ckptfix.rules.fit107_quantised_weights import companions
 from ckptfix.rules.rule import Context, Rule, rule
 
 # Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
@@ -89,6 +90,7 @@ def foreign_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             placed.remove(matches.pop(key))
     chosen = {prefixes: matches for prefixes, matches in chosen.items() if matches}
     if chosen and _explains(len(placed), checkpoint, target):
+        chosen = {prefixes: matches | companions(matches, checkpoint.specs) for prefixes, matches in chosen.items()}
         yield _under_another_prefix(rule, chosen, is_safe=sum(map(len, chosen.values())) >= in_place)
     if rivals and _explains(len(placed) + len(matches), checkpoint, target):
         yield _ambiguous(rule, matches, [prefixes, *rivals], len(target.slots.keys() - placed))

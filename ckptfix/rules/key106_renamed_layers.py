@@ -73,6 +73,7 @@ from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, 
 from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
+from ckptfix.rules.fit107_quantised_weights import companions
 from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
 from ckptfix.rules.rule import Context, Rule, Twin, rule
 from ckptfix.values.alike import by_values
@@ -486,15 +487,18 @@ def _moved_next(
 
 def _edits(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
     parts = in_parts(checkpoint.specs) if any(m.parts[0].source not in checkpoint.specs for m in moves.values()) else {}
+    new: dict[str, str] = {}
     for key, move in moves.items():
         part, *others = move.parts
         spec = checkpoint.specs.get(part.source)
         if spec is None:
             yield from starmap(Rename, renamed_parts(part.source, key, parts[part.source]).items())
         elif not others and part == Part(part.source, full(spec.shape), full(spec.shape)):
+            new[part.source] = key
             yield Rename(part.source, key)
         else:
             yield Assemble(key, spec.dtype, shape_of(move.parts), move.parts)
+    yield from starmap(Rename, companions(new, checkpoint.specs).items())
 
 
 def _alternatives(move: Match) -> list[str]:
