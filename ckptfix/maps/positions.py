@@ -434,10 +434,10 @@ _KINDS: Mapping[str, Kind] = {
 """What scripts of their own put into groups: parts of a model, and kinds of parameters in them."""
 
 
-def own_groups(layout: Layout, optimizer: Optimizer) -> Iterator[Recipe]:
+def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
     """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
-    groups may come in any order, and list their parameters in any of ``orders_of``: each way that fits the shapes is a
-    recipe."""
+    groups may come in any order, and list their parameters in that of the model, by name, or in reverse: each way that
+    fits the shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
     sizes, shapes = sorted(optimizer.sizes), list(layout.shapes.values())
     parts = dict(_PARTS)
     kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
@@ -454,7 +454,7 @@ def own_groups(layout: Layout, optimizer: Optimizer) -> Iterator[Recipe]:
     numbers = {key: number for number, key in enumerate(layout.shapes)}
     orders = [
         (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
-        for name, within in chain([("", None)], orders_of(layout.shapes))
+        for name, within in chain([("", None)], _differing(layout, new, {**_BY_NAME, ", in reverse": _reverse}))
     ]
     arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
     for part, kind in sorted(product(parts, kinds), key=lambda pair: all(pair)):  # the simpler one of two that agree
@@ -490,24 +490,25 @@ def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: places[part(key)])
 
 
+def _reverse(keys: Iterable[str]) -> list[str]:
+    return list(keys)[::-1]
+
+
 _BY_NAME: Mapping[str, Order] = {", by name": sorted, ", by name and number": _by_number}
 _IN_REVERSE: Mapping[str, Order] = {
-    ", in reverse": lambda keys: list(keys)[::-1],
+    ", by name in reverse": partial(sorted, reverse=True),
+    ", in reverse": _reverse,
     **{f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part},
 }
+ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # what a rename may change
 
 
-def orders_of(keys: Iterable[str]) -> Iterator[tuple[str, Order]]:
-    """Yield the orders beside its own in which the groups of a script may list the parameters of a model: by name, and
-    from the last to the first; those that differ for these keys. The parts of a decoder may be of the same shapes from
-    the last to the first, too, which nobody does."""
-    return _differing(keys, {**_BY_NAME, ", in reverse": _IN_REVERSE[", in reverse"]})
-
-
-def _differing(keys: Iterable[str], orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
-    known = [list(keys)]
+def _differing(layout: Layout, new: Layout | None, orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
+    """Yield the orders that differ from that of the model, and from each other, on one of two layouts."""
+    layouts = [list(each.shapes) for each in (layout, new) if each is not None]
+    known = [layouts]
     for name, within in orders.items():
-        if (order := within(keys)) not in known:
+        if (order := list(map(within, layouts))) not in known:
             known.append(order)
             yield name, within
 
@@ -561,8 +562,8 @@ def _arranged(groups: Sequence[Sequence[Shape]], optimizer: Optimizer) -> Iterat
             free = [form for form in fitting[len(chosen)] if chosen.count(form) < len(alike[form])]
             stack += ([*chosen, form] for form in reversed(free))
             continue
-        for way in (1, -1) if len(alike) < len(chosen) else (1,):
-            left = {form: numbers[::way] for form, numbers in alike.items()}
+        for first in (0, 1) if len(alike) < len(chosen) else (0,):  # two at which no group has the same place
+            left = {form: [*numbers[first:], *numbers[:first]] for form, numbers in alike.items()}
             yield [left[form].pop() for form in chosen]
 
 
@@ -666,7 +667,8 @@ def namings(
             names = dict(zip(optimizer.ids, order, strict=True))
             # A new group of one parameter has its place by the order in which the script goes through the model.
             places = recipe.name if recipe.label is EACH.label else recipe.place_of(new, dict(made))
-            yield (order, places), Naming(names, recipe.name, recipe, moments, unique)
+            listed = tuple(recipe.listed(new)) if new is not None else ()
+            yield (order, places, listed), Naming(names, recipe.name, recipe, moments, unique)
 
     found = list(chain.from_iterable(named(recipe) for recipe in RECIPES if is_mixed or not recipe.is_mixed))
     signed = [naming for _, naming in found if naming.recipe is not None and naming.recipe.signs(optimizer)]
@@ -674,15 +676,15 @@ def namings(
     if signed or of_trainers or not moments:
         return  # only moments show groups of one's own
     outcomes = [outcome for outcome, _ in found]
-    own = own_groups(layout, optimizer)
-    if len(sizes) == 1 and all(len(shape) < 2 for shape in counts):
-        return  # what Muon leaves to another optimizer: nothing would tell its order
+    own = own_groups(layout, optimizer, new)
     if len(sizes) == 1:
-        lists = _differing(layout.shapes, {**_BY_NAME, ", heads first": _heads_first})
+        orders = {**_BY_NAME, ", heads first": _heads_first}
+        if _by_number(layout.shapes) == list(layout.shapes):
+            del orders[", by name"]  # of many numbered layers of equal shapes: the model's order is what is meant
+        lists = _differing(layout, new, orders)
         own = (replace(PLAIN, name=PLAIN.name + name, within=within) for name, within in lists)
     elif max(sizes) == 1:
-        by_name: Mapping[str, Order] = {**_BY_NAME, ", by name in reverse": partial(sorted, reverse=True)}
-        lists = _differing(layout.shapes, {**by_name, **_IN_REVERSE})
+        lists = _differing(layout, new, {**_BY_NAME, **_IN_REVERSE})
         each = (replace(EACH, name=f"a group for each parameter{name}", within=within) for name, within in lists)
         own = chain(each, own)
     for recipe in own:

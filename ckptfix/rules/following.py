@@ -21,6 +21,7 @@ from ckptfix.core.wrappers import bare
 from ckptfix.maps.positions import (
     BLOCKWISE,
     NAMED,
+    ORDERS_BY_NAME,
     OUTER,
     RECIPES,
     SCALARS,
@@ -36,7 +37,6 @@ from ckptfix.maps.positions import (
     named_by_itself,
     namings,
     number_of,
-    orders_of,
     own_groups,
     runs_of,
     stored_names,
@@ -135,6 +135,7 @@ class Scope(Struct, frozen=True):
     layout: Layout
     takes: Callable[[str], bool]
     which: str = ""  # which they are if not all, and in whose order if that of the file and that of the model differ
+    is_of_form: bool = False  # whether they are what Muon has, or leaves: of equal shapes, so that any order would fit
 
 
 def scopes(change: Change) -> Iterator[Scope]:
@@ -146,6 +147,7 @@ def scopes(change: Change) -> Iterator[Scope]:
     for whose, order in orders:
         firsts = runs_of(order)
         chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
+        forms: list[str] = []
         if change.kinds:  # what the model does not have may have been a buffer of another one
             chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True, "of what the model has"))
         for cold in change.cold:
@@ -156,14 +158,16 @@ def scopes(change: Change) -> Iterator[Scope]:
                 takes = _by_form(is_in, is_inside, change)
                 keys = [key for key in order if is_in(key, parameters[key].shape) is is_inside]
                 if 0 < len(keys) < len(order):
-                    chosen.append((keys, takes, f"{'of' if is_inside else 'outside'} the {what}"))
+                    forms.append(f"{'of' if is_inside else 'outside'} the {what}")
+                    chosen.append((keys, takes, forms[-1]))
         if 1 < len(firsts) <= 16:
             for name, is_inside in product(firsts, (True, False) if len(firsts) > 2 else (True,)):
                 takes = _in_part(name, is_inside)
                 chosen.append((list(filter(takes, order)), takes, f"{'of' if is_inside else 'outside'} {name}"))
         for keys, takes, what in chosen:
             which = " ".join(filter(None, (what, f"in {whose}" if len(dict(orders)) > 1 else "")))
-            yield Scope(Layout({key: parameters[key].shape for key in keys}, known, change.layers), takes, which)
+            layout = Layout({key: parameters[key].shape for key in keys}, known, change.layers)
+            yield Scope(layout, takes, which, what in forms)
 
 
 # Muon is for matrices, and the rest has an optimizer of its own; so have tables and heads in most scripts.
@@ -223,7 +227,11 @@ def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
     signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
     if signed or len(change.model_orders) > ORDERS:
         return signed or found
-    return [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new)]
+    return [
+        (scope, naming)
+        for scope in scopes(change)
+        for naming in namings(optimizer, scope.layout, new, scope.is_of_form)
+    ]
 
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
@@ -243,7 +251,7 @@ def is_listed_anew(optimizer: Optimizer, change: Change, known: Sequence[Naming]
     orders = [
         [layout.shapes[key] for key in within(layout.shapes)]
         for layout in layouts
-        for _, within in orders_of(layout.shapes)
+        for within in ORDERS_BY_NAME
         if are_listed_anew(change, layout.shapes, within)
     ]
     recipes = filter(None, (naming.recipe for naming in known))
@@ -562,7 +570,7 @@ class _Following(Struct, dict=True):
         made = [[bare(step.key) for step in group] for group in groups]
         return any(
             all(within(keys) == keys for keys in lists) and any(within(keys) != keys for keys in made)
-            for _, within in orders_of(sorted(chain(*lists), reverse=True))
+            for within in ORDERS_BY_NAME[:2]
         )
 
     def _in_own_groups(self) -> Grouped | None:
