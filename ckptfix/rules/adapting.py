@@ -632,8 +632,10 @@ def narrowed(case: Case) -> str:
     return ""
 
 
-def recipes_of(case: Case) -> Iterator[Remedy]:
-    """Yield the recipes for a case, that of the model's own library first; without the grids it makes no command."""
+def recipes_of(case: Case, has_values: bool = True) -> Iterator[Remedy]:
+    """Yield the recipes for a case, that of the model's own library first; without the grids it makes no command.
+
+    ``has_values``: the target has initial values, as a reference file has not."""
     if case.name == HEAD:
         yield Remedy(
             (("adapt", Placeholder("head=MAP.txt")),), "keeps the classes that both have, by a row on each line"
@@ -641,7 +643,7 @@ def recipes_of(case: Case) -> Iterator[Remedy]:
         return
     if said := narrowed(case):
         yield Remedy(text=said)
-    first, *others = (f"{case.name}={recipe}" for recipe in case.recipes)
+    first, *others = (f"{case.name}={recipe}" for recipe in case.recipes if has_values or recipe != "pad:target")
     if case.unclear:
         yield Remedy((("adapt", Placeholder(f"{first}:{_BY_HAND}")),), "resamples the grid of the file to the model's")
     elif case.library:

@@ -204,6 +204,7 @@ def _case_findings(
     left: Mapping[str, Any],
 ) -> Iterator[Finding]:
     """Yield what a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
+    has_values = context.target is not None and context.target.initial is not None
     for recipe in dict.fromkeys(edit.recipe for edit in edits):
         mine = tuple(edit for edit in edits if edit.recipe == recipe)
         yield rule.finding(
@@ -221,7 +222,7 @@ def _case_findings(
             keys=tuple(left),
             evidence={"shapes": left},
             fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
-            remedies=(*recipes_of(case), *_fillings(left, context)),
+            remedies=(*recipes_of(case, has_values), *_fillings(left, context)),
         )
 
 

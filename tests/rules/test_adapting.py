@@ -246,6 +246,15 @@ def test_what_is_adapted_fits(name):
     )
 
 
+def test_initial_values_are_offered_where_there_are_some():
+    (file, model), given = pair("more words"), ("vocab=pad:mean", "vocab=pad:zeros", "vocab=pad:target")
+    state = model.state_dict()
+    for target, recipes in ((model, given), (target_from_checkpoint(open_state_dict(state)), given[:2])):
+        (finding,) = propose(shape_mismatch, file.state_dict(), target)
+        values = [value for remedy in finding.remedies for name, value in remedy.options if name == "adapt"]
+        assert values == [(recipe,) for recipe in recipes]
+
+
 def test_tied_twins_stay_one_tensor():
     after = repaired(shape_mismatch, gpt2(100).state_dict(), gpt2(104), adapt=("vocab=pad:zeros",))
     words, head = after["transformer.wte.weight"], after["lm_head.weight"]
