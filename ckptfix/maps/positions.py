@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, product
+from math import prod
 from struct import unpack
 from typing import Any
 
@@ -723,6 +724,7 @@ def logical_shape(value: object) -> Shape:
 BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
 # What Shampoo keeps of each axis; SOAP and Kron keep theirs in lists.
 _OF_AXES = r"(inv_)?pre_?cond(itioner)?_?\d*"
+_SLICED = frozenset(("s", "p0"))  # what Prodigy keeps of a parameter in one row, or of each of so many elements
 
 
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
@@ -736,6 +738,7 @@ def fits(row: Mapping[str, Any], shape: Shape) -> bool:
         or (name == "state1" and found == (2, *shape))  # two averages of bitsandbytes' AdEMAMix
         or BLOCKWISE.fullmatch(name)
         or re.fullmatch(_OF_AXES, name)
+        or (name in _SLICED and len(found) == 1 and found[0] <= prod(shape))
         for name, value in values_in(row)
     )
 

@@ -60,6 +60,22 @@ def test_one_of_a_part_is_no_finding(tmp_path):
     assert found(ckptfix.check(tmp_path / "b.pth", weights="model"), "OPT104") == []
 
 
+@pytest.mark.parametrize("step", [1, 11])
+def test_noop_what_prodigy_keeps_in_one_row(tmp_path, step):
+    """Its own code: ``p.flatten()[::slice_p]``; the optimizer follows a head that goes, too."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    saved = run(model)
+    for number, one in enumerate(model.parameters()):
+        saved["optimizer"]["state"][number] |= {name: one.detach().flatten()[::step].clone() for name in ("s", "p0")}
+    torch.save(saved, tmp_path / "run.pth")
+    assert found(ckptfix.check(tmp_path / "run.pth"), "OPT104") == []
+    wanted = nn.Sequential(nn.Linear(3, 4))
+    ckptfix.repair(tmp_path / "run.pth", wanted, unsafe_fixes=True, output=tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    torch.optim.AdamW(wanted.parameters()).load_state_dict(made)
+    assert all(torch.equal(made["state"][n]["s"], saved["optimizer"]["state"][n]["s"]) for n in range(2))
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_one_of_another_model_is_named(tmp_path, make):
     saved = run(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))
