@@ -21,13 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 _ONE_AT_A_TIME = threading.Lock()
+_TESTS = Path(__file__).resolve().parent
 
 
 @cache
 def _original() -> socket.socket:
     ours, theirs = socket.socketpair()
     end, null = theirs.fileno(), subprocess.DEVNULL
-    subprocess.Popen([sys.executable, __file__, str(end)], pass_fds=[end], stdin=null, stdout=null)
+    # The first test that needs it may have a path of its own, without what lets torchvision be imported.
+    path = os.pathsep.join(str(_TESTS / folder) for folder in ("peers", ".."))
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.Popen([sys.executable, __file__, str(end)], pass_fds=[end], stdin=null, stdout=null, env=environment)
     theirs.close()
     return ours
 
