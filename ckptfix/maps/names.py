@@ -254,24 +254,28 @@ def crosses_first(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], boo
 
 def told_apart(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[tuple[str, ...]]:
     """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, a
-    ``proj`` beside ``qkv`` is the output of attention, and ``norm2`` belongs to the MLP unless there is ``norm3`` or
-    attention across, as in ``nn.TransformerDecoderLayer``. ``is_shown`` says whether the paths are in the order of the
-    model."""
+    ``proj`` beside ``qkv`` is the output of attention, ``downsample`` beside ``conv1`` is the shortcut, and ``norm2``
+    belongs to the MLP unless there is ``norm3`` or attention across, as in ``nn.TransformerDecoderLayer``. ``is_shown``
+    says whether the paths are in the order of the model."""
     turned = {front for front, is_first in crosses_first(paths).items() if is_first and is_shown}
     norms = {path[:-1] for path in paths if path[-1] == "beta"}
     words = [_TORCH_NAMES | _OF_NORMS if path[:-1] in norms else _TORCH_NAMES for path in paths]
     paths = [(*path[:-1], names.get(path[-1], path[-1])) for path, names in zip(paths, words, strict=True)]
     modules = {path[:-1] for path in paths}
     attention = {parent(path) for path in paths if "query" in roles(path)}
-    crossed = {(*path[:at], "") for path in paths for at, name in enumerate(path) if "cross" in concepts(name)}
+    across = [(path[:at], concepts(name)) for path in paths for at, name in enumerate(path)]
+    crossed = {front for front, words in across if "cross" in words and "norm" not in words}
 
     def named(path: tuple[str, ...]) -> tuple[str, ...]:
+        at = path.index("downsample") if "downsample" in path else 0
+        if at and (*path[:at], "conv1") in modules:  # in a block of a ResNet, it is the shortcut
+            path = (*path[:at], "shortcut", *path[at + 1 :])
         *front, norm = path[:-1] or ("",)
         if set(concepts(norm)) - {"c"} == {"proj"} and tuple(front) in attention:
             return (*front, "out_proj", path[-1])
         if tuple(front) in turned and norm[-1:] in ("1", "2") and _SECOND.fullmatch(f"{norm[:-1]}2"):
             return (*front, "norm_cross" if norm[-1] == "1" else "norm_attn", path[-1])
-        if _SECOND.fullmatch(norm) and ((*front, f"{norm[:-1]}3") in modules or (*front, "") in crossed):
+        if _SECOND.fullmatch(norm) and ((*front, f"{norm[:-1]}3") in modules or tuple(front) in crossed):
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":
             return (*front, "norm_mlp", path[-1])

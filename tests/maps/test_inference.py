@@ -166,6 +166,32 @@ def test_a_shortcut_that_only_one_side_lists_first():
     assert found["layers.0.conv1.weight"] == ["blocks.0.f.a.weight"]
 
 
+def test_the_downsampling_of_a_block_is_its_shortcut():
+    """The first stage keeps the resolution: its shortcut has the shape of the last convolution, and no pooling."""
+
+    def conv(conv: str, norm_: str, rows: int, columns: int, size: int = 1) -> Specs:
+        return {f"{conv}.weight": (rows, columns, size, size), **norm(norm_, rows)}
+
+    source, target = conv("conv1", "bn1", 4, 3, 7), conv("embedder.convolution", "embedder.normalization", 4, 3, 7)
+    for stage, (inputs, width) in enumerate([(4, 4), (16, 8)]):
+        for block in range(2):
+            own, at = f"layer{stage + 1}.{block}", f"stages.{stage}.layers.{block}"
+            before = inputs if block == 0 else 4 * width
+            sizes = [(width, before, 1), (width, width, 3), (4 * width, width, 1)]
+            if block == 0:
+                short = f"{at}.shortcut.1" if stage else f"{at}.shortcut"
+                target |= conv(f"{short}.convolution", f"{short}.normalization", 4 * width, inputs)
+            for number, size in enumerate(sizes):
+                source |= conv(f"{own}.conv{number + 1}", f"{own}.bn{number + 1}", *size)
+                layer = f"{at}.layer.{number}"
+                target |= conv(f"{layer}.convolution", f"{layer}.normalization", *size)
+            if block == 0:
+                source |= conv(f"{own}.downsample.1", f"{own}.downsample.2", 4 * width, inputs)
+    found = sources(source, target)
+    assert found["stages.0.layers.0.shortcut.convolution.weight"] == ["layer1.0.downsample.1.weight"]
+    assert found["stages.0.layers.0.layer.2.convolution.weight"] == ["layer1.0.conv3.weight"]
+
+
 def test_axes_of_one_element_and_counters_follow():
     source = {
         **norm("bn"),
@@ -460,6 +486,14 @@ def test_the_second_norm_beside_attention_across_is_its_own():
     found = sources(stack("layers", [source] * 2), stack("layers", [target] * 2))
     assert found["layers.0.norm2.weight"] == ["layers.0.layer_norm_2.weight"]
     assert found["layers.1.norm3.weight"] == ["layers.1.feed_forward.layer_norm.weight"]
+
+
+def test_the_second_norm_beside_a_norm_of_attention_across_is_not_its_own():
+    """MONAI's blocks have ``norm_cross_attn`` in any case."""
+    block = {**norm("norm1"), **linear("attn.out_proj", 8, 8), **linear("attn.qkv", 24, 8), **norm("norm2")}
+    source = {**linear("mlp.linear1", 32, 8), **linear("mlp.linear2", 8, 32), **block, **norm("norm_cross_attn")}
+    found = sources(stack("blocks", [source] * 3), stack("layers", [timm_block()] * 3))
+    assert all(found[f"layers.{at}.norm2.weight"] == [f"blocks.{at}.norm2.weight"] for at in range(3))
 
 
 def crossing(*attentions: str, norms: tuple[str, ...]) -> Specs:
