@@ -40,7 +40,7 @@ def without_segments(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _may_have_segment(path: str) -> bool:
-    # A look at only the text, because nearly all of a hundred thousand keys have none.
+    # Only a look at the text, because nearly all of a hundred thousand keys have none.
     return "._" in path or path.startswith("_")
 
 
