@@ -147,7 +147,8 @@ def converted(source: Specs, target: Specs, converters: Converters) -> Inference
                 if key in targets and shape_of(own) == targets[key] and all(part.source in sources for part in own)
             }
             whole = used_in_full(parts, sources)
-            if len(whole) > len(kept) and len(whole) >= CONVERTED * len(targets):
+            least = min(len(targets), len(sources))  # a model of more layers is explained by all of the file
+            if len(whole) > len(kept) and len(whole) >= CONVERTED * least:
                 matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}
                 return Inference(matches, sources, targets, origin="loader")
     return None
