@@ -19,9 +19,10 @@ strict gives the base model, without a word. An adapter alone is not a model.
 `--adapter` asks for the merge, which changes stored values. The result has the same bits as that of peft's
 `merge_and_unload()`, without the model and its memory (on processors of AMD, and of Intel with AVX-512; on others the
 last bit can differ). The names, ranks and shapes of all layers are compared before anything is written, and an adapter
-that lacks what its configuration names is refused. Where both name a base on a hub, and the names differ, nothing is
-written without `--accept FIL108`. Without `--adapter` nothing is merged: the factor of the matrices'
-product is not in the file but in `adapter_config.json`.
+that lacks what its configuration names is refused. Where the base lies in a hub's cache under another name than that
+which the adapter was trained on, nothing is written without `--accept FIL108`; a `config.json` with another name is a
+warning, as it may name the model from which the base was trained. Without `--adapter` nothing is merged: the factor of
+the matrices' product is not in the file but in `adapter_config.json`.
 
 ## Example
 
@@ -220,14 +221,16 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
     verb = "would change nothing in" if is_idle else one if len(adapters) == 1 else many
     for adapter in adapters:
         if other := _other_base(adapter, checkpoint):
+            own, is_certain = other
             yield rule.finding(
                 Level.WARNING,
-                f"{adapter.label} was trained on {adapter.base}, and the base is {other}",
+                f"{adapter.label} was trained on {adapter.base}, and the base is {own}"
+                f"{', or was trained from it, says its config.json' * (not is_certain)}",
                 remedies=(
                     Remedy(text=f"give the base {adapter.base}"),
                     Remedy((("accept", (rule.code,)),), "merges it all the same, if both have the same weights"),
                 ),
-                blocks=Blocks.NOTHING if rule.code.startswith(settings.accept) else Blocks.WRITING,
+                blocks=Blocks.WRITING if is_certain and not rule.code.startswith(settings.accept) else Blocks.NOTHING,
             )
     yield rule.finding(
         Level.WARNING if is_idle or merge.tied else Level.NOTE,
@@ -263,14 +266,17 @@ def _origin(adapter: Adapter, base: str) -> str:
     return f" ({adapter.label}{f', trained on {adapter.base}' * is_other})"
 
 
-def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> str:
-    """Return the name of the base on a hub, if the adapter was trained on one with another name."""
+def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> tuple[str, bool] | None:
+    """Return the name of the base on a hub, if the adapter was trained on one with another name, and whether that is
+    certain: the one in ``config.json`` is that of the model from which a model was trained on, until it is saved once
+    more."""
     stored, cached = model_config(checkpoint).get("_name_or_path"), _CACHED.search(checkpoint.path)
     own = f"{cached[1]}/{cached[2]}" if cached else stored
     if not (isinstance(own, str) and _HUB.fullmatch(own) and _HUB.fullmatch(adapter.base)):
-        return ""
-    one, other = (_VARIANT.sub("", name.rpartition("/")[2].lower()) for name in (adapter.base, own))
-    return "" if one == other else own
+        return None
+    names = [own] if cached else [own, *Path(checkpoint.path).parts]
+    trained_on, *others = (_VARIANT.sub("", name.rpartition("/")[2].lower()) for name in (adapter.base, *names))
+    return None if trained_on in others else (own, bool(cached))
 
 
 # A name on a hub, and where a hub's cache has it.

@@ -34,6 +34,13 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 5)
 
 
+def cached(name: str, folder: Path) -> Path:
+    """Make the folder of a repository in the cache of a hub."""
+    place = folder / f"models--{name.replace('/', '--')}" / "snapshots" / "0123"
+    place.mkdir(parents=True)
+    return place
+
+
 def net(dtype=torch.float32):
     torch.manual_seed(0)
     return Net().to(dtype)

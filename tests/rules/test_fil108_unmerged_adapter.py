@@ -25,7 +25,7 @@ from ckptfix.report.edits import edit_lines
 from ckptfix.rules.fil108_unmerged_adapter import unmerged_adapter
 from ckptfix.rules.merging import find_merge, merge_edits
 from tests.checks import assert_same, bytes_of
-from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, merged_by_peft, net, trained
+from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, merged_by_peft, net, trained
 from tests.rules.healthy import HEALTHY
 from tests.rules.proposals import propose
 
@@ -580,19 +580,39 @@ def test_two_text_encoders_have_the_same_names(tmp_path):
 def test_a_base_of_another_name_is_refused_unless_it_is_accepted(trained_on, is_other, tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     changed_config(adapter, base_model_name_or_path=trained_on)
-    save_file(net().state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": "mistralai/Mistral-7B"}))
+    folder = cached("mistralai/Mistral-7B", tmp_path)
+    save_file(net().state_dict(), folder / "model.safetensors")
     given: Any = {"adapter": adapter, "values": False}
-    report = ckptfix.check(tmp_path / "model.safetensors", **given)
+    report = ckptfix.check(folder, **given)
     said = f"{adapter} was trained on {trained_on}, and the base is mistralai/Mistral-7B"
     assert [found.message for found in report.findings if found.level is Level.WARNING] == [said] * is_other
     out = tmp_path / "out.safetensors"
-    assert ckptfix.repair(tmp_path / "model.safetensors", output=out, **given).report.exit_code == int(is_other)
+    assert ckptfix.repair(folder, output=out, **given).report.exit_code == int(is_other)
     assert out.exists() is not is_other
     out.unlink(missing_ok=True)
-    done = ckptfix.repair(tmp_path / "model.safetensors", output=out, accept="FIL108", **given)
+    done = ckptfix.repair(folder, output=out, accept="FIL108", **given)
     assert done.report.exit_code == 0
     assert out.exists()
+
+
+def test_a_configuration_may_name_the_model_from_which_the_base_was_trained(tmp_path):
+    """zephyr-7b-beta says Mistral-7B-v0.1 in its config.json, and adapters of it say zephyr-7b-beta."""
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    changed_config(adapter, base_model_name_or_path="HuggingFaceH4/zephyr-7b-beta")
+    for folder, warnings in (("zephyr-7b-beta", 0), ("base", 1)):
+        base = tmp_path / folder / "model.safetensors"
+        base.parent.mkdir()
+        save_file(net().state_dict(), base)
+        (base.parent / "config.json").write_text(json.dumps({"_name_or_path": "mistralai/Mistral-7B-v0.1"}))
+        repaired = ckptfix.repair(base, adapter=adapter, values=False, output=tmp_path / f"{folder}.safetensors")
+        found = [found for found in repaired.report.findings if found.level is Level.WARNING]
+        assert ["or was trained from it" in each.message for each in found] == [True] * warnings
+        assert (tmp_path / f"{folder}.safetensors").exists()
+
+
+def test_an_adapter_that_is_given_twice_is_refused(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    save_file(net().state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(AdapterError, match="given 2 times; give it once, with the sum of its weights") as caught:
         ckptfix.check(tmp_path / "model.safetensors", adapter=[f"{adapter}=0.5", f"{adapter}=0.25"])
     assert f"{adapter}=0.75" in str(caught.value)

@@ -23,7 +23,7 @@ from ckptfix.values.merged_tensors import _factor
 from ckptfix.values.tally import COUNTS
 from ckptfix.writing.atomic import unwritten
 from tests.checks import assert_same
-from tests.rules.adapters import DTYPES, LINEAR, LORA, changed_config, language, merged_by_peft, net, trained
+from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, language, merged_by_peft, net, trained
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_a_merge_that_is_refused_is_not_written(adapted, monkeypatch):
     report = ckptfix.repair(base, like=like, adapter=adapter, output=folder / "m.safetensors").report
     assert report.is_refused
     changed_config(adapter, base_model_name_or_path="some/base")
-    (base.parent / "config.json").write_text(json.dumps({"_name_or_path": "some/other"}))
+    base = base.rename(cached("some/other", base.parent) / base.name)
     assert ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors").report.is_refused
     assert list(folder.iterdir()) == []
     dry = ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors", dry_run=True).report
