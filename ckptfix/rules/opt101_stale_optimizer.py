@@ -195,13 +195,8 @@ def _out_of_step(
         )
         return
     has_names = bool(named_by_itself(optimizer, change.before))
-    if (
-        not found
-        and not change.touches
-        and not is_moved
-        and not change.is_ordered
-        and (has_names or change.model_orders)
-    ):
+    is_silent = not found and not is_moved and not (plan.edits and known)
+    if is_silent and not change.touches and not change.is_ordered and (has_names or change.model_orders):
         if has_names or len(optimizer.ids) == len(change.model_orders[0]):
             what = "names" if has_names else "as many parameters as the model,"
             yield rule.finding(
@@ -217,7 +212,7 @@ def _out_of_step(
     is_tied = len(optimizer.ids) == len(change.result())
     has_changed = replace(change, is_wide=is_wide, is_tied=is_tied).touches
     touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
-    if not found and not touches and not is_moved and not (plan.edits and known):
+    if is_silent and not touches:
         return
 
     def stays(message: str, remedies: Iterable[Remedy] = (), **evidence: object) -> Finding:

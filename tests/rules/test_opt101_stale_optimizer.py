@@ -483,6 +483,18 @@ def test_any_of_several_equal_groups_may_be_the_one_that_goes(tmp_path):
     assert codes_of(path, layers("a", "c", "wide"), output=tmp_path / "out.pth") == ["OPT101"]
 
 
+def test_a_group_each_by_name_is_no_silence_in_a_sorted_file(tmp_path):
+    layers = {name: nn.Linear(4, 4, bias=False) for name in "cab"}
+    model = nn.Sequential(OrderedDict(layers))
+    optimizer = torch.optim.AdamW([{"params": [one]} for _, one in sorted(model.named_parameters())])
+    marked(model, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    target = nn.Sequential(OrderedDict(c=layers["c"], z=layers["a"], b=layers["b"]))
+    path = tmp_path / "model.safetensors"
+    assert codes_of(path, target, rename=("a.*=z.*",), dry_run=True) == ["OPT101"]
+
+
 def test_a_head_may_come_first_in_one_group(tmp_path):
     layers = {name: nn.Linear(4, 4) for name in ("body", "neck", "head")}
     model = nn.Sequential(OrderedDict(layers))
