@@ -103,6 +103,7 @@ PROOF = (
 
 Specs = Mapping[str, Shape]
 Moves = dict[str, Match]
+Ties = Mapping[str, tuple[str, ...]]  # for every tied key its whole group
 Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None  # of the file and of the reference
 
 
@@ -308,7 +309,7 @@ def _takes_part(key: str, dtype: str) -> bool:
     return DTYPES[dtype].is_float or key.endswith(COUNTER)
 
 
-def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference | None:
+def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
     """Return the map, or None if names alone explain the file, or if there is no map that explains it."""
     wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
     unplaced = {key for key in wanted if source.get(key) != target[key]}
@@ -317,6 +318,10 @@ def _inference(source: Specs, target: Specs, tied: Collection[str]) -> Inference
     if known := look_up(source, target, tied) or spelled(source, target):
         return known
     inference = _inferred(tuple(source.items()), tuple(target.items()))
+    absent = {key: tied[key] for key in inference.missing if key in tied and set(tied[key]) <= set(inference.missing)}
+    if absent:  # a tensor that could be either of two names is the one that both are names of
+        once = {key: shape for key, shape in target.items() if key == absent.get(key, (key,))[0]}
+        inference = replace(_inferred(tuple(source.items()), tuple(once.items())), target=dict(target))
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
     # A few layers have other names: those that are left over have to be those that are missing.
@@ -433,13 +438,13 @@ def _values(
     return None
 
 
-def _explained(source: Specs, target: Specs, tied: Collection[str], values: Values) -> Inference | None:
+def _explained(source: Specs, target: Specs, tied: Ties, values: Values) -> Inference | None:
     """Return the map that names and shapes say, and the values of both sides, if they are of one training."""
     inference = _inference(source, target, tied)
     return inference if values is None else by_values(inference, source, target, *values)
 
 
-def _settled(moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values) -> Moves:
+def _settled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values) -> Moves:
     """Return the moves with their labels after another look at the file as it will be.
 
     What is ambiguous is likely if the other look finds the same. If it would move anything else, the map contradicts
@@ -465,7 +470,7 @@ def _settled(moves: Moves, source: Specs, target: Specs, tied: Collection[str], 
 
 
 def _moved_next(
-    moves: Moves, source: Specs, target: Specs, tied: Collection[str], values: Values
+    moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values
 ) -> Iterator[tuple[str, tuple[Part, ...]]]:
     """Yield what another look would move once these moves are made."""
     made: dict[str, list[str]] = defaultdict(list)
