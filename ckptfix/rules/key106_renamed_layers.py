@@ -318,7 +318,10 @@ def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
     if known := look_up(source, target, tied) or spelled(source, target):
         return known
     inference = _inferred(tuple(source.items()), tuple(target.items()))
-    absent = {key: tied[key] for key in inference.missing if key in tied and set(tied[key]) <= set(inference.missing)}
+    found = inference.matches
+    doubtful = {key for key in target if key not in found or found[key].label is Label.AMBIGUOUS}
+    groups = [tied[key] for key in inference.missing if key in tied and doubtful.issuperset(tied[key])]
+    absent = {key: names for names in groups for key in names}
     if absent:  # a tensor that could be either of two names is the one that both are names of
         once = {key: shape for key, shape in target.items() if key == absent.get(key, (key,))[0]}
         inference = replace(_inferred(tuple(source.items()), tuple(once.items())), target=dict(target))
