@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
@@ -564,14 +564,28 @@ class _Following(Struct, dict=True):
         return sorted(self.steps, key=lambda step: min(own[step.key]))
 
     def _may_be_sorted(self, groups: Sequence[Sequence[Step]]) -> bool:
-        """Return whether the groups list names in an order that the result does not have: by name, as it may be."""
-        names, old = self.naming.names, self.optimizer.groups
-        lists = [[bare(names[number]) for number in group["params"]] for group in old]
+        """Return whether a script may list the result in another order: its names, or the groups as it meets them."""
+        names, change = self.naming.names, self.change
+        lists = [[bare(names[number]) for number in group["params"]] for group in self.optimizer.groups]
         made = [[bare(step.key) for step in group] for group in groups]
-        return any(
-            all(within(keys) == keys for keys in lists) and any(within(keys) != keys for keys in made)
-            for within in ORDERS_BY_NAME[:2]
-        )
+        by_name = ORDERS_BY_NAME[:2]
+        fitting = [within for within in by_name if all(within(keys) == keys for keys in lists)]
+        if any(within(keys) != keys for within in fitting for keys in made):
+            return True
+        recipe = self.naming.recipe
+        if (recipe is not None and not recipe.is_own) or len(lists) == 1 or not all(lists):
+            return False
+        orders = [(within, within) for within in fitting]
+        if change.is_ordered:
+            before, after = ({bare(key): n for n, key in enumerate(each)} for each in (change.before, change.result()))
+            orders.append((partial(sorted, key=before.__getitem__), partial(sorted, key=after.__getitem__)))
+        for old, new in orders:
+            first, then = _met_first(lists, old), _met_first(made, new)
+            if (first == sorted(first) and then != sorted(then)) or (
+                first == sorted(first, reverse=True) and then != sorted(then, reverse=True)
+            ):
+                return True
+        return False
 
     def _in_own_groups(self) -> Grouped | None:
         """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it,
@@ -653,6 +667,13 @@ def _met(
     """Return the known labels in the order of first appearance."""
     labels = dict.fromkeys(label(layout, key) for key in keys)
     return [label for label in labels if all(label in each for each in known)]
+
+
+def _met_first(lists: Sequence[Sequence[str]], within: Order) -> list[int]:
+    """Return the numbers of lists in the order in which their first members come."""
+    place = {key: number for number, key in enumerate(within(list(chain(*lists))))}
+    firsts = [min(map(place.__getitem__, keys)) for keys in lists if keys]
+    return sorted(range(len(firsts)), key=firsts.__getitem__)
 
 
 def _has_emptied(before: Collection[Any], after: Collection[Any]) -> bool:

@@ -477,6 +477,17 @@ def test_names_in_order_may_have_been_sorted(tmp_path):
     assert codes_of(path, target, output=tmp_path / "out.pth", rename=("a.*=z.*",)) == ["OPT101"]
 
 
+@pytest.mark.parametrize(("order", "is_refused"), [("bca", True), ("acb", False)])
+def test_groups_with_names_may_come_as_the_script_meets_them(tmp_path, order, is_refused):
+    layers = {name: nn.Linear(4, 4) for name in "abc"}
+    model = nn.Sequential(OrderedDict(layers))
+    named = [list(part) for part in zip(*[iter(model.named_parameters())] * 2, strict=True)]
+    groups = [{"params": named[0]}, {"params": [*named[1], *named[2]]}]
+    path, _ = trained(tmp_path, model, groups)
+    target = nn.Sequential(OrderedDict((name, layers[name]) for name in order))
+    assert codes_of(path, target, output=tmp_path / "out.pth") == ["OPT101"] * is_refused
+
+
 def test_any_of_several_equal_groups_may_be_the_one_that_goes(tmp_path):
     before = layers("a", "b", "c", "wide")
     path, _ = trained(tmp_path, before, [{"params": list(one.parameters())} for one in before.values()])
