@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, model_config
 
@@ -125,8 +126,16 @@ class BaseNames:
             module = ".".join((*head, name.removeprefix(self.prefix)))
             if len(self.checkpoint.specs[keys[0]].shape) > 1 and _is_target(config, module):
                 kinds[re.sub(r"\d+", "", module)].add(module)
+        leaves = {module.rpartition(".")[2] for module in own}
         for modules in kinds.values():
             leaf = next(iter(modules)).rpartition(".")[2]
+            # Experts of release 4 are modules, and those of release 5, on which it may have been trained, are not.
+            if leaf not in leaves and not any(".experts." in module for module in modules):
+                raise AdapterError(
+                    f"{self.adapter.path}: its configuration names {leaf}, which the base has in "
+                    f"{counted(len(modules), 'layer')}, and the adapter has none of them: fetch it again, or take the "
+                    f"name out of the target_modules of {CONFIG}"
+                )
             if lacking := sorted(modules - own) if modules & own else []:
                 raise AdapterError(
                     f"{self.adapter.path}: its configuration names {leaf} in {len(modules)} layers and the adapter has "
@@ -212,10 +221,9 @@ def _is_target(config: Mapping[str, Any], module: str) -> bool:
     only = config.get("layers_to_transform")
     if only is None or only == [] or module in targets:
         return True
-    # The number of the last list of modules, as the greedy expression of peft finds it.
-    parts = module.split(".")
-    number = next((int(part) for part in parts[-2:1:-1] if part.isdecimal()), None)
-    return number in (only if isinstance(only, list) else [only])
+    # The number in the first list of modules, and in older releases of peft that in the last one.
+    numbers = [int(part) for part in module.split(".")[2:-1] if part.isdecimal()]
+    return bool(numbers) and {numbers[0], numbers[-1]} <= {*(only if isinstance(only, list) else [only])}
 
 
 def _is_named(names: Iterable[object], module: str) -> bool:

@@ -521,6 +521,8 @@ class _Table(Struct, frozen=True, dict=True):
             return f"the file's {rows} positions may be those of a grid of {size(square)} or of {size(alike)}{beside}"
         if hand is not None and math.prod(hand) != points:
             instead = f", but of one of {size(self.shown(square))}" if square else ""
+            if 0 <= (others := rows - math.prod(hand)) <= _MOST_TOKENS and self.name == POS_EMBED:
+                instead = f", but of one and {counted(others, 'token')}, and no recipe changes the number of tokens"
             return f"the file's {rows} positions are not those of a grid of {size(self.shown(hand))}{beside}{instead}"
         if (old := hand or square) is None:
             perhaps = f", but perhaps of one of {size(alike)}" if alike else ""
@@ -585,6 +587,8 @@ def adapt_edits(
             shown = window if case.name == WINDOW_BIAS else tuple
             by_hand = ":".join(size(shown(grid)) for grid in case.grids) if case.grids else _BY_HAND
             right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{by_hand}"))
+            if asked.old is not None and not case.grids:  # they were given, and there are no better ones
+                raise UsageError(Opt("adapt", asked.text), f" does not fit {key}: {case.unclear}")
             raise UsageError(
                 f"{key} cannot be adapted: {case.unclear}; give the grids of the file and the model: ", right
             )

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import ckptfix
 from ckptfix.errors import AdapterError
@@ -121,6 +122,36 @@ def test_an_adapter_with_fewer_layers_than_its_configuration_names_is_refused(on
         ckptfix.repair_state_dict(base, adapter=adapter)
     changed_config(adapter, target_modules=r".*\.(q|v)_proj")
     ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_an_adapter_without_any_layer_of_a_kind_that_its_configuration_names_is_refused(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q_proj", "v_proj"]), tmp_path / "adapter", make=language)
+    base = language().state_dict()
+    experts = {f"model.layers.0.mlp.experts.{number}.up_proj.weight": torch.ones(8, 8) for number in range(2)}
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(file).items() if "v_proj" not in key}, file)
+    with pytest.raises(AdapterError, match="names v_proj, which the base has in 2 layers, and the adapter has none"):
+        ckptfix.repair_state_dict(base, adapter=adapter)
+    # Targets that the base lacks, and experts that were no modules when it was trained, are not lost.
+    changed_config(adapter, target_modules=["q_proj", "k_proj", "up_proj"])
+    base = {key: value for key, value in base.items() if "k_proj" not in key} | experts
+    ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+@pytest.mark.parametrize("only", [[0], [1]])
+def test_the_number_of_a_layer_is_that_of_its_first_list_or_of_its_last(only, tmp_path):
+    """peft takes the last one in older releases: `decoder.block.0.layer.1.q` of T5 is of block 0 or of layer 1."""
+
+    def make(dtype=torch.float32):
+        torch.manual_seed(0)
+        model, model.decoder = nn.Module(), nn.Module()
+        blocks = [nn.ModuleList([nn.ModuleDict({"q": nn.Linear(8, 8)}) for _ in range(2)]) for _ in range(2)]
+        model.decoder.block = nn.ModuleList(nn.ModuleDict({"layer": layers}) for layers in blocks)
+        return model.to(dtype)
+
+    adapter = trained(LORA(r=4, target_modules=["q"], layers_to_transform=only), tmp_path / "adapter", make=make)
+    repaired, _ = ckptfix.repair_state_dict(make().state_dict(), adapter=adapter)
+    assert_same(repaired, merged_by_peft([adapter], make=make))
 
 
 def test_what_to_do_about_a_base_that_lacks_layers(tmp_path):

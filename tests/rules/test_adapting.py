@@ -391,6 +391,16 @@ def test_what_is_refused(file, model, recipe, said):
         propose(shape_mismatch, before.state_dict(), fits, adapt=(recipe,))
 
 
+def test_another_number_of_tokens_is_said_where_the_grids_are_given():
+    state = vit(reg_tokens=4).state_dict()
+    with pytest.raises(UsageError) as caught:
+        propose(shape_mismatch, state, vit(384), adapt=("pos_embed=timm:14x14:24x24",))
+    said = (
+        "not those of a grid of 14x14 and 1 token, but of one and 5 tokens, and no recipe changes the number of tokens"
+    )
+    assert str(caught.value).endswith(said)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
