@@ -18,7 +18,7 @@ from ckptfix.engine.diagnosis import with_fitting_set
 from ckptfix.engine.optimizers import regrouped
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import Opt, TargetError, UsageError
-from ckptfix.maps.positions import Optimizer, optimizers_of
+from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.reading.tensors import revive_tree
 from ckptfix.repairing import Repair, repair_to_load

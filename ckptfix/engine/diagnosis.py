@@ -19,7 +19,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.report import Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import CkptfixError, IdleRecipeError, InternalError, Opt, Words
-from ckptfix.maps.positions import parts_beside
+from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.weights.containers import SHARE
 from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Listed, Needs

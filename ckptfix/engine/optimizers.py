@@ -16,7 +16,7 @@ from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.assembling import assembled
 from ckptfix.errors import PlanError
-from ckptfix.maps.positions import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
+from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
 from ckptfix.reading.tensors import spec_of_number
 
 

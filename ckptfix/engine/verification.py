@@ -23,7 +23,7 @@ from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, ties
 from ckptfix.errors import CkptfixError, WriteError
-from ckptfix.maps.positions import optimizers_in
+from ckptfix.maps.optimizer_states import optimizers_in
 from ckptfix.reading import safetensors
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.tensors import have_same_bytes

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from ckptfix.bytes.checksums import soundness, storages_of
 from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
-from ckptfix.maps.positions import parts_beside
+from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.rules.fil203_damaged_file import donor_fill
 from ckptfix.rules.rule import Context, Rule, rule
 

@@ -18,30 +18,9 @@ from ckptfix.core.edits import Edit, Moments, Regroup
 from ckptfix.core.parts import Part
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
-from ckptfix.maps.positions import (
-    BLOCKWISE,
-    NAMED,
-    ORDERS_BY_NAME,
-    OUTER,
-    RECIPES,
-    SCALARS,
-    Layout,
-    Naming,
-    Optimizer,
-    Order,
-    Recipe,
-    beginning,
-    fits,
-    logical_shape,
-    may_list,
-    named_by_itself,
-    namings,
-    number_of,
-    own_groups,
-    runs_of,
-    stored_names,
-    values_in,
-)
+from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, fits, logical_shape, values_in
+from ckptfix.maps.positions import NAMED, Naming, named_by_itself, namings, runs_of, stored_names
+from ckptfix.maps.recipes import ORDERS_BY_NAME, OUTER, RECIPES, Layout, Order, Recipe, may_list, number_of, own_groups
 from ckptfix.rules.origins import Change, Shape
 
 STEP = "step"  # the count of steps in a row, which is a tensor of one element since torch 1.12

@@ -69,7 +69,9 @@ from ckptfix.core.finding import (
 )
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import Layout, Naming, Optimizer, logical_shape, named_by_itself, namings, optimizers_in
+from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
+from ckptfix.maps.positions import Naming, named_by_itself, namings
+from ckptfix.maps.recipes import Layout
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.following import Followed, is_listed_anew, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn

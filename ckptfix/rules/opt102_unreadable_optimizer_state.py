@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, Remedy, counted
 from ckptfix.core.objects import Opaque, holds_tensors
-from ckptfix.maps.positions import Optimizer, optimizers_of
+from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 from ckptfix.rules.rule import Context, Rule, rule
 

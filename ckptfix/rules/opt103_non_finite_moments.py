@@ -26,7 +26,8 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import INITIAL, Optimizer, optimizers_of, stored_names, values_in
+from ckptfix.maps.optimizer_states import INITIAL, Optimizer, optimizers_of, values_in
+from ckptfix.maps.positions import stored_names
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule, rule
 

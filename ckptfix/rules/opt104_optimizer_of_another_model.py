@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterator
 
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.objects import tensors_in
-from ckptfix.maps.positions import fits, logical_shape, optimizers_of, values_in
+from ckptfix.maps.optimizer_states import fits, logical_shape, optimizers_of, values_in
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule, rule
 

@@ -17,7 +17,7 @@ recipes fit and differ, all of them are named.
 `ckptfix check last.ckpt --optimizer`
 
 ## Sources
-`torch/optim/optimizer.py`; the recipes are in `ckptfix/maps/positions.py`."""
+`torch/optim/optimizer.py`; the recipes are in `ckptfix/maps/recipes.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from typing import Any
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.plan import Plan
-from ckptfix.maps.positions import Naming, Optimizer, logical_shape, optimizers_of, values_in
+from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_of, values_in
+from ckptfix.maps.positions import Naming
 from ckptfix.rules.following import ways
 from ckptfix.rules.origins import Change
 from ckptfix.rules.rule import Context, Rule, rule

@@ -25,7 +25,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import concepts, kind, segments
-from ckptfix.maps.positions import HF_FILE, Layout
+from ckptfix.maps.recipes import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.key106_renamed_layers import renamed_layers
 

@@ -41,7 +41,7 @@ from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.lazy import np
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.maps.positions import parts_beside
+from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule

@@ -11,7 +11,9 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.maps.positions import Layout, named_by_itself, namings, optimizers_in
+from ckptfix.maps.optimizer_states import optimizers_in
+from ckptfix.maps.positions import named_by_itself, namings
+from ckptfix.maps.recipes import Layout
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_buffer
 from ckptfix.values.statistics import tensor_statistics

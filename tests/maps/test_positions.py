@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.positions import RECIPES, Layout, may_list, named_by_itself, namings, optimizers_in
+from ckptfix.maps.optimizer_states import optimizers_in
+from ckptfix.maps.positions import named_by_itself, namings
+from ckptfix.maps.recipes import RECIPES, Layout, may_list
 from ckptfix.reading.opening import open_file
 
 

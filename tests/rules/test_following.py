@@ -11,7 +11,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.target import target_from_module
-from ckptfix.maps.positions import optimizers_of
+from ckptfix.maps.optimizer_states import optimizers_of
 from ckptfix.rules.following import Followed, ways
 from ckptfix.rules.origins import Change
 from tests.rules.test_opt104_optimizer_of_another_model import run

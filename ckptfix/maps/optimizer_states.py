@@ -1,0 +1,212 @@
+"""The states of the optimizers in a container: a row of moments for each parameter, and the groups of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from msgspec import Struct
+
+from ckptfix.core.checkpoint import Checkpoint, PathPart, is_inside, path_name, value_at
+from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer, tensors_in
+from ckptfix.core.spec import TensorSpec
+
+Shape = tuple[int, ...]
+
+
+# The hyperparameter of Adagrad with which the sums of its squared gradients begin.
+INITIAL = "initial_accumulator_value"
+SCALARS = frozenset(("step", "mu_product"))  # what is one number for a parameter of any shape
+_BEGINNINGS: Mapping[str, float | str] = {
+    **dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"), 0),
+    **dict.fromkeys(("grad_avg", "acc_delta", "exp_inf", "prev"), 0),
+    "mu_product": 1,
+    "sum": INITIAL,
+    "step_size": "lr",
+}
+"""What torch's optimizers begin with: a number, or the hyperparameter that is one."""
+
+
+class Optimizer(Struct, frozen=True):
+    """The state of an optimizer in a container: a row for each id, and the groups of ids."""
+
+    path: tuple[PathPart, ...]
+    state: Mapping[Any, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    is_flat: bool = False  # whether the file has it in flat keys: `state.fc.weight.exp_avg`
+
+    @property
+    def name(self) -> str:
+        """Its place in the container: ``optimizer``, ``optimizer_states[0]``."""
+        return path_name(self.path)
+
+    @property
+    def label(self) -> str:
+        """How a sentence names it: ``the optimizer``, ``the optimizer in optimizer_states[0]``."""
+        return "the optimizer" if self.name == "optimizer" else f"the optimizer in {self.name}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of parameters of each group."""
+        return tuple(len(group["params"]) for group in self.groups)
+
+    @property
+    def ids(self) -> list[Any]:
+        """The ids of all groups, one after another."""
+        return [number for group in self.groups for number in group["params"]]
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether names are in the place of numbers, so that their order means nothing."""
+        return bool(self.ids) and all(isinstance(number, str) for number in self.ids)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the state is of all parameters together, as that of LBFGS: it follows no change of one of them."""
+        return any("prev_flat_grad" in self.row(number) for number in self.ids)
+
+    def row(self, number: Any) -> Mapping[str, Any]:
+        """Return what is kept of a parameter; empty if it never had a gradient."""
+        row = self.state.get(number)
+        return row if isinstance(row, Mapping) else {}
+
+
+def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | None:
+    """Return an optimizer's ``state_dict``, None for any other value."""
+    if not isinstance(value, Mapping):
+        return None
+    if is_flat_optimizer(value):
+        return _from_flat(value, path)
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
+        return None
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        return None
+    found = Optimizer(path, state, tuple(groups))
+    ids = found.ids
+    is_usual = all(type(number) in (int, str) for number in ids) and len(set(map(str, ids))) == len(ids)
+    return found if is_usual else None
+
+
+def _from_flat(value: Mapping[Any, Any], path: tuple[PathPart, ...]) -> Optimizer | None:
+    """Return the optimizer of flat keys, with a group for each parameter, as the options are kept."""
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, kept in value.items():
+        part, _, rest = str(key).partition(".")
+        name, _, option = rest.rpartition(".")
+        if part not in parts or not name:
+            return None
+        parts[part].setdefault(name, {})[option] = kept
+    groups = tuple({**options, "params": [name]} for name, options in parts["param_groups"].items())
+    return (
+        Optimizer(path, parts["state"], groups, is_flat=True)
+        if parts["state"].keys() <= parts["param_groups"].keys()
+        else None
+    )
+
+
+def flat(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the flat keys of an optimizer whose ids are names."""
+    found = {f"state.{name}.{what}": value for name, row in state.items() for what, value in row.items()}
+    return found | {
+        f"param_groups.{name}.{option}": value
+        for group in groups
+        for name in group["params"]
+        for option, value in group.items()
+        if option != "params"
+    }
+
+
+def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Optimizer]:
+    """Find the optimizers of a container, in its order."""
+    found = optimizer_of(root, path)
+    if found is not None:
+        yield found
+        return
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(root, (Mapping, list)) and (len(root) <= MANY or not path) and len(path) < DEPTH:
+        members = root.items() if isinstance(root, Mapping) else enumerate(root)
+    for name, member in members:
+        if isinstance(name, (str, int)) and isinstance(member, (Mapping, list)):
+            yield from optimizers_in(member, (*path, name))
+
+
+def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the numbers that the state of a new parameter is filled with, by name; None if it begins without a state,
+    or is not known to begin with one. Adagrad has one from the start on, fused SGD fails on a momentum that only some
+    parameters have, and torch loads flat keys only if each parameter has all of them."""
+    rows = [row for row in map(optimizer.row, optimizer.ids) if row]
+    names = rows[0].keys() if rows else ()
+    is_needed = optimizer.is_flat or INITIAL in group or (group.get("fused") and "momentum_buffer" in names)
+    if not names or not is_needed or any(row.keys() != names for row in rows) or group.get("dampening"):
+        return None
+    known = {name: _BEGINNINGS.get(name) for name in names}
+    values = {name: group.get(number) if isinstance(number, str) else number for name, number in known.items()}
+    found = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return found if len(found) == len(names) else None
+
+
+def optimizers_of(checkpoint: Checkpoint) -> list[Optimizer]:
+    """Return the optimizers in a checkpoint and in the files beside it."""
+    return [*optimizers_in(checkpoint.root), *optimizers_in(checkpoint.beside)]
+
+
+def parts_beside(checkpoint: Checkpoint) -> Iterator[tuple[str, list[TensorSpec], bool]]:
+    """Yield the parts of a file beside the state_dict: the name of each, its tensors, and whether it is an optimizer,
+    which is a part by itself wherever it is."""
+    optimizers = list(optimizers_in(checkpoint.root)) if checkpoint.rest else []
+    for place, specs in checkpoint.rest.items():
+        left = {id(spec): spec for spec in specs}
+        for optimizer in optimizers:
+            if is_inside(optimizer.name, place):
+                own = map(id, tensors_in(value_at(checkpoint.root, optimizer.path)))
+                if found := [left.pop(each) for each in own if each in left]:
+                    yield optimizer.name, found, True
+        if left:
+            yield place, list(left.values()), False
+
+
+def values_in(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what is kept of a parameter by name, with what bitsandbytes keeps in a dict of its own."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from values_in(value)
+        else:
+            yield str(name), value
+
+
+def logical_shape(value: object) -> Shape:
+    """Return the shape of a tensor of the state, of one that a class makes of others the shape of the whole; empty for
+    numbers."""
+    if isinstance(value, TensorSpec):
+        return value.shape
+    if isinstance(value, Opaque) and value.cls.name == "_rebuild_from_type_v2" and len(value.args) > 2:
+        made = value.args[2]
+        size = made[2] if isinstance(made, tuple) and len(made) > 2 else ()
+        return tuple(size.args[0] if isinstance(size, Opaque) and size.args else size) if size else ()
+    return ()
+
+
+# What bitsandbytes keeps beside a quantised moment: scales and maps of its blocks.
+BLOCKWISE = re.compile(r"(absmax|qmap|new_max|max|unorm_vec|gnorm_vec)\d?")
+# What Shampoo keeps of each axis; SOAP and Kron keep theirs in lists.
+_OF_AXES = r"(inv_)?pre_?cond(itioner)?_?\d*"
+_SLICED = frozenset(("s", "p0"))  # what Prodigy keeps of a parameter in one row, or of each of so many elements
+
+
+def fits(row: Mapping[str, Any], shape: Shape) -> bool:
+    """Return whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or,
+    unless it is one that has an element for each of the parameter's, that of the factored moments of Adafactor."""
+    factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
+    whole = {shape, (), (1,)}
+    return all(
+        (found := logical_shape(value)) in whole
+        or (len(shape) > 1 and name not in _BEGINNINGS and found in factored)
+        or (name == "state1" and found == (2, *shape))  # two averages of bitsandbytes' AdEMAMix
+        or BLOCKWISE.fullmatch(name)
+        or re.fullmatch(_OF_AXES, name)
+        or (name in _SLICED and len(found) == 1 and found[0] <= prod(shape))
+        for name, value in values_in(row)
+    )

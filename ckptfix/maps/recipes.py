@@ -1,0 +1,439 @@
+"""The ways in which trainers and scripts put the parameters of a model into the groups of an optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice, product
+from struct import unpack
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckptfix.core.objects import MANY
+from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wrappers import bare
+from ckptfix.maps.optimizer_states import Optimizer, Shape, fits, logical_shape, values_in
+
+
+class Layout(Struct, frozen=True):
+    """The parameters of a model in the order of ``named_parameters()``, and if known, its modules' class names, and the
+    layer of each parameter as timm counts them."""
+
+    shapes: Mapping[str, Shape]
+    modules: Mapping[str, str] | None = None
+    layers: Mapping[str, int] | None = None
+
+    def is_norm(self, key: str, *kinds: str) -> bool:
+        """Return whether a parameter belongs to a norm: by the class of its module, else if the module's weight is
+        flat."""
+        module, _, leaf = key.rpartition(".")
+        if self.modules is not None and module in self.modules:
+            return any(kind in self.modules[module] for kind in kinds or ("Norm",))
+        return leaf in ("weight", "bias", "gamma", "beta") and len(self.shapes.get(f"{module}.weight", (0, 0))) == 1
+
+    def is_table(self, key: str) -> bool:
+        """Return whether a parameter is the table of an embedding: by the class of its module, else by its name."""
+        known = (self.modules or {}).get(key.rpartition(".")[0])
+        return "Embedding" in known if known is not None else re.search("emb|wte|wpe", bare(key)) is not None
+
+
+HF_FILE = "trainer_state.json"
+_HF_PATTERNS = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
+_UNDECAYED = r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
+_MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
+OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")  # tables and heads, which scripts with Muon leave to Adam
+_STEM = r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)"
+_BLOCK = r"(.*\.)?(blocks|layers?|h)\.(\d+)\."
+
+
+def _is_flat(layout: Layout, key: str) -> bool:
+    return len(layout.shapes[key]) <= 1
+
+
+def _has_bias(key: str) -> bool:
+    return bare(key).endswith(".bias")
+
+
+def _decays_in_hf(layout: Layout, key: str) -> bool:
+    module = key.rpartition(".")[0]
+    is_layer_norm = layout.modules is not None and layout.modules.get(module) == "LayerNorm"
+    return not (is_layer_norm or re.search(_HF_PATTERNS, bare(key).lower()))
+
+
+def _decays_in_old_hf(layout: Layout, key: str) -> bool:
+    return not (layout.is_norm(key, "LayerNorm", "RMSNorm") or "bias" in key)
+
+
+def _decays_in_timm(layout: Layout, key: str) -> bool:
+    return not (_is_flat(layout, key) or _has_bias(key))
+
+
+def _decays_in_vit(layout: Layout, key: str) -> bool:
+    return _decays_in_timm(layout, key) and _may_decay(layout, key)
+
+
+def _may_decay(layout: Layout, key: str) -> bool:
+    return not re.search(_UNDECAYED, key)
+
+
+def _is_hidden_matrix(layout: Layout, key: str) -> bool:
+    return not _is_flat(layout, key) and not OUTER.search(key)
+
+
+def _layer(key: str) -> int:
+    """Return the number of a parameter's block; what is before the blocks is -1, and what is after them ``MANY``."""
+    name = bare(key)
+    block = re.match(_BLOCK, name)
+    return -1 if re.match(_STEM, name) else int(block[3]) if block else MANY
+
+
+def _layer_in_timm(layout: Layout, key: str) -> int:
+    """Return what the model says; else the same, with the norm after the blocks in the last one."""
+    if layout.layers is not None:
+        return layout.layers[key]
+    if not bare(key).startswith("norm"):
+        return _layer(key)
+    return max((layer for layer in map(_layer, layout.shapes) if layer < MANY), default=MANY)
+
+
+def _ultralytics(layout: Layout, key: str) -> str:
+    return "bias" if "bias" in key else "norm" if layout.is_norm(key) or "logit_scale" in key else "weight"
+
+
+class Recipe(Struct, frozen=True):
+    """How a trainer groups parameters: ``label`` names the group of one. The groups are in the given ``order``, all of
+    them even if empty, else in that of first appearance."""
+
+    name: str
+    label: Callable[[Layout, str], Hashable]
+    order: tuple[Hashable, ...] = ()
+    is_mixed: bool = False  # whether the groups are of two methods, which keep different state
+    within: Callable[[Iterable[str]], list[str]] | None = None
+    """In which order each group lists its parameters, if not in that of the model."""
+    is_own: bool = False  # whether it is that of no trainer: its labels are a part of the model and a kind of parameter
+    sign: str = ""
+    """What only its trainer leaves beside the optimizer: a file, an entry of the checkpoint, an option of groups."""
+    rises: Callable[[Any], tuple[float, float]] | None = None
+    """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
+
+    def groups(self, layout: Layout) -> list[tuple[Hashable, list[str]]]:
+        """Return each group's label and parameters."""
+        groups: dict[Any, list[str]] = {label: [] for label in self.order}
+        for key in self.listed(layout):
+            groups.setdefault(self.label(layout, key), []).append(key)
+        return list(groups.items())
+
+    def listed(self, layout: Layout) -> Iterable[str]:
+        """Return the parameters of a layout in the order in which the groups list them."""
+        return self.within(layout.shapes) if self.within else layout.shapes
+
+    def agrees(self, labels: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the hyperparameters of groups do not contradict these labels."""
+        if self.rises is _decaying and len({tuple(_without_decay(group).items()) for group in groups}) > 1:
+            return False
+        if self.rises is _layered and len({layer for layer, _ in labels}) < 2:
+            return False  # of a model without numbered blocks it would be by decay only
+        ranks = list(map(self.rises, labels)) if self.rises is not None else []
+        for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
+            numbers = (next((group[name] for name in names if name in group), None) for group in groups)
+            pairs = zip(ranks, map(number_of, numbers), strict=False)
+            known = [(rank[which], number) for rank, number in pairs if isinstance(number, (int, float))]
+            if any(low < high and more > less for (low, more), (high, less) in product(known, repeat=2)):
+                return False
+        return True
+
+    def signs(self, optimizer: Optimizer) -> bool:
+        """Return whether the groups have an option that only its trainer gives them."""
+        return bool(self.sign) and all(self.sign in group for group in optimizer.groups)
+
+    def place_of(self, new: Layout | None, groups: Iterable[Hashable]) -> tuple[Hashable, ...]:
+        """Return in which of these groups each new parameter would be: a number, or the label of another one."""
+        places = {label: place for place, label in enumerate(groups)}
+        labels = [self.label(new, key) for key in new.shapes] if new is not None else []
+        return tuple(places.get(label, (label,)) for label in labels)
+
+
+def _without_decay(group: Mapping[str, Any]) -> dict[str, Hashable]:
+    names = ("lr", "initial_lr", "betas", "momentum", "eps")
+    return {name: number_of(group[name]) for name in names if name in group}
+
+
+def number_of(value: object) -> Hashable:
+    """Return what tells two options or counts apart: the number in a 0-d tensor, or what is no tensor itself."""
+    if isinstance(value, TensorSpec):
+        if value.storage is None or value.numel != 1:
+            return id(value)
+        start, stop = value.extent
+        stored = bytes(value.storage.source.read(start, stop))
+        form = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(value.dtype)
+        return unpack(form, stored)[0] if form else (value.dtype, stored)
+    return value if isinstance(value, (int, float, str, type(None))) else repr(value)
+
+
+def _decaying(label: Any) -> tuple[float, float]:
+    return 0, label
+
+
+def _layered(label: tuple[float, float]) -> tuple[float, float]:
+    return label
+
+
+PLAIN = Recipe("model.parameters()", lambda layout, key: 0)
+EACH = Recipe("detectron2", lambda layout, key: key)
+
+
+def _is_decayed_in_mingpt(layout: Layout, key: str) -> bool:
+    return bare(key).endswith("weight") and not _is_flat(layout, key) and not layout.is_table(key)
+
+
+RECIPES = (
+    PLAIN,
+    Recipe("Hugging Face Trainer", _decays_in_hf, (True, False), sign=HF_FILE, rises=_decaying),
+    Recipe(
+        "Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False), sign=HF_FILE, rises=_decaying
+    ),
+    Recipe(
+        "decay for matrices, none for the rest",
+        lambda layout, key: not _is_flat(layout, key),
+        (True, False),
+        rises=_decaying,
+    ),
+    Recipe("timm", _decays_in_timm, (False, True), rises=_decaying),
+    Recipe("timm with no_weight_decay", _decays_in_vit, (False, True), rises=_decaying),
+    Recipe("timm with only no_weight_decay", _may_decay, (False, True), rises=_decaying),
+    Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
+    Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
+    Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), within=sorted, rises=_decaying),
+    Recipe(
+        "ultralytics",
+        _ultralytics,
+        ("bias", "weight", "norm"),
+        sign="train_args",
+        rises=lambda label: (0, label == "weight"),
+    ),
+    EACH,
+    Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
+    Recipe(
+        "layer-wise decay of BEiT and MAE",
+        lambda layout, key: (_layer(key), _decays_in_vit(layout, key)),
+        sign="lr_scale",
+        rises=_layered,
+    ),
+    Recipe(
+        "layer-wise decay of MAE",
+        lambda layout, key: (_layer(key), not (_is_flat(layout, key) or key in _MAE_UNDECAYED)),
+        sign="lr_scale",
+        rises=_layered,
+    ),
+    Recipe(
+        "layer-wise decay of timm",
+        lambda layout, key: (_layer_in_timm(layout, key), _may_decay(layout, key) and not _is_flat(layout, key)),
+        sign="lr_scale",
+        rises=_layered,
+    ),
+)
+"""The recipes of trainers that are in use. Each is confirmed by the sizes of the groups and the shapes of the moments.
+
+Sources: ``transformers/trainer.py`` and ``trainer_pt_utils.py``; ``timm/optim/_param_groups.py``; ``optim_factory.py``
+of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``solver/build.py`` of detectron2;
+``main.py`` of DETR."""
+
+Part = Callable[[str], Hashable]
+Kind = Callable[[Layout, str], Hashable]
+Order = Callable[[Iterable[str]], list[str]]
+_NUMBERED = re.compile(r"(.*?\.\d+)\.")
+_LISTED = re.compile("bias|norm|bn|embed|token")
+_PARTS: Mapping[str, Part] = {
+    "": lambda key: 0,
+    "part": lambda key: bare(key).partition(".")[0],
+    "kind of part": lambda key: bare(key).partition(".")[0].rstrip("0123456789"),
+    "inner part": lambda key: ".".join(bare(key).split(".")[:-1][:2]),
+    "numbered layer": lambda key: found[1] if (found := _NUMBERED.match(bare(key))) else bare(key).partition(".")[0],
+    "layer": _layer,
+    "module": lambda key: key.rpartition(".")[0],
+}
+_KINDS: Mapping[str, Kind] = {
+    "": lambda layout, key: 0,
+    "biases": lambda layout, key: bare(key).endswith("bias"),
+    "names with bias": lambda layout, key: "bias" in key,
+    "vectors": _is_flat,
+    "norms": lambda layout, key: layout.is_norm(key),
+    "norms and biases": lambda layout, key: layout.is_norm(key) or "bias" in key,
+    "norms, biases and tables": lambda layout, key: _LISTED.search(bare(key)) is not None,
+    "tables": lambda layout, key: layout.is_table(key),
+    "norms and biases each": lambda layout, key: 2 if "bias" in key else layout.is_norm(key),
+    **{recipe.name: recipe.label for recipe in RECIPES if recipe not in (PLAIN, EACH)},
+}
+"""What scripts of their own put into groups: parts of a model, and kinds of parameters in them."""
+
+
+def own_recipes(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes, be it one. Orders that agree on the
+    layout may differ on the ``new`` one."""
+    sizes = optimizer.sizes
+    if len(sizes) == 1:
+        orders = {**_BY_NAME, ", heads first": _heads_first}
+        if _by_number(layout.shapes) == list(layout.shapes):
+            del orders[", by name"]  # of many numbered layers of equal shapes: the model's order is what is meant
+        for name, within in _differing(layout, new, orders):
+            yield replace(PLAIN, name=PLAIN.name + name, within=within)
+        return
+    if max(sizes) == 1:
+        for name, within in _differing(layout, new, {**_BY_NAME, **_IN_REVERSE}):
+            yield replace(EACH, name=f"a group for each parameter{name}", within=within)
+    yield from own_groups(layout, optimizer, new)
+
+
+def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
+    groups may come in any order, and list their parameters in that of the model, by name, or in reverse: each way that
+    fits the shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
+    sizes, shapes = sorted(optimizer.sizes), list(layout.shapes.values())
+    parts = dict(_PARTS)
+    kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
+    if max(sizes) == 1:  # each module and kind apart would be a group for each parameter, in whatever order
+        parts, kinds = {"part": parts["part"]}, {"": kinds[""]}
+    places: dict[str, list[Hashable]] = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
+    words = list(map(_words, layout.shapes))
+    for word, count in Counter(chain.from_iterable(words)).items():
+        if count < len(words) and not word.isdecimal():
+            parts[f"{word} or not"] = partial(_is_in, word)
+            places[f"{word} or not"] = [word in each for each in words]
+            parts[f"{word} in names"] = partial(_has, word)
+            places[f"{word} in names"] = [word in bare(key) for key in layout.shapes]
+    numbers = {key: number for number, key in enumerate(layout.shapes)}
+    orders = [
+        (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
+        for name, within in chain([("", None)], _differing(layout, new, {**_BY_NAME, ", in reverse": _reverse}))
+    ]
+    arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
+    for part, kind in sorted(product(parts, kinds), key=lambda pair: all(pair)):  # the simpler one of two that agree
+        labels = list(zip(places[part], kinds[kind], strict=True))
+        if sorted(Counter(labels).values()) != sizes:
+            continue
+        what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
+        of = partial(_label, parts[part], _KINDS[kind])
+        for name, within, order in orders:
+            groups: dict[Hashable, list[int]] = {}
+            for number in order:
+                groups.setdefault(labels[number], []).append(number)
+            form = tuple(map(tuple, groups.values()))
+            if form not in arranged:
+                arranged[form] = list(islice(_arranged([[shapes[n] for n in each] for each in form], optimizer), 2))
+            for arrangement in arranged[form]:
+                chosen = tuple(list(groups)[place] for place in arrangement)
+                yield Recipe(f"groups of one's own, {what}{name}", of, chosen, within=within, is_own=True)
+
+
+def _by_number(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)])
+
+
+def _heads_first(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: not re.search(r"head|classif|(^|\.)fc", bare(key)))
+
+
+def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
+    places: dict[Hashable, int] = {}
+    for key in keys:
+        places.setdefault(part(key), -len(places))
+    return sorted(keys, key=lambda key: places[part(key)])
+
+
+def _reverse(keys: Iterable[str]) -> list[str]:
+    return list(keys)[::-1]
+
+
+_BY_NAME: Mapping[str, Order] = {", by name": sorted, ", by name and number": _by_number}
+_IN_REVERSE: Mapping[str, Order] = {
+    ", by name in reverse": partial(sorted, reverse=True),
+    ", in reverse": _reverse,
+    **{f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part},
+}
+ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # what a rename may change
+
+
+def _differing(layout: Layout, new: Layout | None, orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
+    """Yield the orders that differ from that of the model, and from each other, on one of two layouts."""
+    layouts = [list(each.shapes) for each in (layout, new) if each is not None]
+    known = [layouts]
+    for name, within in orders.items():
+        if (order := list(map(within, layouts))) not in known:
+            known.append(order)
+            yield name, within
+
+
+def may_list(optimizer: Optimizer, shapes: Iterable[Shape]) -> bool:
+    """Return whether groups may list parameters of these shapes in this order, whatever groups they are."""
+    forms: dict[tuple[Any, ...], int] = {}  # groups that have the same ahead of them count as one
+    ahead: list[tuple[Mapping[str, Any], int]] = []
+
+    def after(rows: Sequence[Mapping[str, Any]]) -> int:
+        """Return the number of what a group has ahead of it."""
+        if not rows:
+            return -1
+        key = (*(tuple((name, logical_shape(value)) for name, value in values_in(rows[0])),), after(rows[1:]))
+        if key not in forms:
+            forms[key] = len(ahead)
+            ahead.append((rows[0], key[-1]))
+        return forms[key]
+
+    found = {tuple(sorted(after(list(map(optimizer.row, group["params"]))) for group in optimizer.groups))}
+    for shape in shapes:
+        fitting = {number for state in found for number in state if number >= 0 and fits(ahead[number][0], shape)}
+        found = {
+            tuple(sorted((*state[:at], ahead[number][1], *state[at + 1 :])))
+            for state in found
+            for at, number in enumerate(state)
+            if number in fitting
+        }
+        if len(found) > LIMIT:
+            return True
+    return bool(found)
+
+
+LIMIT = 1_000  # steps of a search for orders of groups; that of a file with few moments has as many as there are orders
+
+
+def _arranged(groups: Sequence[Sequence[Shape]], optimizer: Optimizer) -> Iterator[list[int]]:
+    """Yield orders of groups of parameters of these shapes in which they fit those of the optimizer: of those that only
+    exchange groups of equal shapes, two."""
+    alike: dict[tuple[Shape, ...], list[int]] = {}
+    for number, shapes in enumerate(groups):
+        alike.setdefault(tuple(shapes), []).append(number)
+    rows = [[optimizer.row(number) for number in group["params"]] for group in optimizer.groups]
+    fitting = [[form for form in alike if len(form) == len(each) and all(map(fits, each, form))] for each in rows]
+    stack: list[list[tuple[Shape, ...]]] = [[]]  # the shapes of the first groups of the optimizer
+    for _ in range(LIMIT):
+        if not stack:
+            return
+        chosen = stack.pop()
+        if len(chosen) < len(fitting):
+            free = [form for form in fitting[len(chosen)] if chosen.count(form) < len(alike[form])]
+            stack += ([*chosen, form] for form in reversed(free))
+            continue
+        for first in (0, 1) if len(alike) < len(chosen) else (0,):  # two at which no group has the same place
+            left = {form: [*numbers[first:], *numbers[:first]] for form, numbers in alike.items()}
+            yield [left[form].pop() for form in chosen]
+
+
+def _is_in(word: str, key: str) -> bool:
+    return word in _words(key)
+
+
+def _has(word: str, key: str) -> bool:
+    return word in bare(key)
+
+
+def _words(key: str) -> set[str]:
+    """Return the names of the modules that a parameter is in, with and without the number at their end."""
+    names = bare(key).split(".")[:-1]
+    return {*names, *(name.rstrip("0123456789") for name in names)} - {""}
+
+
+def _label(part: Part, kind: Kind, layout: Layout, key: str) -> tuple[Hashable, Hashable]:
+    return part(key), kind(layout, key)
