@@ -25,7 +25,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.ranks import megatron, zero
+from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
@@ -151,7 +151,7 @@ def _take_masters(
     for stage in range(len(roots) // tensor):
         models = range(stage * tensor, (stage + 1) * tensor)
         own = roots[models.start : models.stop]
-        masters = zero.joined_masters(files, models, own, joining, zero.splits_of(own[0], RULES, weights))
+        masters = zero.joined_masters(files, models, own, joining, zero_splits.splits_of(own[0], RULES, weights))
         if masters.stage == 3:
             raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are of different saves")
         if unknown := masters.tensors.keys() - weights.keys():

@@ -35,7 +35,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, Flat, Spread, gone
+from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -50,7 +50,8 @@ from ckptfix.reading.folders.ranks.files import (
 )
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
-from ckptfix.reading.folders.ranks.partition import WHOLE, Joining, Rule, Split, Splits, joined
+from ckptfix.reading.folders.ranks.partition import Joining, Split, Splits, joined
+from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -65,12 +66,6 @@ _EXPERT_KEY = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)")
 # AutoEP has the weights of all experts of a layer in one; a rank has some of them, a file of an expert one.
 _STACK = re.compile(r".*\.experts\.w[123]")
 _STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
-# Before version 1 of its checkpoints, Megatron had all queries of a rank before all keys and all values, as
-# SwissArmyTransformer has (GLM-130B, CogVLM).
-_IN_THIRDS = re.compile(r"((?:.*\.)?transformer\.layers\.\d+\.\w*attention\.)(query_)?key_value\.(?:weight|bias)")
-_PATTERN = re.compile(r"(?:\w|-|\.[*+]?|\\d\+?|\\[^\w]|\^|\$){1,512}")
-_MAP_VERSION = 1
-_QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
 # What the model states say only for those who merge the ranks.
 PARTITION = frozenset(
@@ -131,7 +126,7 @@ def _document(files: RankFiles) -> Document:
         raise UnreadableError(f"{path}: has files of {len(tensor)} of {degree} tensor-parallel ranks; fetch the others")
     experts = by_rank(files.folder, ZERO_EXPERT)
     if type(degree) is not int and len(tensor) > 1:
-        _check_degree(path, roots[0]["module"], len(tensor))
+        check_degree(path, roots[0]["module"], len(tensor))
     for (_, expert, rank), file in experts.items():
         roots[rank]["module"].update(_of_expert(files, file, expert))
     counts = roots[0].get("num_experts") if experts and not optim else None
@@ -216,149 +211,6 @@ def copies_of(masters: Masters, module: Mapping[str, Any], path: str) -> dict[st
             " files of one save together"
         )
     return found
-
-
-def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Splits:
-    """Return how tensor-parallel ranks divide a model: as DeepSpeed's own converter is told, or by the table.
-
-    What the converter is told nothing of is divided by rows. ``state`` is a state_dict of one rank."""
-    info = root.get("universal_checkpoint_info")
-    if not isinstance(info, dict):
-        version = root.get("checkpoint_version")
-        by_name = megatron.splits_of(state, table)
-        in_thirds = not isinstance(version, (int, float)) or version < 1
-        return _of_parameters(partial(_split_in_thirds, by_name, state) if in_thirds else by_name)
-    literal: dict[str, _Told] = {}
-    patterns: list[tuple[re.Pattern[str], _Told]] = []
-    for text, told in _told(info):
-        if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
-            raise ValueError(f"{shown(text)} in the place of a pattern of names")
-        if re.escape(name := re.sub(r"\\(.)", r"\1", text[1:-1])) == text[1:-1] and text[0] + text[-1] == "^$":
-            literal.setdefault(name, told)  # as AutoTP writes one for every parameter
-        else:
-            patterns.append((re.compile(text), told))
-    trained = {str(name) for group in root["param_shapes"] for name in group}
-
-    def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
-        found = (told for pattern, told in patterns if name in trained and pattern.match(name))
-        told = literal.get(name) or next(found, None)
-        return told(name, parts) if told is not None else Split(0) if name in trained else None
-
-    return _of_parameters(split_of)
-
-
-_Told = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
-
-
-def _told(info: Mapping[str, Any]) -> Iterator[tuple[str, _Told]]:
-    """Yield what DeepSpeed's converter is told of tensors by patterns of their names, the most exact first.
-
-    What has neither a map nor a category would be taken for rows, and some of it is not."""
-    for text, reason in (info.get("autotp_unsupported_parameter_patterns") or {}).items():
-        yield text, partial(_refused, reason)
-    affine = info.get("affine_map") or {}
-    if (version := affine.get("version", _MAP_VERSION)) > _MAP_VERSION:
-        raise ValueError(f"version {version} of its maps of parts, which is newer than this release")
-    for text, entry in (affine.get("params") or {}).items():
-        yield text, partial(_by_map, entry)
-    for key, split in _DIVIDED.items():
-        for text in info.get(key) or ():
-            yield text, partial(_by_category, split)
-    widths = info.get("sub_param_shard_widths") or {}
-    for entry in info.get("parameter_with_sub_params") or ():
-        for text in entry["patterns"]:
-            yield text, partial(_of_sub_parameters, entry, widths.get(text))
-
-
-def _by_category(split: Split, name: str, parts: Sequence[TensorSpec]) -> Split:
-    return split
-
-
-def _refused(reason: object, name: str, parts: Sequence[TensorSpec]) -> Split:
-    raise UnreadableError(f"DeepSpeed itself cannot put the parts of {name} together: {shown(reason)}")
-
-
-def _by_map(entry: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split:
-    """Return the places in a map of pieces, each of which is a view of the whole and one of the part."""
-    shape, places = sizes(entry["logical_shape"]), []
-    for rank in range(len(parts)):
-        held = entry["ranks"][rank]
-        if any(piece.get("scale", 1.0) != 1.0 for piece in held["pieces"]):
-            raise UnreadableError(f"the ranks hold {name} multiplied by a factor, and ckptfix only moves its bytes")
-        own = sizes(held["shard_shape"])
-        places.append(tuple((_box(shape, piece, "source"), _box(own, piece, "dest")) for piece in held["pieces"]))
-    return Split(0, places=tuple(places), shape=shape)
-
-
-def _box(shape: tuple[int, ...], piece: Mapping[str, Any], place: str) -> Box:
-    """Return the box that a piece is of a tensor. Raises ``ValueError`` if it is none."""
-    (start, steps), extent, strides = piece[place], sizes(piece["shape"]), contiguous_strides(shape)
-    usual = zip(extent, sizes(steps), strides, strict=True)
-    if type(start) is not int or start < 0 or any(size > 1 and step != own for size, step, own in usual):
-        raise ValueError(f"a piece of shape {list(extent)} with the strides {shown(steps)}")
-    offsets = []
-    for stride in strides:
-        offsets.append(start // max(stride, 1))
-        start -= offsets[-1] * stride
-    return Box(tuple(offsets), extent)
-
-
-def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: Sequence[TensorSpec]) -> Split:
-    """Return the places of parameters that are one after another in the whole, and each of them in every rank."""
-    axis, ranks, first = entry["partition_dim"], len(parts), parts[0]
-    within = entry["shape"][axis]
-    if widths is None and type(within) is int:  # how many there are, of one size
-        return Split(axis, within)
-    if widths is None:
-        if any(size % ranks for size in sizes(within)):
-            raise ValueError(f"{name} consists of {list(within)}, which {ranks} ranks do not divide")
-        widths = [[size // ranks] * ranks for size in sizes(within)]
-    places: list[list[tuple[Box, Box]]] = [[] for _ in parts]
-    begin, starts = 0, [0] * ranks
-    for own in map(sizes, widths):
-        for rank, length in enumerate(own):
-            extent = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-            before, after = (0,) * axis, (0,) * (len(extent) - axis - 1)
-            places[rank].append((Box((*before, begin, *after), extent), Box((*before, starts[rank], *after), extent)))
-            begin, starts[rank] = begin + length, starts[rank] + length
-    shape = (*first.shape[:axis], begin, *first.shape[axis + 1 :])
-    return Split(axis, places=tuple(map(tuple, places)), shape=shape)
-
-
-def _split_in_thirds(
-    split_of: Splits, state: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]
-) -> Split | None:
-    """Return the same for queries, keys and values that are one after another in each rank; None if it has fewer keys
-    than queries."""
-    if (match := _IN_THIRDS.fullmatch(name)) is None:
-        return split_of(name, parts)
-    count, dense = 3 if match[2] else 2, state.get(f"{match[1]}dense.weight")
-    is_equal = isinstance(dense, TensorSpec) and parts[0].shape[0] == count * dense.shape[1]
-    return Split(0, count) if is_equal else None
-
-
-def _check_degree(path: str, state: Mapping[str, Any], ranks: int) -> None:
-    """Raise ``UnreadableError`` if the layers of ranks that do not say how many there are have heads for more."""
-    for name, spec in state.items():
-        if name.endswith("attention.dense.weight") and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
-            rows, columns = spec.shape
-            if columns and rows > columns * ranks and rows % columns == 0:
-                raise UnreadableError(
-                    f"{path}: has files of {ranks} of {rows // columns} tensor-parallel ranks; fetch the others"
-                )
-
-
-_DIVIDED = {
-    "tp_replicated_parameter_patterns": WHOLE,
-    "parameter_to_average_patterns": WHOLE,
-    "parameter_with_2_sub_params_cat_dim_0": Split(0, 2),
-    "parameter_with_row_parallelism_patterns": Split(1),
-}
-
-
-def _of_parameters(split_of: Splits) -> Splits:
-    """Return the same for numbers, such as the step of an optimizer, and for what stage 3 has emptied: copies."""
-    return lambda name, parts: split_of(name, parts) if parts[0].shape and parts[0].numel else WHOLE
 
 
 class _States(Struct):
