@@ -34,7 +34,7 @@ _ANOTHER_FILE = rb'(?s)PK\x03\x04|.{4}\0{4}\{\s*"'
 METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.container"
 
 
-def read(content: Content, nesting: int = 0) -> Document:
+def read(content: Content) -> Document:
     """Return the document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
 
     Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header itself is not whole or sound."""

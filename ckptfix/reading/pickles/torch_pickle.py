@@ -93,7 +93,7 @@ class StoragePickle:
 
     def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
         """Return the inert value of the pickle at ``position`` and the position after it."""
-        machine = PickleMachine(data, self.path, self.table.call, self._persistent, position, self._bounds)
+        machine = PickleMachine(data, self.path, self.table.call, self.persistent, position, self._bounds)
         try:
             value = machine.load()
         finally:
@@ -122,7 +122,7 @@ class StoragePickle:
         remarks = [] if self.is_plain else [Fact.of(Kind.PROTOCOL, where, protocol=protocol)]
         return remarks if self.is_unicode else [*remarks, Fact(Kind.PYTHON2_TEXT, where)]
 
-    def _persistent(self, pid: Any) -> Any:
+    def persistent(self, pid: Any) -> Any:
         """Return the stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
         kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
         if kind == "module" and isinstance(cls, Global):
@@ -152,7 +152,7 @@ class StoragePickle:
             raise HostileError(
                 f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"
             )
-        return TypedStorage(storage, dtype) if not view or view[0] is None else self._view(key, dtype, view[0])
+        return TypedStorage(storage, dtype) if not view or view[0] is None else self.view(key, dtype, view[0])
 
     def _reduced(self, *given: Any) -> Any:
         """Return the stand-in of an object that torch.package makes by a call: ``(number, function, args)``, before
@@ -185,9 +185,9 @@ class StoragePickle:
             self.table.foreign[str(cls)] = None
         return dtype
 
-    def _view(self, key: str, dtype: str, view: Any) -> TypedStorage:
-        # torch 0.1 to 0.3 pickled views of a storage as (view_key, offset, size); the tensor's offset counts from the
-        # view.
+    def view(self, key: str, dtype: str, view: Any) -> TypedStorage:
+        """Return a part of a storage. Torch 0.1 to 0.3 pickled it as (view_key, offset, size); the tensor's offset
+        counts from the view."""
         view_key, offset, size = view
         if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
             raise MalformedError("a view of a storage that is placed by no number")

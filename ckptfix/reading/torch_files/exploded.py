@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
-
-from msgspec import Struct
 
 from ckptfix.bytes.files import open_file
 from ckptfix.bytes.limits import Bounds
@@ -15,7 +12,7 @@ from ckptfix.core.spec import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.torch_files import torchscript
-from ckptfix.reading.torch_files.torch_archive import read_archive
+from ckptfix.reading.torch_files.torch_zip import TorchArchive, read_archive
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-folder"
@@ -35,41 +32,26 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     archive = FolderArchive(str(folder), _files(root))
     with refusing_payload(str(folder), archive.bounds.names):
         if "constants.pkl" in archive.members:
-            document = torchscript.read_archive(archive, lambda name, nbytes: None)
+            document = torchscript.read_archive(archive)
         else:
-            document = read_archive(archive, NAME, left_of=lambda name, nbytes: None)
+            document = read_archive(archive, NAME)
     document.remarks.append(Fact(Kind.UNPACKED_FOLDER))
     return document
 
 
-class FolderArchive(Struct, dict=True):
-    """The files of a folder by their names below it."""
+class FolderArchive(TorchArchive):
+    """The files of a folder by their names below it. The checksums were in the archive's directory, and that a file is
+    shorter than it should be shows where it is used."""
 
-    path: str
-    members: dict[str, Path]
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all files."""
-        return sum(file.stat().st_size for file in self.members.values())
-
-    @cached_property
-    def bounds(self) -> Bounds:
-        """The account of what is parsed of the folder."""
-        return Bounds(self.path, self.nbytes)
+    def __init__(self, path: str, members: dict[str, Path]) -> None:
+        nbytes = sum(file.stat().st_size for file in members.values())
+        super().__init__(path, nbytes, Bounds(path, nbytes))
+        self.members: dict[str, Path] = members
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a file."""
         file = open_file(str(self.members[name]))
         return FileBytes(file, 0, file.size)
-
-    def is_whole(self, name: str) -> bool:
-        """Return whether a file is there, which it is; that it is shorter than it should be shows where it is used."""
-        return True
-
-    def crc32(self, name: str) -> int | None:
-        """None: the checksums were in the archive's directory."""
-        return None
 
 
 def _root(folder: Path) -> Path | None:

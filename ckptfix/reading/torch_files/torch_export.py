@@ -22,8 +22,7 @@ from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives.zip_directory import EXPORT_MARK
 from ckptfix.reading.pickles.claims import checked, sizes
-from ckptfix.reading.torch_files.torch_archive import Reading
-from ckptfix.reading.torch_files.torch_zip import open_archive
+from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-export"
@@ -43,7 +42,7 @@ def read(content: Content) -> Document:
 
     Raises ``UnreadableError`` if it has none."""
     archive = open_archive(content, EXPORT_MARK)
-    reading = Reading(archive, archive.left_of)
+    reading = Reading(archive)
     if reading.is_big_endian:
         raise UnreadableError(f"{content.path}: was written on a big-endian machine; export it again on another one")
     configs = [name for name in reading.whole if name.startswith(_FOLDER) and name.endswith(_CONFIG)]

@@ -12,8 +12,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives.zip_directory import PACKAGE_MARK
 from ckptfix.reading.pickles.payload import payload_remarks
-from ckptfix.reading.torch_files.torch_archive import Reading
-from ckptfix.reading.torch_files.torch_zip import open_archive
+from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 from ckptfix.reading.torch_files.torchscript import packaged_weights
 from ckptfix.reading.weights.document import Document
 
@@ -25,7 +24,7 @@ def read(content: Content) -> Document:
 
     Raises ``UnreadableError`` if it has none."""
     archive = open_archive(content, PACKAGE_MARK)
-    reading = Reading(archive, archive.left_of)
+    reading = Reading(archive)
     pickles = reading.pickle(".data", suffix=".storage")
     pickles.read_script = partial(packaged_weights, reading)
     objects: dict[str, Any] = {}

@@ -11,21 +11,19 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import Content, TornBytes, WindowBytes
+from ckptfix.bytes.sources import Content, LateBytes, TornBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives import tar_members
 from ckptfix.reading.pickles.claims import TypedStorage, checked, storage_dtype
-from ckptfix.reading.pickles.inert import InertTable
-from ckptfix.reading.pickles.machine import PickleMachine
-from ckptfix.reading.pickles.payload import names_of, payload_remarks
+from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-tar"
@@ -52,7 +50,7 @@ def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
     return parts, files.damage
 
 
-def read(content: Content, nesting: int = 0) -> Document:
+def read(content: Content) -> Document:
     """Return the document of a file of torch 0.1. Raises ``UnreadableError`` if it is cut short or damaged."""
     parts, damage = _parts(content)
     if missing := [part for part in PARTS if part not in parts]:
@@ -62,7 +60,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     try:
         reader.read_storages()
         reader.read_tensors()
-        root, _ = reader.run(parts["pickle"][0])
+        root, _ = reader._run(parts["pickle"][0])
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise UnreadableError(
             f"{content.path}: the file of torch 0.1 is damaged ({type(error).__name__}: {error}); fetch it again"
@@ -72,37 +70,25 @@ def read(content: Content, nesting: int = 0) -> Document:
     return Document(content.path, NAME, root, None, reader.names, remarks, damage, producer="torch 0.1")
 
 
-class _Reader(Struct):
-    content: Content
-    parts: dict[str, tuple[int, int]]
-    objects: dict[int, TypedStorage | TensorSpec] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    is_cut: bool = False  # whether the file ends inside of its storages, which torch wrote last
+class _Reader(StoragePickle):
+    def __init__(self, content: Content, parts: dict[str, tuple[int, int]]) -> None:
+        super().__init__(content.path, lambda key, *_: Storage(key, LateBytes(0)), content.bounds)
+        self.content, self.parts = content, parts
+        self.objects: dict[int, TypedStorage | TensorSpec] = {}
+        self.is_cut = False  # whether the file ends inside of its storages, which torch wrote last
 
-    def run(self, position: int) -> tuple[Any, int]:
-        """Return the inert value of the pickle at ``position``, and the position after it."""
-        table = InertTable(self.content.path, self._nested)
-        content = self.content
-        machine = PickleMachine(content.buffer, content.path, table.call, self._persistent, position, content.bounds)
-        try:
-            value = machine.load()
-        finally:
-            self.names |= table.derived | names_of(machine.globals.values(), machine.called | table.called)
-            content.bounds.names |= self.names
-        return value, machine.position
+    def persistent(self, pid: Any) -> Any:
+        """Return what an id stands for: a storage or a tensor by its number, or the class of a module, which comes with
+        its source text, as (class, file, source)."""
+        return pid[0] if isinstance(pid, tuple) and pid and isinstance(pid[0], Global) else self.objects[int(pid)]
 
-    def _nested(self, data: bytes) -> Any:
-        raise HostileError(f"{self.content.path}: a torch file inside the pickle of a torch 0.1 file; do not use it")
-
-    def _persistent(self, pid: Any) -> Any:
-        # A module class comes with its source text, as (class, file, source).
-        if isinstance(pid, tuple) and pid and isinstance(pid[0], Global):
-            return pid[0]
-        return self.objects[int(pid)]
+    def _run(self, position: int) -> tuple[Any, int]:
+        return self.run(self.content.buffer, position)
 
     def read_storages(self) -> None:
         """Find the place of every storage, and of those that are a part of another, as far as the file goes."""
-        position, stop = self._extent("storages")
+        position, size = self.parts["storages"]
+        stop = position + size
         try:
             self._read_storages(position, stop)
         except UnreadableError:
@@ -111,9 +97,9 @@ class _Reader(Struct):
             self.is_cut = True
 
     def _read_storages(self, position: int, stop: int) -> None:
-        count, position = self.run(position)
+        count, position = self._run(position)
         for _ in range(count):
-            (key, location, cls), position = self.run(position)
+            (key, location, cls), position = self._run(position)
             dtype = storage_dtype(cls)
             (numel,) = self._numbers("<q", position)
             position += 8
@@ -127,31 +113,21 @@ class _Reader(Struct):
             source = self.content.source(position, present)
             if present < nbytes:
                 self.is_cut, source = True, TornBytes(self.content.path, nbytes, present, source)
-            storage = Storage(str(key), source, str(location))
+            self.storages[str(key)] = storage = Storage(str(key), source, str(location))
             self.objects[int(key)] = TypedStorage(storage, dtype)
             position += nbytes
-        views, _ = self.run(position)
+        views, _ = self._run(position)
         for key, root_key, offset, numel in views:
-            self.objects[int(key)] = self._view(str(key), self.objects[int(root_key)], int(offset), int(numel))
-
-    def _view(self, key: str, root: TypedStorage | TensorSpec, offset: int, numel: int) -> TypedStorage:
-        if not isinstance(root, TypedStorage):
-            raise self._damaged(f"the storage {key:.40} is a part of something that is not a tensor")
-        itemsize = DTYPES[root.dtype].itemsize
-        if offset < 0 or numel < 0 or (offset + numel) * itemsize > root.storage.nbytes:
-            raise HostileError(
-                f"{self.content.path}: a view claims more than its storage {root.storage.key:.40} holds; fetch it again"
-            )
-        if numel * itemsize == root.storage.nbytes:
-            return root
-        source = WindowBytes(root.storage.source, offset * itemsize, numel * itemsize)
-        return TypedStorage(Storage(key, source, root.storage.device), root.dtype)
+            root = self.objects[int(root_key)]
+            if not isinstance(root, TypedStorage):
+                raise self._damaged(f"the storage {key!s:.40} is a part of something that is not a tensor")
+            self.objects[int(key)] = self.view(str(root_key), root.dtype, (key, int(offset), int(numel)))
 
     def read_tensors(self) -> None:
         """Read the geometry of every tensor."""
-        count, position = self.run(self._extent("tensors")[0])
+        count, position = self._run(self.parts["tensors"][0])
         for _ in range(count):
-            (key, storage_key, cls), position = self.run(position)
+            (key, storage_key, cls), position = self._run(position)
             storage = self.objects.get(int(storage_key)) if self.is_cut else self.objects[int(storage_key)]
             if storage is not None and not isinstance(storage, TypedStorage):
                 raise self._damaged(f"tensor {key!s:.40} has no storage")
@@ -177,10 +153,6 @@ class _Reader(Struct):
         dtype = storage_dtype(Global(cls.module, cls.name.replace("Tensor", "Storage")))
         spec = TensorSpec(dtype, shape, strides, None, offset)
         return replace(spec, storage=Storage(key, TornBytes(self.content.path, spec.extent[1])))
-
-    def _extent(self, part: str) -> tuple[int, int]:
-        start, size = self.parts[part]
-        return start, start + size
 
     def _numbers(self, form: str, position: int) -> tuple[int, ...]:
         raw = bytes(self.content.buffer[position : position + struct.calcsize(form)])

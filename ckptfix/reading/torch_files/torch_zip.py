@@ -1,11 +1,15 @@
 """The zip format of torch.save since 1.6 (a preview since 1.4): a pickle and one uncompressed member for each storage.
 
+The members may also be files of the folder that somebody unpacked the archive into (``exploded``).
+
 Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save"""
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -17,12 +21,14 @@ from ckptfix.bytes.sources import Content, SoughtBytes, TornBytes, missing_bytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
-from ckptfix.core.spec import ByteSource, TensorSpec
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec
+from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import PackedBytes, UnpackedMembers
 from ckptfix.reading.archives.zip_directory import Member, header_name, read_header
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
-from ckptfix.reading.torch_files.torch_archive import SMALL_LIMIT, read_archive, read_member
+from ckptfix.reading.pickles.payload import payload_remarks
+from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.weights.document import Document
 
 NAME = "torch-zip"
@@ -38,48 +44,206 @@ _WORDS = {
 # Members that only releases of torch write which say the order of bytes.
 _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
 
+SMALL_LIMIT = 64 << 20  # bytes up to which a member may be taken into memory whatever the size of the archive
+NAMED_LIMIT = 3  # storages that are named one by one where they are gone
 _PADDING = 64  # zeros after the last member that are alignment
 _LONGEST = 1 << 12  # bytes of a small member
 _FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
 
 
-class Archive(Struct, dict=True):
-    """The members of a torch zip file by their names below the archive's root folder."""
+class TorchArchive:
+    """Members of a zip archive or of a folder, under their names below its root (``data.pkl``, ``data/0``).
 
-    content: Content
-    root: str
+    ``nbytes`` is the size of the whole, and ``bounds`` the account of what is parsed of it."""
+
+    members: Collection[str]
+
+    def __init__(self, path: str, nbytes: int, bounds: Bounds) -> None:
+        self.path, self.nbytes, self.bounds = path, nbytes, bounds
+
+    def source(self, name: str) -> ByteSource:
+        """Return the bytes of a member."""
+        raise NotImplementedError
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether all of a member is there, as far as the archive itself says."""
+        return True
+
+    def crc32(self, name: str) -> int | None:
+        """Return the checksum of a member, where the archive has one."""
+        return None
+
+    def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
+        """Return what is left of a storage in a damaged archive, by its member (None if that is gone) and size; None if
+        the storage is whole."""
+        return None
+
+
+def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> bytes:
+    """Return a member. Raises ``HostileError`` above ``limit``, by default 64 MB or four times the archive."""
+    source = archive.source(name)
+    if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
+        raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")
+    if isinstance(source, PackedBytes):
+        archive.bounds.spend(2 * source.nbytes)  # a small archive may hold any size of it, and it is there twice
+    return bytes(source.read(0, source.nbytes))
+
+
+class Reading(Struct, dict=True):
+    """One reading of an archive, and the damage that it meets. Storages that are not whole are torn."""
+
+    archive: TorchArchive
+    faults: list[Fact] = field(default_factory=list)
+    torn: list[Fact] = field(default_factory=list)
+
+    def member(self, name: str, limit: int | None = None) -> bytes:
+        """Return the whole of a member that says what the tensors are. That it fails its checksum is damage."""
+        data = read_member(self.archive, name, limit)
+        crc32 = self.archive.crc32(name)
+        if crc32 is not None and zlib.crc32(data) != crc32:
+            self.faults.append(Fact(Kind.MEMBER_CHECKSUM, name))
+        return data
+
+    @property
+    def whole(self) -> list[str]:
+        """The members that can be read, in the order of the archive."""
+        return [name for name in self.archive.members if self.archive.is_whole(name)]
+
+    def pickle(self, *folders: str, suffix: str = "") -> StoragePickle:
+        """Return what runs the pickles whose storages lie in one of the folders, each under its key and the suffix."""
+
+        def find(key: str, nbytes: int, device: str) -> Storage:
+            members = self.archive.members
+            for folder in folders:
+                if (name := f"{folder}/{key}{suffix}") in members:
+                    return self.storage(key, name, name, nbytes, device)
+            return self.storage(key, None, f"{folders[0]}/{key}{suffix}", nbytes, device)
+
+        path, bounds = self.archive.path, self.archive.bounds
+        return StoragePickle(path, find, bounds, _read_nested, big_endian=self.is_big_endian)
+
+    @cached_property
+    def is_big_endian(self) -> bool:
+        """Whether the archive was written on a big-endian machine; torch says so since 2.1.
+
+        Where the word is damaged its length still tells, and whether the numbers are right has to be looked at."""
+        if "byteorder" not in self.archive.members:
+            return False
+        try:
+            word = self.member("byteorder", 16).strip()
+        except UnreadableError:
+            self.faults.append(Fact(Kind.BYTEORDER_LOST))
+            return False
+        if word not in (b"little", b"big") and not self.faults:
+            self.faults.append(Fact(Kind.BYTEORDER_ODD))
+        return len(word) == len(b"big")
+
+    def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
+        """Return the storage of at least ``nbytes`` in a member; ``called`` is its name if that is not there."""
+        archive = self.archive
+        if (left := archive.left_of(name, nbytes)) is not None:
+            return Storage(key, left, device)
+        if name is None:
+            return self._torn(key, Fact(Kind.STORAGE_LACKING, called), nbytes, device, None)
+        source = archive.source(name)
+        if source.nbytes != nbytes:
+            # torch refuses both ("record size does not match"). Of a record that is too long nothing says which of its
+            # bytes are the storage's.
+            cause = Fact.of(Kind.STORAGE_SIZE, name, there=source.nbytes, size=nbytes)
+            return self._torn(key, cause, nbytes, device, source if source.nbytes < nbytes else None)
+        return Storage(key, source, device, archive.crc32(name))
+
+    def _torn(self, key: str, cause: Fact, nbytes: int, device: str, source: ByteSource | None) -> Storage:
+        self.torn.append(cause)
+        return Storage(key, TornBytes(self.archive.path, nbytes, source.nbytes if source else 0, source), device)
+
+    @property
+    def doubts(self) -> list[Fact]:
+        """Return a fact for each damaged member that says what the tensors are: a name or a place may be another."""
+        return [Fact.of(Kind.DOUBTFUL_NAMES, cause=fault) for fault in self.faults]
+
+    @property
+    def damage(self) -> list[Fact]:
+        """What is damaged, the first few of each kind by name."""
+        return [*_some(self.faults, Kind.MEMBERS_DAMAGED), *_some(self.torn, Kind.STORAGES_LACKING)]
+
+
+def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
+    """Return a file of torch.save inside the pickle; its reader is imported only for the few archives with one."""
+    from ckptfix.reading.torch_files.torch_legacy import read_nested
+
+    return read_nested(data, path, nesting, bounds)
+
+
+def _some(causes: list[Fact], rest: Kind) -> list[Fact]:
+    more = len(causes) - NAMED_LIMIT
+    return causes[:NAMED_LIMIT] + ([Fact.of(rest, more=more)] if more > 0 else [])
+
+
+def read_archive(archive: TorchArchive, form: str) -> Document:
+    """Return the document of the members of a torch.save file; ``form`` is the name of its format."""
+    reading = Reading(archive)
+    # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
+    pickles = reading.pickle("data", "tensors")
+    data = reading.member("data.pkl")
+    root, end = _run(reading, pickles, data)
+    remarks = payload_remarks(pickles.names)
+    remarks += pickles.table.remarks()
+    remarks += [
+        Fact(Kind.HIDDEN_PICKLE, name)
+        for name in archive.members
+        if name.lower().endswith((".pkl", ".pickle", ".pt", ".pth", ".bin")) and name != "data.pkl"
+    ]
+    if data[end:].strip(b"\0"):
+        remarks.append(Fact(Kind.HIDDEN_PICKLE, "the bytes after the end of data.pkl"))
+    remarks += pickles.protocol_remarks("data.pkl")
+    remarks += reading.doubts
+    producer = _producer(archive.members)
+    return Document(archive.path, form, root, None, pickles.names, remarks, reading.damage, producer=producer)
+
+
+def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, int]:
+    """Return what ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
+    try:
+        run = pickles.run(data)
+    except UnreadableError as error:
+        if not reading.faults:
+            raise
+        path = reading.archive.path
+        cause = error.without(f"{path}: ")
+        raise UnreadableError(f"{path}: {clauses(reading.faults)}, and cannot be read: ", *cause) from error
+    pickles.refuse_torn()
+    return run
+
+
+def _producer(members: Collection[str]) -> str:
+    """Return which torch writes these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last two."""
+    if ".format_version" in members:
+        return "torch 2.7 or later, or ckptfix"
+    if "byteorder" in members:
+        return "torch 2.1 to 2.6"
+    return "torch 1.4 or 1.5" if any(name.startswith("tensors/") for name in members) else "torch 1.6 to 2.0"
+
+
+class Archive(TorchArchive):
+    """The members of a torch zip file. ``found`` is where the directory was gone and they were found without it, and
+    ``gone`` has storages of which neither the header nor the bytes are where the directory says."""
+
     members: dict[str, Member]
-    listing: ZipIndex
-    # Storages of which neither the header nor the bytes are where the directory says.
-    gone: list[str] = field(default_factory=list)
-    _unpacked: UnpackedMembers | None = None
 
-    @property
-    def found(self) -> FoundMembers | None:
-        """Where the directory was gone and the members were found without it."""
-        return self.listing.found
-
-    @property
-    def path(self) -> str:
-        """What messages call the archive."""
-        return self.content.path
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the archive."""
-        return len(self.content)
-
-    @property
-    def bounds(self) -> Bounds:
-        """The account of what is parsed of the archive."""
-        return self.content.bounds
+    def __init__(self, content: Content, root: str, members: dict[str, Member], listing: ZipIndex) -> None:
+        super().__init__(content.path, len(content), content.bounds)
+        self.content, self.root, self.members, self.listing = content, root, members, listing
+        self.found = listing.found
+        self.gone: list[str] = []
+        self._unpacked = UnpackedMembers(content)
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a member; its place is the local header's word, checked against the file."""
-        info, content, found = self.members[name], self.content, self.listing.found
+        info, content = self.members[name], self.content
         if content.is_remote and info.compress_type == STORED and not why_closed(info.flag_bits, STORED):
             return SoughtBytes(info.compress_size, lambda: self._remote_member(info))
-        if found is not None and info.filename in found.open_at:
+        if not self.is_whole(name):
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
         start = self.listing.data_start(content, info)
         if start is None:
@@ -109,8 +273,6 @@ class Archive(Struct, dict=True):
             raise UnreadableError(
                 f"{content.path}: member {info.filename} is damaged ({error}); fetch it again"
             ) from error
-        if self._unpacked is None:
-            self._unpacked = UnpackedMembers(content)
         stop = start + info.compress_size
         return PackedBytes(self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
 
@@ -129,27 +291,21 @@ class Archive(Struct, dict=True):
         return content.source(header.start, info.compress_size)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
-        """Return what is left of a storage in a damaged archive; None if the storage is whole."""
         if self.content.is_remote:
             return None
+        info = self.members[name] if name is not None else None
         if self.found is None:
-            if name is None or self._is_there(self.members[name]):
+            start = self.listing.data_start(self.content, info) if info is not None else None
+            if info is None or (start is not None and start + info.compress_size <= self.content.size):
                 return None
-            self.gone.append(self.members[name].filename)
-            return TornBytes(self.path, nbytes)
-        if name is None:
-            return TornBytes(self.path, nbytes)
-        info = self.members[name]
-        if info.filename in self.found.open_at:
+            self.gone.append(info.filename)
+        elif info is not None and info.filename in self.found.open_at:
             return self.found.left_of(info.filename, nbytes)
-        return TornBytes(self.path, nbytes) if info.file_size < nbytes else None
-
-    def _is_there(self, info: Member) -> bool:
-        start = self.listing.data_start(self.content, info)
-        return start is not None and start + info.compress_size <= self.content.size
+        elif info is not None and info.file_size >= nbytes:
+            return None
+        return TornBytes(self.path, nbytes)
 
     def is_whole(self, name: str) -> bool:
-        """Return whether all of a member is there, as far as the archive itself says."""
         return self.found is None or self.members[name].filename not in self.found.open_at
 
     @property
@@ -278,10 +434,10 @@ def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
     )
 
 
-def read(content: Content, nesting: int = 0) -> Document:
+def read(content: Content) -> Document:
     """Return the document of a torch zip file; of one without its directory, with what is left of it."""
     archive = open_archive(content)
-    document = read_archive(archive, NAME, nesting, archive.left_of)
+    document = read_archive(archive, NAME)
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
     if packed := sum(info.compress_type != STORED for info in archive.members.values()):

@@ -24,8 +24,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.zip_recovery import first_names
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.pickles.payload import payload_remarks
-from ckptfix.reading.torch_files.torch_archive import LeftOf, Reading, TorchArchive
-from ckptfix.reading.torch_files.torch_zip import Archive, open_archive
+from ckptfix.reading.torch_files.torch_zip import Archive, Reading, TorchArchive, open_archive
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.loose_tensors import attribute_remarks
 from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, packed_entries, quantized_version
@@ -43,7 +42,7 @@ _LISTED = re.compile(r"^  (__parameters__|__buffers__) = (\[[^\]\n]*\])$", re.MU
 _QUOTED = re.compile(r"""["']([^"'\\]*)["']""")
 
 
-def read(content: Content, nesting: int = 0) -> Document:
+def read(content: Content) -> Document:
     """Return the document of a TorchScript file: its weights as a state_dict. None of its code is compiled or run.
 
     The storages lie before the list of the tensors (``data.pkl``, ``model.json``), and the sources and constants after
@@ -51,9 +50,9 @@ def read(content: Content, nesting: int = 0) -> Document:
     that has a name."""
     archive = _archive(content, "data.pkl") or _archive(content, "model.json") or open_archive(content)
     if "data.pkl" in archive.members:
-        document = read_archive(archive, archive.left_of)
+        document = read_archive(archive)
     else:
-        reading = Reading(archive, archive.left_of)
+        reading = Reading(archive)
         document = _document(reading, read_json(reading), [], set())
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
@@ -87,11 +86,11 @@ def names_code(content: Content) -> bool:
         return False
 
 
-def read_archive(archive: TorchArchive, left_of: LeftOf | None = None) -> Document:
-    """Return the document of the members of an archive of torch 1.3 or later, of which ``left_of`` says what is left.
+def read_archive(archive: TorchArchive) -> Document:
+    """Return the document of the members of an archive of torch 1.3 or later.
 
     Raises ``UnreadableError`` if the module has no weights under names, as a frozen one has none."""
-    reading = Reading(archive, left_of)
+    reading = Reading(archive)
     pickles, constants = reading.pickle("data"), reading.pickle("constants")
     root, _ = pickles.run(reading.member("data.pkl"))
     walk = _Walk(archive.path, _classes(reading))

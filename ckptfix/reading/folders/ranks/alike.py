@@ -18,8 +18,7 @@ from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.ranks.divided import Divided, box_at
-from ckptfix.reading.torch_files.torch_archive import Reading
-from ckptfix.reading.torch_files.torch_zip import open_archive
+from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 
 Leaves = list[tuple[tuple[PathPart, ...], Any]]  # the tensors and numbers of a container, with their paths
 
@@ -159,7 +158,7 @@ class _Base(Struct):
                 made.append((path, leaf))
         except (KeyError, ValueError, AttributeError, IndexError):
             return None  # a tensor that has no storage or several
-        return made
+        return None if own.reading.torn else made
 
     def _places(self, data: bytes) -> _Places | None:
         """Return what a pickle says of its rank; None if it is another one in anything else."""
