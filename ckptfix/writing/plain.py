@@ -23,7 +23,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.arrays import NumpyArray, array_fields, dtype_label, numpy_type
 from ckptfix.reading.pickles.claims import TypedStorage
-from ckptfix.reading.pickles.inert import MODULE_ALIASES
+from ckptfix.reading.pickles.payload import MODULE_ALIASES
 from ckptfix.reading.pickles.stream import raw_bytes
 from ckptfix.reading.weights.modules import is_module, module_state_dict
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment

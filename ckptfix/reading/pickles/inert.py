@@ -13,6 +13,7 @@ import math
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import Struct, field
@@ -28,14 +29,10 @@ from ckptfix.errors import HostileError
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
-from ckptfix.reading.pickles.payload import is_graph_code, is_known, is_union, spelled
+from ckptfix.reading.pickles.payload import canonical, is_graph_code, is_known, is_union, spelled
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 NAME_LIMIT = 1000  # characters of a dotted name that getattr builds
-
-# Modules of Python 2 that have another name since.
-MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
-
 
 # Calls that go through what they are handed.
 _CONSUMERS = frozenset(
@@ -62,23 +59,15 @@ def _is_simple(part: Any) -> bool:
     return isinstance(part, TensorSpec) and part.storage is not None and not part.parts and part.quantizer is None
 
 
-def _modern_name(function: Global) -> str:
-    """Return the name of a global that was moved since, where the table has it."""
-    module = MODULE_ALIASES.get(function.module, function.module).replace("numpy._core", "numpy.core")
-    return f"{module}.{function.name}"
-
-
 def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function
     over and over once ``list`` goes through it, and so does ``list`` of other objects than plain containers. ``type``
     of three arguments makes a class, whose methods may be anything, ``getitem`` of an object asks a ``defaultdict`` for
     its factory, and a function that rebuilds a tensor or an object calls what it is handed."""
-    if name in _CALLERS:
+    if name in _CALLERS or name == "operator.getitem":
         return not args or not isinstance(args[0], Global)
     if name in ("builtins.iter", "builtins.type"):
         return len(args) > 1
-    if name in ("_operator.getitem", "operator.getitem"):
-        return not args or not isinstance(args[0], Global)
     if name not in _CONSUMERS or not args or not isinstance(args[0], Opaque):
         return False
     root = args[0].cls.module.partition(".")[0].lstrip("_")
@@ -114,15 +103,16 @@ class InertTable(Struct):
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
         """Return the inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
-        handler = self._known.get(function)
-        if handler is None and (handler := _TABLE.get(str(function)) or _TABLE.get(_modern_name(function))) is not None:
-            self._known[function] = handler
+        if (handler := self._known.get(function)) is None:
+            name = str(function)
+            if (handler := _TABLE.get(name) or _TABLE.get(canonical(name))) is not None:
+                self._known[function] = handler
         if handler is not None:
             made = handler(self, *args)
             if made is not NotImplemented:
                 return made
         if not is_union(function, args):
-            self.called.add(f"{function}()" if _goes_through(_modern_name(function), args) else str(function))
+            self.called.add(f"{function}()" if _goes_through(canonical(str(function)), args) else str(function))
         return Opaque(function, args)
 
     def remarks(self) -> list[Fact]:
@@ -132,34 +122,22 @@ class InertTable(Struct):
 
     # torch ------------------------------------------------------------------------------------------------------------
 
-    def first_tensor(self, storage: Any, offset: int, size: Any, stride: Any) -> Any:
-        """``_rebuild_tensor`` of torch 0.1 to 0.3."""
-        return self.tensor(storage, offset, size, stride, False, None)
-
     def tensor(
-        self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, metadata: Any = None
+        self, storage: Any, offset: int, size: Any, stride: Any, trained: Any = 0, hooks: Any = None, more: Any = None
     ) -> Any:
-        """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``."""
+        """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``, and ``_rebuild_tensor`` of torch 0.1 to 0.3."""
         if not isinstance(storage, TypedStorage):
             raise MalformedError("a tensor without a storage")
-        if isinstance(hooks, Opaque) or isinstance(metadata, Opaque):
-            self._note(hooks, metadata)
-        return self._strided(storage, storage.dtype, offset, size, stride, trained, metadata)
+        if isinstance(hooks, Opaque) or isinstance(more, Opaque):  # of all others, the call would be the cost
+            self._note(hooks, more)
+        return self._strided(storage, storage.dtype, offset, size, stride, trained, more)
 
     def tensor_v3(
-        self,
-        storage: Any,
-        offset: int,
-        size: Any,
-        stride: Any,
-        requires_grad: Any,
-        hooks: Any,
-        dtype: Any,
-        metadata: Any = None,
+        self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, dtype: Any, more: Any = None
     ) -> Any:
         """``_rebuild_tensor_v3``: an untyped storage, the dtype apart (uint16 and later, fp8)."""
-        self._note(hooks, metadata)
-        spec = self._strided(storage, dtype_name(dtype), offset, size, stride, requires_grad, metadata)
+        self._note(hooks, more)
+        spec = self._strided(storage, dtype_name(dtype), offset, size, stride, trained, more)
         if spec.requires_grad:  # torch writes it and cannot read it: "a leaf Variable that requires grad is being used"
             self.foreign[f"requires_grad of {spec.dtype}"] = None
         return replace(spec, requires_grad=False)
@@ -179,16 +157,10 @@ class InertTable(Struct):
         bits = _NO_BITS
         if isinstance(metadata, dict):
             bits = {name: True for name in ("conj", "neg") if metadata.get(name) is True}
-        spec = TensorSpec(
-            dtype,
-            sizes(size),
-            sizes(stride),
-            typed.storage,
-            int(offset),
-            requires_grad=bool(requires_grad),
-            math_bits=bits,
-        )
-        nbytes, storage = checked_size(spec, self.path), typed.storage
+        shape, strides, storage = sizes(size), sizes(stride), typed.storage
+        is_trained = bool(requires_grad)
+        spec = TensorSpec(dtype, shape, strides, storage, int(offset), requires_grad=is_trained, math_bits=bits)
+        nbytes = checked_size(spec, self.path)
         # Those of the file together must be no bomb of views of few bytes.
         if id(storage) not in self._stored:
             self._stored[id(storage)] = storage
@@ -232,21 +204,14 @@ class InertTable(Struct):
         return self.call(function, args)
 
     def quantized(
-        self,
-        storage: Any,
-        offset: int,
-        size: Any,
-        stride: Any,
-        quantizer: Any,
-        requires_grad: Any = False,
-        hooks: Any = None,
+        self, storage: Any, offset: int, size: Any, stride: Any, quantizer: Any, trained: Any = False, _: Any = None
     ) -> Any:
         """``_rebuild_qtensor``; the scheme is ``torch.per_tensor_affine`` or one of the per-channel ones."""
         scheme, scale, zero_point, *axis = quantizer
         # torch 1.3 and 1.4 wrote the scales, zero points and axis of each channel as lists.
         scale, zero_point = _per_channel(scale, "float64"), _per_channel(zero_point, "int64")
         axis = axis[0] if axis and isinstance(axis[0], list) else axis
-        spec = self._strided(storage, storage.dtype, offset, size, stride, requires_grad, None)
+        spec = self._strided(storage, storage.dtype, offset, size, stride, trained, None)
         name = scheme.name if isinstance(scheme, Global) else shown(scheme)
         if name not in ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"):
             raise MalformedError(f"quantisation scheme {name:.60} is not known")
@@ -264,12 +229,8 @@ class InertTable(Struct):
             parts = {"indices": indices, "values": values}
         elif name in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"):
             compressed, plain, values, size = data
-            first, second = (
-                ("crow_indices", "col_indices")
-                if name in ("sparse_csr", "sparse_bsr")
-                else ("ccol_indices", "row_indices")
-            )
-            parts, coalesced = {first: compressed, second: plain, "values": values}, []
+            one, other = ("row", "col") if name in ("sparse_csr", "sparse_bsr") else ("col", "row")
+            parts, coalesced = {f"c{one}_indices": compressed, f"{other}_indices": plain, "values": values}, []
         else:
             return NotImplemented
         if not all(_is_simple(part) for part in parts.values()):
@@ -324,10 +285,6 @@ class InertTable(Struct):
             return NotImplemented
         return Opaque(Global("torch_utils.persistence", pairs["class_name"]), state=pairs["state"])
 
-    def get_layout(self, name: Any) -> Any:
-        """``torch.serialization._get_layout("torch.sparse_coo")``."""
-        return Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented
-
     # numpy ------------------------------------------------------------------------------------------------------------
 
     def array(self, cls: Any = None, *_: Any) -> Any:
@@ -361,35 +318,9 @@ def ordered_dict(table: InertTable, pairs: Any = ()) -> Any:
     return OrderedDict((key, value) for key, (_, value) in zip(keys, pairs, strict=True))
 
 
-def new_dict(table: InertTable, *args: Any) -> Any:
-    """``dict()``."""
-    return NotImplemented if args else {}
-
-
-def new_list(table: InertTable, values: Any = ()) -> Any:
-    """``list()`` and ``list(values)``."""
-    return list(values) if isinstance(values, (list, tuple)) else NotImplemented
-
-
-def new_set(table: InertTable, values: Any = ()) -> Any:
-    """``set(values)``."""
-    return set(bounded_keys(values, table.path)) if isinstance(values, (list, tuple)) else NotImplemented
-
-
-def new_frozenset(table: InertTable, values: Any = ()) -> Any:
-    """``frozenset(values)``."""
-    made = new_set(table, values)
-    return made if made is NotImplemented else frozenset(made)
-
-
-def new_complex(table: InertTable, real: float = 0.0, imaginary: float = 0.0) -> Any:
-    """``complex(real, imaginary)``."""
-    return complex(real, imaginary)
-
-
-def new_bytes(table: InertTable, value: Any = b"", *_: Any) -> Any:
-    """``bytes(…)``: what protocol 2 writes for empty bytes."""
-    return bytes(value) if isinstance(value, (bytes, bytearray, list)) else NotImplemented
+def new_set(kind: type, table: InertTable, values: Any = ()) -> Any:
+    """``set(values)`` and ``frozenset(values)``."""
+    return kind(bounded_keys(values, table.path)) if isinstance(values, (list, tuple)) else NotImplemented
 
 
 def new_bytearray(table: InertTable, value: Any = b"", encoding: Any = None) -> Any:
@@ -399,11 +330,10 @@ def new_bytearray(table: InertTable, value: Any = b"", encoding: Any = None) -> 
     return bytearray(value) if isinstance(value, (bytes, bytearray)) else NotImplemented
 
 
-def encode(table: InertTable, text: Any, encoding: Any = "latin1") -> Any:
+def encoded(table: InertTable, text: Any, encoding: Any = "latin1") -> Any:
     """``_codecs.encode(text, "latin1")``: bytes as protocol 2 writes them."""
-    if isinstance(text, str) and encoding in ("latin1", "latin-1"):
-        return text.encode("latin-1")
-    return NotImplemented
+    is_bytes = isinstance(text, str) and encoding in ("latin1", "latin-1")
+    return text.encode("latin-1") if is_bytes else NotImplemented
 
 
 def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
@@ -419,11 +349,6 @@ def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
         elif isinstance(state, (list, tuple)):
             made.own_items().extend(state)
     return made
-
-
-def new_object(table: InertTable, cls: Any, *args: Any) -> Any:
-    """``copyreg.__newobj__(cls, *args)``."""
-    return table.call(cls, args) if isinstance(cls, Global) else NotImplemented
 
 
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
@@ -451,7 +376,7 @@ def ufunc(table: InertTable, module: Any, name: Any) -> Any:
 
 
 _TABLE: Mapping[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": InertTable.first_tensor,
+    "torch._utils._rebuild_tensor": InertTable.tensor,
     "torch._utils._rebuild_tensor_v2": InertTable.tensor,
     "torch._utils._rebuild_tensor_v3": InertTable.tensor_v3,
     "torch._utils._rebuild_parameter": InertTable.parameter,
@@ -471,7 +396,9 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.Tensor": InertTable.variable,
     "torch.tensor.Tensor": InertTable.variable,
     "torch.storage._load_from_bytes": InertTable.from_bytes,
-    "torch.serialization._get_layout": InertTable.get_layout,
+    "torch.serialization._get_layout": lambda table, name: (
+        Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented
+    ),
     "torch.fx.graph_module.reduce_graph_module": InertTable.graph_module,
     "torch.fx.graph_module.reduce_package_graph_module": InertTable.package_graph_module,
     "torch_utils.persistence._reconstruct_persistent_obj": InertTable.persistent,
@@ -479,15 +406,19 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "numpy.core.numeric._frombuffer": InertTable.array_from_buffer,
     "numpy.core._ufunc_reconstruct": ufunc,
     "collections.OrderedDict": ordered_dict,
-    "builtins.dict": new_dict,
-    "builtins.list": new_list,
-    "builtins.set": new_set,
-    "builtins.frozenset": new_frozenset,
-    "builtins.complex": new_complex,
-    "builtins.bytes": new_bytes,
+    "builtins.dict": lambda table, *args: NotImplemented if args else {},
+    "builtins.list": lambda table, of=(): list(of) if isinstance(of, (list, tuple)) else NotImplemented,
+    "builtins.set": partial(new_set, set),
+    "builtins.frozenset": partial(new_set, frozenset),
+    "builtins.complex": lambda table, real=0.0, imaginary=0.0: complex(real, imaginary),
+    "builtins.bytes": lambda table, of=b"", *_: (
+        bytes(of) if isinstance(of, (bytes, bytearray, list)) else NotImplemented
+    ),  # empty ones, of protocol 2
     "builtins.bytearray": new_bytearray,
     "builtins.getattr": attribute,
-    "_codecs.encode": encode,
+    "_codecs.encode": encoded,
     "copyreg._reconstructor": reconstruct,
-    "copyreg.__newobj__": new_object,
+    "copyreg.__newobj__": lambda table, cls, *args: (
+        table.call(cls, args) if isinstance(cls, Global) else NotImplemented
+    ),
 }

@@ -10,18 +10,19 @@ Sizes in the stream are claims: nothing is allocated before the bytes are there,
 
 from __future__ import annotations
 
-import re
+import codecs
 import struct
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from sys import getsizeof
 from typing import Any
 
+from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.stream import (
-    Bytes,
     MalformedError,
     NoOpcodeError,
     PickleStream,
@@ -97,7 +98,7 @@ class PickleMachine(PickleStream):
 
     def __init__(
         self,
-        data: Bytes,
+        data: Buffer,
         path: str,
         call: Call,
         persistent_load: Callable[[Any], Any],
@@ -440,29 +441,15 @@ def _name(machine: PickleMachine) -> str:
     return str(python2_text(raw))
 
 
-_ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|[0-7]{1,3}|[^x]|)", re.DOTALL)
-_ESCAPED = dict(
-    zip(b"abfnrtv\\'\"\n", (b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b"\\", b"'", b'"', b""), strict=True)
-)
-
-
 def _quoted(raw: bytes) -> bytes:
     raw = raw.strip()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
         raise MalformedError("a string without quotes")
-    return _ESCAPE.sub(_unescaped, raw[1:-1])
-
-
-def _unescaped(escape: re.Match[bytes]) -> bytes:
-    """Return the bytes of an escape in a string of Python 2; Python leaves one that it does not know as it is."""
-    sign = escape[1]
-    if not sign:
-        raise MalformedError("an escape that is cut short")
-    if sign[:1] == b"x":
-        return bytes([int(sign[1:], 16)])
-    if sign[:1] in b"01234567":
-        return bytes([int(sign, 8) & 0xFF])
-    return _ESCAPED.get(sign[0], escape[0])
+    if b"\\" not in raw:
+        return raw[1:-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an escape that Python does not know, which stays as it is
+        return bytes(codecs.escape_decode(raw[1:-1])[0])
 
 
 def _string(machine: PickleMachine, raw: bytes) -> None:

@@ -28,15 +28,11 @@ STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
 GRAPH_CODE = "the code of a torch.fx graph"  # how an edit names that code
 _NAMED = 4
 
-_PYTHON_2 = {
-    "__builtin__": "builtins",
-    "exceptions": "builtins",
-    "copy_reg": "copyreg",
-    "UserDict": "collections",
-    "UserList": "collections",
-    "UserString": "collections",
-    "_operator": "operator",
-    "_functools": "functools",
+# Modules of Python 2 that have another name since, and those of C beside the ones that name their functions.
+MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
+_RENAMED = {
+    **MODULE_ALIASES,
+    **{"UserList": "collections", "UserString": "collections", "_operator": "operator", "_functools": "functools"},
 }
 _MOVED = r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)"
 # A class that another release of torch may have: not trusted by name, and nothing that an attack could use.
@@ -70,7 +66,7 @@ def _listed(title: str) -> frozenset[str]:
 def canonical(name: str) -> str:
     """Return the name under which a global is looked up: that of Python 3, of numpy 1, and of today's torch.ao."""
     root, dot, rest = name.partition(".")
-    name = f"{_PYTHON_2.get(root, root)}{dot}{rest}".replace("numpy._core.", "numpy.core.")
+    name = f"{_RENAMED.get(root, root)}{dot}{rest}".replace("numpy._core.", "numpy.core.")
     return f"torch.ao.{name[6:]}" if re.match(_MOVED, name) else name
 
 
@@ -156,12 +152,9 @@ def runs_code(name: str) -> bool:
 
 def is_union(function: Global, args: tuple[object, ...]) -> bool:
     """Return whether a call is how Python writes the type ``int | str``: ``functools.reduce(operator.or_, …)``."""
-    return (
-        str(function) in ("functools.reduce", "_functools.reduce", "__builtin__.reduce")
-        and bool(args)
-        and isinstance(args[0], Global)
-        and str(args[0]) in ("_operator.or_", "operator.or_")
-    )
+    if not args or not isinstance(args[0], Global) or canonical(str(args[0])) != "operator.or_":
+        return False
+    return canonical(str(function)) in ("functools.reduce", "builtins.reduce")
 
 
 def names_of(named: Iterable[Global], called: Iterable[str]) -> set[str]:

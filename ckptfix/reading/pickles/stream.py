@@ -4,8 +4,7 @@ Sizes in the stream are claims: nothing is taken before it is known to be there.
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from ckptfix.bytes.files import Buffer
 from ckptfix.errors import UnreadableError
 
 _WINDOW = 1 << 16  # bytes of a file that are read at a time
@@ -35,21 +34,13 @@ class NoOpcodeError(BrokenPickleError):
     """The stream goes on with a byte that means nothing."""
 
 
-class Bytes(Protocol):
-    """What the machine reads from: bytes, or a file that slices like them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice, /) -> bytes: ...
-    def find(self, sub: bytes, start: int, /) -> int: ...
-
-
 class PickleStream:
     """Takes the bytes of ``data`` from ``position`` on. Raises ``PickleEndError`` if there are not enough.
 
     ``window`` holds the bytes in memory, which are all of them or a part of a file, and ``place`` is the index of the
     next one."""
 
-    def __init__(self, data: Bytes, path: str, position: int) -> None:
+    def __init__(self, data: Buffer, path: str, position: int) -> None:
         self.path = path
         self._data, self._size = data, len(data)
         self.window, self._start, self.place = (data, 0, position) if isinstance(data, bytes) else (b"", position, 0)

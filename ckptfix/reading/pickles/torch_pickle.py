@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import STORAGE, Bounds, shown
 from ckptfix.bytes.sources import SwappedBytes, WindowBytes
 from ckptfix.core.dtypes import DTYPES
@@ -18,7 +19,7 @@ from ckptfix.reading.pickles.claims import TypedStorage, storage_dtype
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import PickleMachine
 from ckptfix.reading.pickles.payload import names_of
-from ckptfix.reading.pickles.stream import Bytes, MalformedError
+from ckptfix.reading.pickles.stream import MalformedError
 
 # Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's `str`.
 _TEXT_ID = (
@@ -91,7 +92,7 @@ class StoragePickle:
         self._find_storage = find_storage
         self._bounds = bounds
 
-    def run(self, data: Bytes, position: int = 0) -> tuple[Any, int]:
+    def run(self, data: Buffer, position: int = 0) -> tuple[Any, int]:
         """Return the inert value of the pickle at ``position`` and the position after it."""
         machine = PickleMachine(data, self.path, self.table.call, self.persistent, position, self._bounds)
         try:

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.bytes.sources import WindowBuffer
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import CkptfixError, UnreadableError
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import FAR, Memo, PickleMachine
-from ckptfix.reading.pickles.stream import Bytes
 
 
 def run(data: bytes, position: int = 0) -> tuple[Any, PickleMachine]:
@@ -75,7 +75,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptfix.reading.pickles.stream._WINDOW", 1)
 
 
-def outcome(data: Bytes, limit: int | None = None) -> tuple[str, int | None, int, str]:
+def outcome(data: Buffer, limit: int | None = None) -> tuple[str, int | None, int, str]:
     """What the machine makes of a pickle: the value, where it ends, what is left of the limits, and the error."""
     bounds = Bounds("f.pth", len(data))
     if limit is not None:
