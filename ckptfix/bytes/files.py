@@ -111,7 +111,6 @@ class ReopenedFile(OpenFile):
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes."""
         return self._stamp[0]
 
     def opened(self) -> OpenFile:
@@ -122,15 +121,12 @@ class ReopenedFile(OpenFile):
         return file
 
     def read(self, start: int, count: int) -> bytes:
-        """``count`` bytes from ``start`` on."""
         return self.opened().read(start, count)
 
     def fill(self, buffer: memoryview, start: int) -> None:
-        """Read from ``start`` on as much as the buffer holds."""
         self.opened().fill(buffer, start)
 
     def refuse_changed(self) -> None:
-        """Raise ``UnreadableError`` if the file changed."""
         self.opened()
 
 
@@ -187,7 +183,7 @@ class Buffer(Protocol):
 
 
 class RangeBuffer(io.RawIOBase):
-    """The base of those that know their length and give a range of their bytes."""
+    """The base of those that know their length and give a range of their bytes, also as an open file does."""
 
     def __init__(self, length: int) -> None:
         self._length, self._position = length, 0
@@ -213,19 +209,15 @@ class RangeBuffer(io.RawIOBase):
         return data if step == 1 else data[::step]
 
     def seekable(self) -> bool:
-        """Always."""
         return True
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
     def tell(self) -> int:
-        """Return the place of the next byte that is read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, counted from the start, from here or from the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise ValueError(f"the place {base + offset} is before the start")
@@ -233,7 +225,6 @@ class RangeBuffer(io.RawIOBase):
         return self._position
 
     def readinto(self, target: Any) -> int:
-        """Fill the target from here on, as far as there are bytes."""
         data = self[self._position : self._position + len(target)]
         target[: len(data)] = data
         self._position += len(data)
@@ -248,7 +239,6 @@ class FileBuffer(RangeBuffer):
         self._file, self._start, self._near = file, 0, b""
 
     def part(self, start: int, stop: int) -> bytes:
-        """Return the bytes of a range."""
         begin, end = start - self._start, stop - self._start
         if begin >= 0 and end <= len(self._near):
             return self._near[begin:end]
@@ -267,7 +257,6 @@ class FileBuffer(RangeBuffer):
         return data
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        """Return the first place of some bytes, -1 if there is none."""
         start, stop, _ = slice(start, stop).indices(self._length)
         while start + len(sub) <= stop:
             block = self._read(start, min(start + SEARCHED + len(sub) - 1, stop))

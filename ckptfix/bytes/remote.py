@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -225,13 +225,6 @@ class Answer(NamedTuple):
     stamp: str
 
 
-class Ranges(Protocol):
-    """A file that gives ranges of itself."""
-
-    def get(self, start: int, stop: int) -> Answer:
-        """Return the bytes from ``start`` to ``stop``, fewer at the end of the file."""
-
-
 class RemoteFile(OpenFile):
     """A file behind a URL. Raises ``UnreadableError`` if it cannot be read, and if its server sends no ranges."""
 
@@ -239,7 +232,7 @@ class RemoteFile(OpenFile):
 
     def __init__(self, url: str) -> None:
         self.path, self.descriptor = url, -1
-        self._ranges = _ranges_of(url)
+        self._range = _range_of(url)
         self._lock = threading.Lock()
         self._answers: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         first = self._ask(0, LEAST)
@@ -247,11 +240,9 @@ class RemoteFile(OpenFile):
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes."""
         return self._length
 
     def read(self, start: int, count: int) -> bytes:
-        """``count`` bytes from ``start`` on, fewer at the end of the file."""
         stop, parts = min(start + count, self._length), []
         while start < stop:
             begin, data = self._known(start) or self._fetched(start, stop)
@@ -260,14 +251,12 @@ class RemoteFile(OpenFile):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def fill(self, buffer: memoryview, start: int) -> None:
-        """Read from ``start`` on as much as the buffer holds."""
         data = self.read(start, buffer.nbytes)
         if len(data) < buffer.nbytes:
             raise self.ends_early(start, buffer.nbytes, len(data))
         buffer[:] = data
 
     def refuse_changed(self) -> None:
-        """Raise ``UnreadableError`` if the file is another by now."""
         self._check(self._ask(0, 1))
 
     def _known(self, start: int) -> tuple[int, bytes] | None:
@@ -295,7 +284,7 @@ class RemoteFile(OpenFile):
 
     def _ask(self, start: int, stop: int) -> Answer:
         try:
-            return persistently(lambda: self._ranges.get(start, stop), self.path, "read", PATIENCE)
+            return persistently(lambda: self._range(start, stop), self.path, "read", PATIENCE)
         except PlaceError as error:
             raise UnreadableError(*error.args) from error
 
@@ -357,63 +346,54 @@ def _opened(request: Request, token: str | None) -> HTTPResponse:
     return answer
 
 
-class _HttpRanges(Struct, frozen=True):
-    """A file of an HTTP server. ``token`` is for that server only, and not for one that it redirects to."""
-
-    name: str
-    url: str
-    token: str | None = None
-
-    def get(self, start: int, stop: int) -> Answer:
-        request = Request(self.url, headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
-        try:
-            with _opened(request, self.token) as answer:
-                stamp = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
-                if answer.status == 206:
-                    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
-                    if ranged is not None and int(ranged[1]) == start:
-                        data, size = answer.read(stop - start), int(ranged[2])
-                        if len(data) < min(stop, size) - start:
-                            raise TransferError(f"{self.name}: {len(data)} bytes came of a range of {stop - start}")
-                        return Answer(data, size, stamp)
-                elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # the whole of a small file
-                    return Answer(data[:stop], len(data), stamp)
-        except HTTPError as error:
-            if error.code == 416 and start == 0 and error.headers.get("Content-Range") == "bytes */0":
-                return Answer(b"", 0, "")
-            if error.code != 416 or start:
-                raise _explained(self.name, error) from error
-        except URLError as error:  # what it is about is inside
-            raise error.reason if isinstance(error.reason, OSError) else error from error
-        raise UnreadableError(
-            f"{self.name}: its server sends files as a whole only, and no ranges of them; {download_advice(self.name)}"
-        )
+def _http_range(name: str, url: str, token: str | None, start: int, stop: int) -> Answer:
+    """Return a range of a file of an HTTP server. The token is for that server only, and not for one that it redirects
+    to."""
+    request = Request(url, headers={"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"})
+    try:
+        with _opened(request, token) as answer:
+            stamp = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
+            if answer.status == 206:
+                ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
+                if ranged is not None and int(ranged[1]) == start:
+                    data, size = answer.read(stop - start), int(ranged[2])
+                    if len(data) < min(stop, size) - start:
+                        raise TransferError(f"{name}: {len(data)} bytes came of a range of {stop - start}")
+                    return Answer(data, size, stamp)
+            elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # the whole of a small file
+                return Answer(data[:stop], len(data), stamp)
+    except HTTPError as error:
+        if error.code == 416 and start == 0 and error.headers.get("Content-Range") == "bytes */0":
+            return Answer(b"", 0, "")
+        if error.code != 416 or start:
+            raise _explained(name, error) from error
+    except URLError as error:  # what it is about is inside
+        raise error.reason if isinstance(error.reason, OSError) else error from error
+    raise UnreadableError(
+        f"{name}: its server sends files as a whole only, and no ranges of them; {download_advice(name)}"
+    )
 
 
-class _StoreRanges(Struct, frozen=True):
-    """A file of a file system of fsspec."""
-
-    system: AbstractFileSystem
-    path: str
-
-    def get(self, start: int, stop: int) -> Answer:
-        if start == 0:
-            self.system.invalidate_cache(self.path)
-        info = self.system.info(self.path)
-        size = int(info.get("size") or 0)
-        stop = min(stop, size)
-        return Answer(read_range(self.system, self.path, start, stop) if start < stop else b"", size, stamp_of(info))
+def _store_range(system: AbstractFileSystem, path: str, start: int, stop: int) -> Answer:
+    if start == 0:
+        system.invalidate_cache(path)
+    info = system.info(path)
+    size = int(info.get("size") or 0)
+    stop = min(stop, size)
+    return Answer(read_range(system, path, start, stop) if start < stop else b"", size, stamp_of(info))
 
 
-def _ranges_of(url: str) -> Ranges:
+def _range_of(url: str) -> Callable[[int, int], Answer]:
+    """Return what gives the bytes of a file from one place to another, fewer at its end."""
     scheme = url.partition("://")[0]
     if scheme == "hf":
         kind, name, revision, path = _hub_parts(url)
         place = f"{kind}/{name}" if kind else name
-        return _HttpRanges(url, f"{_endpoint()}/{place}/resolve/{quote(revision, safe='')}/{quote(path)}", _token())
+        resolved = f"{_endpoint()}/{place}/resolve/{quote(revision, safe='')}/{quote(path)}"
+        return partial(_http_range, url, resolved, _token())
     if scheme in ("http", "https"):
-        return _HttpRanges(url, url, _token() if url.startswith(f"{_endpoint()}/") else None)
-    return _StoreRanges(*file_system(url))
+        return partial(_http_range, url, url, _token() if url.startswith(f"{_endpoint()}/") else None)
+    return partial(_store_range, *file_system(url))
 
 
 def file_system(url: str) -> tuple[AbstractFileSystem, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field
@@ -14,7 +13,6 @@ from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, RangeBuffer, is_ur
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact
-from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.errors import Opt, UnreadableError
 
@@ -29,7 +27,6 @@ class FileBytes(Struct, frozen=True, eq=False):
     nbytes: int
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the range."""
         data = self.file.read(self.offset + start, stop - start)
         if len(data) != stop - start:
             raise self.file.ends_early(self.offset + start, stop - start, len(data))
@@ -43,11 +40,9 @@ class MemoryBytes(Struct, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
         return memoryview(self.buffer).nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         return memoryview(self.buffer).cast("B")[start:stop]
 
 
@@ -59,7 +54,6 @@ class SwappedBytes(Struct, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
         return self.source.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -82,7 +76,6 @@ class WindowBytes(Struct, frozen=True, eq=False):
     nbytes: int
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the range."""
         return self.source.read(self.offset + start, self.offset + stop)
 
 
@@ -109,7 +102,6 @@ class JoinedBytes(PartedBytes):
         self.parts, self.nbytes = parts, sum(part.nbytes for part in parts)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the sources that have bytes ``start`` to ``stop``, with the first and one past the last of them."""
         for part in self.parts:
             if max(start, 0) < min(stop, part.nbytes):
                 yield part, max(start, 0), min(stop, part.nbytes)
@@ -117,33 +109,24 @@ class JoinedBytes(PartedBytes):
 
 
 class LateBytes:
-    """The bytes of a storage whose place in the file is known only after the pickle has been read."""
+    """The bytes of a storage whose place is known only after the pickle has been read, or is sought when they are asked
+    for: finding it may be a request over a network."""
 
-    __slots__ = ("inner", "nbytes")
+    __slots__ = ("inner", "nbytes", "seek")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, nbytes: int, seek: Callable[[], ByteSource] | None = None) -> None:
+        self.nbytes, self.seek = nbytes, seek
         self.inner: ByteSource | None = None
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``, once the place is known."""
-        assert self.inner is not None, "a storage was read before its file"
-        return self.inner.read(start, stop)
-
-
-class SoughtBytes(Struct, eq=False, dict=True):
-    """Bytes whose place is sought when they are asked for: finding it is a request over a network."""
-
-    nbytes: int
-    seek: Callable[[], ByteSource]
-
-    @cached_property
+    @property
     def found(self) -> ByteSource:
         """The place. Raises ``UnreadableError`` if it is not where it should be."""
-        return self.seek()
+        if self.inner is None:
+            assert self.seek is not None, "a storage was read before its file"
+            self.inner = self.seek()
+        return self.inner
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         return self.found.read(start, stop)
 
 
@@ -152,9 +135,7 @@ def located(source: ByteSource) -> FileBytes | None:
     if isinstance(source, FileBytes):
         return source
     if isinstance(source, LateBytes):
-        return None if source.inner is None else located(source.inner)
-    if isinstance(source, SoughtBytes):
-        return located(source.found)
+        return located(source.found) if source.inner is not None or source.seek is not None else None
     if isinstance(source, WindowBytes) and (outer := located(source.source)) is not None:
         return FileBytes(outer.file, outer.offset + source.offset, source.nbytes)
     return None
@@ -221,12 +202,6 @@ def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) ->
 _BUFFERS: deque[memoryview] = deque(maxlen=4)
 
 
-def blocks_of(data: memoryview) -> Iterator[memoryview]:
-    """Yield bytes in memory in the same blocks as ``stream``."""
-    for start in range(0, data.nbytes, BLOCK):
-        yield data[start : start + BLOCK]
-
-
 PIECE = 64 << 10  # bytes that are copied at once: so few that no fresh memory is asked for them
 
 
@@ -264,7 +239,12 @@ class Content(Struct, eq=False, weakref=True):
     @classmethod
     def of_file(cls, path: str) -> Content:
         """Return the content of a file or URL. Raises ``UnreadableError`` if it does not open, or is empty."""
-        file = _opened(path)
+        if is_url(path):
+            from ckptfix.bytes.remote import RemoteFile  # which brings the modules for HTTP
+
+            file: OpenFile = RemoteFile(path)
+        else:
+            file = open_file(path)
         if file.size == 0:
             raise UnreadableError(
                 f"{path}: the file is empty (0 bytes): the save or the download never finished; fetch it again"
@@ -298,14 +278,6 @@ class Content(Struct, eq=False, weakref=True):
         return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])
 
 
-def _opened(path: str) -> OpenFile:
-    if not is_url(path):
-        return open_file(path)
-    from ckptfix.bytes.remote import RemoteFile  # which brings the modules for HTTP
-
-    return RemoteFile(path)
-
-
 class WindowBuffer(RangeBuffer):
     """A range of another buffer."""
 
@@ -314,11 +286,9 @@ class WindowBuffer(RangeBuffer):
         self._buffer, self._start = buffer, start
 
     def part(self, start: int, stop: int) -> bytes:
-        """Return the bytes of a range."""
         return bytes(self._buffer[self._start + start : self._start + stop])
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        """Return the first place of some bytes, -1 if there is none."""
         start, stop, _ = slice(start, stop).indices(self._length)
         found = self._buffer.find(sub, self._start + start, self._start + stop)
         return found if found < 0 else found - self._start
@@ -336,7 +306,6 @@ class WindowContent(Content):
         return cls(outer.path, window, outer.file, outer=outer.source(start, stop - start))
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
-        """Return a range of the window."""
         return WindowBytes(self.outer, offset, nbytes)
 
 
@@ -366,7 +335,9 @@ def whole_bytes(source: ByteSource) -> int:
     if isinstance(source, TornBytes):
         return source.whole
     if isinstance(source, LateBytes):
-        return whole_bytes(source.inner) if source.inner is not None else 0
+        if source.inner is None:
+            return source.nbytes if source.seek is not None else 0
+        return whole_bytes(source.inner)
     if isinstance(source, SwappedBytes):
         return whole_bytes(source.source) // source.width * source.width
     if isinstance(source, WindowBytes):
@@ -384,12 +355,6 @@ def is_torn(value: Any) -> bool:
         if (whole := whole_bytes(source)) < source.nbytes and part.numel and part.extent[1] > whole:
             return True
     return False
-
-
-def missing_bytes(root: Any) -> int:
-    """Return how many bytes the storages of a tree lack."""
-    sources = {id(spec.storage): spec.storage.source for spec in tensors_in(root) if spec.storage is not None}
-    return sum(source.nbytes - whole_bytes(source) for source in sources.values())
 
 
 def zero_tail(content: Content) -> int:
@@ -428,25 +393,19 @@ def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) ->
     is_cut, follows = False, False
     for start, spec in placed:
         stop = start + spec.nbytes
-        if not _is_float(spec) or stop <= zeros:
+        dtype, itemsize = DTYPES[spec.dtype], spec.itemsize
+        if not spec.numel or not (dtype.is_float or dtype.is_complex) or stop <= zeros:
             continue
         row = max(spec.nbytes // (spec.shape[0] if len(spec.shape) > 1 else 1), 1)
+        offset = zeros - start
+        # Inside of a number, or between two of a row: next to its edge, they may be zero themselves.
+        is_inside = offset % itemsize > 0 or 2 * itemsize <= offset % row <= row - 2 * itemsize
         if start >= zeros:
             follows = True
-        elif _lies_inside(zeros - start, row, spec.itemsize) and _is_dense(content, start, zeros, spec):
+        elif is_inside and _is_dense(content, start, zeros, spec):
             is_cut = True
             follows |= stop - (zeros + row - (zeros - start) % row) >= row
     return zeros if is_cut and follows else None
-
-
-def _is_float(spec: TensorSpec) -> bool:
-    return spec.numel > 0 and (DTYPES[spec.dtype].is_float or DTYPES[spec.dtype].is_complex)
-
-
-def _lies_inside(offset: int, row: int, itemsize: int) -> bool:
-    """Return whether zeros begin inside of a row: inside of a number, or between two and not next to an edge, where the
-    last numbers of the row may be zero themselves."""
-    return offset % itemsize > 0 or 2 * itemsize <= offset % row <= row - 2 * itemsize
 
 
 def _is_dense(content: Content, start: int, zeros: int, spec: TensorSpec) -> bool:

@@ -40,6 +40,7 @@ class Expansion:
     def __init__(self, path: str) -> None:
         self.path = path
         self.nbytes = 0
+        self.lock = Lock()  # threads of the value scan read at the same time
         self._memory = bytearray()
         self._file: BinaryIO | None = None
 
@@ -318,44 +319,14 @@ def sniff(content: Content) -> Compression | None:
     return None
 
 
-class UnpackedMembers:
-    """The members of one archive that were unpacked, one after the other, as far as they were read.
-
-    They are kept until the checkpoint is closed: many tensors may be views of one storage."""
-
-    def __init__(self, content: Content) -> None:
-        self._content, self._expansion = content, Expansion(content.path)
-        self._lock = Lock()  # threads of the value scan read at the same time
-
-    def read(self, member: PackedBytes, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of a member. Raises ``UnreadableError`` if it is damaged."""
-        with self._lock:
-            if member.place is None and member.fault is None:
-                self._unpack(member)
-            if member.place is None:
-                raise UnreadableError(f"{self._content.path}: {member.fault}; fetch the file again")
-            return memoryview(self._expansion.read(member.place + start, member.place + stop))
-
-    def _unpack(self, member: PackedBytes) -> None:
-        begin = self._expansion.nbytes
-        stream = Stream(self._content, member.start, member.stop, member.make_decoder)
-        for block, _ in stream.blocks(rescue=False):
-            if stream.expanded > member.nbytes:
-                break
-            # What the members of an archive unpack to together is held against its size: one may be all zeros.
-            self._expansion.write(block, len(self._content))
-        if stream.fault:
-            member.fault = f"member {member.name} is damaged ({stream.fault})"
-        elif stream.expanded != member.nbytes:
-            member.fault = f"member {member.name} does not unpack to its declared {member.nbytes} bytes"
-        else:
-            member.place = begin
-
-
 class PackedBytes(Struct, eq=False):
-    """A packed member of an archive: bytes ``start`` to ``stop`` of its content, unpacked when it is first read."""
+    """A packed member of an archive: bytes ``start`` to ``stop`` of its content, unpacked when it is first read.
 
-    members: UnpackedMembers
+    ``expansion`` has the members of one archive that were unpacked, one after the other. They are kept until the
+    checkpoint is closed: many tensors may be views of one storage."""
+
+    content: Content
+    expansion: Expansion
     name: str
     start: int
     stop: int
@@ -365,5 +336,26 @@ class PackedBytes(Struct, eq=False):
     fault: str | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the unpacked member."""
-        return self.members.read(self, start, stop)
+        """Return bytes ``start`` to ``stop`` of the unpacked member. Raises ``UnreadableError`` if it is damaged."""
+        with self.expansion.lock:
+            if self.place is None and self.fault is None:
+                self.unpack()
+            if self.place is None:
+                raise UnreadableError(f"{self.content.path}: {self.fault}; fetch the file again")
+            return memoryview(self.expansion.read(self.place + start, self.place + stop))
+
+    def unpack(self) -> None:
+        """Add the unpacked bytes to those of the other members, or note why there are none."""
+        begin = self.expansion.nbytes
+        stream = Stream(self.content, self.start, self.stop, self.make_decoder)
+        for block, _ in stream.blocks(rescue=False):
+            if stream.expanded > self.nbytes:
+                break
+            # What the members of an archive unpack to together is held against its size: one may be all zeros.
+            self.expansion.write(block, len(self.content))
+        if stream.fault:
+            self.fault = f"member {self.name} is damaged ({stream.fault})"
+        elif stream.expanded != self.nbytes:
+            self.fault = f"member {self.name} does not unpack to its declared {self.nbytes} bytes"
+        else:
+            self.place = begin

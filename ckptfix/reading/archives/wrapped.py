@@ -36,7 +36,7 @@ _BESIDE_POLICY = re.compile(r"(^|/)([\w.]*optimizer|pytorch_variables|tensors)\.
 _UNPACKED = re.compile(r"(^|/)(\.metadata|data\.pkl)$")
 
 # Of torch's older files: how the magic number begins that a plain pickle lacks (`torch_legacy.MAGIC`), binary and text.
-_OF_TORCH_SAVE = (b"\x8a\nl\xfc\x9cF\xf9", b"L119547037146038801333356L")
+_OF_TORCH_SAVE = re.compile(rb"\x8a\nl\xfc\x9cF\xf9|L119547037146038801333356L")
 
 _PICKLE = re.compile(
     rb"\x80[\0-\5]"  # protocol 2 and on
@@ -56,7 +56,13 @@ def unwrap(content: Content, member: str | None = None) -> Content:
     damage: list[Fact] = []
     wrapper = ""
     for _ in range(DEPTH_LIMIT + 1):
-        archive = _archive(content, damage)
+        archive = None
+        if is_zip_of_files(content):
+            archive, causes = _zip_members(content)
+            damage += causes
+        elif tar_members.sniff(content) and not is_torch_tar(content):
+            archive, causes = tar_members.members(content)
+            damage += causes
         if archive is not None:
             wrapper = wrapper or ("zip" if is_zip(content) else "tar")
             chosen, wanted = _choose(content.path, archive, wanted, damage)
@@ -68,7 +74,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             name = compression.name_inside(content.member or outer)
             content = _replaced(content, expand(content.path, name, partial(compression.blocks, content)))
             damage += content.damage
-        elif (packer := _foreign(content)) is not None:
+        elif packer := next((PACKERS[magic] for magic in PACKERS if content.buffer[:8].startswith(magic)), ""):
             raise UnreadableError(
                 f"{content.path}: is packed by {packer}, which ckptfix does not unpack; unpack it first"
             )
@@ -80,23 +86,6 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             content.damage, content.wrapper = damage, wrapper
             return content
     raise HostileError(f"{outer}: archives are nested more than {DEPTH_LIMIT} deep; do not use this file")
-
-
-def _foreign(content: Content) -> str | None:
-    head = bytes(content.buffer[:8])
-    return next((packer for magic, packer in PACKERS.items() if head.startswith(magic)), None)
-
-
-def _archive(content: Content, damage: list[Fact]) -> list[Member] | None:
-    """Return the files of a tar or an ordinary zip archive, None for anything else; adds to ``damage``."""
-    if is_zip_of_files(content):
-        members, causes = _zip_members(content)
-    elif tar_members.sniff(content) and not is_torch_tar(content):
-        members, causes = tar_members.members(content)
-    else:
-        return None
-    damage += causes
-    return members
 
 
 def _replaced(old: Content, new: Content) -> Content:
@@ -118,7 +107,11 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
         likely = [member for member in likely if not _BESIDE_POLICY.search(member.name)]
     # Beside weights, a plain pickle is what a program needs to build the model or to prepare its input, unless it is
     # a part of an unpacked checkpoint.
-    likely = [each for each in likely if _UNPACKED.search(each.name) or not _is_plain_pickle(each.head)] or likely
+    likely = [
+        member
+        for member in likely
+        if _UNPACKED.search(member.name) or not _PICKLE.match(member.head) or _OF_TORCH_SAVE.search(member.head[:32])
+    ] or likely
     present = [member.name for member in archive if len(member.name) <= _PATH_LIMIT]
     whole = name_bundle(present, PARTS) if all(PART.search(member.name) for member in likely) else None
     if wanted is None and whole is not None:
@@ -164,11 +157,6 @@ def looks_like_checkpoint(head: bytes) -> bool:
         return True
     # safetensors: the length of a JSON header, and the header.
     return len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000
-
-
-def _is_plain_pickle(head: bytes) -> bool:
-    """Return whether a file that begins so is a pickle that neither ``torch.save`` wrote nor ``safetensors``."""
-    return bool(_PICKLE.match(head)) and not any(head[:32].find(magic) >= 0 for magic in _OF_TORCH_SAVE)
 
 
 def _wraps(head: bytes) -> bool:
@@ -273,12 +261,8 @@ def _blocks(content: Content, listing: ZipIndex, info: ZipMember, damage: list[F
     is_known = listing.found is None or info.filename not in listing.found.open_at
     if stream.fault:
         damage.append(Fact.of(Kind.PACKED_BYTES, there=stream.expanded, fault=stream.fault))
-    elif not is_known or not _is_whole(stream, info):
+    # The end of an LZMA stream is its size; a marker after it is an option.
+    elif not is_known or not (stream.ended or (info.compress_type == LZMA and stream.expanded == info.file_size)):
         damage.append(Fact.of(Kind.MEMBER_CUT, there=stream.expanded, size=info.file_size))
     elif crc != info.CRC:
         damage.append(Fact(Kind.ZIP_CHECKSUM))
-
-
-def _is_whole(stream: Stream, info: ZipMember) -> bool:
-    # The end of an LZMA stream is its size; a marker after it is an option.
-    return stream.ended or (info.compress_type == LZMA and stream.expanded == info.file_size)

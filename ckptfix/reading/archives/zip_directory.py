@@ -103,20 +103,14 @@ _EXPORTED = re.compile(r"[^/]+/data/weights/[^/]*_weights_config\.json")
 _LATEST = 63  # the version of the format, 6.3, up to which `zipfile` reads a member
 
 
-class _Directory(NamedTuple):
-    """The names in a directory and, where it is a plain one, its members."""
-
-    names: list[str]
-    members: list[Member] | None
-
-
-# The directories by archive: each test of what a file is reads its names, and it may have a hundred thousand.
-_known: WeakKeyDictionary[Content, _Directory] = WeakKeyDictionary()
+# The names in a directory and, where it is a plain one, its members. They are kept by archive: each test of what a file
+# is reads its names, and it may have a hundred thousand.
+_known: WeakKeyDictionary[Content, tuple[list[str], list[Member] | None]] = WeakKeyDictionary()
 
 
 def member_names(content: Content) -> list[str]:
     """Return the names of all members, none if there is no whole directory. They are read as latin-1."""
-    return _directory(content).names
+    return _directory(content)[0]
 
 
 def plain_members(content: Content, shift: int) -> list[Member] | None:
@@ -125,23 +119,18 @@ def plain_members(content: Content, shift: int) -> list[Member] | None:
     whatever the directory lists. With it for all, the repair of 10,000 keys takes a tenth longer.
 
     Raises ``HostileError`` if there is no end of them."""
-    members = _directory(content).members
+    _, members = _directory(content)
     if members is None or not shift:
         return members and list(members)
     return [replace(member, header_offset=member.header_offset + shift) for member in members]
 
 
-def _directory(content: Content) -> _Directory:
+def _directory(content: Content) -> tuple[list[str], list[Member] | None]:
     if (found := _known.get(content)) is None:
-        found = _known[content] = _found_directory(content)
+        end = end_record(content)
+        found = ([], None) if end is None else _entries(bounded_directory(content, end.begin, end.stop))
+        _known[content] = found
     return found
-
-
-def _found_directory(content: Content) -> _Directory:
-    end = end_record(content)
-    if end is None:
-        return _Directory([], None)
-    return _Directory(*_entries(bounded_directory(content, end.begin, end.stop)))
 
 
 class EndRecord(NamedTuple):

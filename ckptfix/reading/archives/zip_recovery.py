@@ -31,7 +31,6 @@ from ckptfix.reading.archives.unpacking import Stream, printable
 from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
     HEADER,
-    EndRecord,
     Header,
     Member,
     checksums_left,
@@ -142,7 +141,7 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
     found: dict[int, tuple[int, int, int, int]] = {}
     for position in _signatures(content, _DESCRIPTOR):
         record = bytes(content.buffer[position + 4 : position + 24])
-        for form in (struct.Struct("<3I"), struct.Struct("<I2Q")):
+        for form in DESCRIPTORS[2:]:
             if len(record) >= form.size:
                 crc, packed, size = form.unpack_from(record)
                 if position - packed in starts:
@@ -289,7 +288,8 @@ class DirectoryRepair:
         if info.filename.endswith("/"):
             return info  # a folder, of which nothing is read
         header = read_header(self.content, info.header_offset)
-        other = self._other_name(info, header)
+        other = header_name(info, header) if header is not None and header.is_signed else None
+        other = other if other != info.orig_filename and self.names[other or ""] else None  # that of another member
         if header is not None and other and self._is_misnamed(info, header, other):
             self.listing.agreed[info.header_offset] = header.start
             return info
@@ -328,11 +328,6 @@ class DirectoryRepair:
         """Return where the next member begins, or the directory."""
         after = bisect_right(self.bounds, info.header_offset)
         return min((*self.bounds[after : after + 1], self.listing.directory))
-
-    def _other_name(self, info: Member, header: Header | None) -> str:
-        """Return the name in the header of a member where that is the name of another member, or nothing."""
-        name = header_name(info, header) if header is not None and header.is_signed else None
-        return name if name is not None and name != info.orig_filename and self.names[name] else ""
 
     def _is_misnamed(self, info: Member, header: Header, other: str) -> bool:
         """Return whether the header with the name of another member is that of this one all the same.
@@ -473,28 +468,23 @@ def list_members(content: Content) -> ZipIndex:
 
 def _directory(content: Content) -> tuple[ZipIndex, str]:
     """Return the members as the directory at the end lists them, and why it cannot be read."""
-    end = end_record(content)
+    end, buffer = end_record(content), content.buffer
     try:
-        infos, start = _members(content, end)
+        if end is not None and (plain := plain_members(content, end.begin - end.start)):
+            listing = ZipIndex(plain, directory=end.begin)
+        else:
+            archive = zipfile.ZipFile(buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:]))
+            # The fields have the names that ZipInfo gives them.
+            fields = Member.__struct_fields__
+            infos = [Member(*(getattr(info, name) for name in fields)) for info in archive.infolist()]
+            listing = ZipIndex(infos, directory=archive.start_dir)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
         return ZipIndex([]), str(error) or type(error).__name__
-    listing = ZipIndex(infos, directory=start)
     if end is not None:
-        listing.displaced = start - end.start
+        listing.displaced = listing.directory - end.start
         listing.refusal = refusal(content, end, listing.infos)
         listing.trailing = len(content) - end.end
     for info in listing.infos:
         if "\\" in info.orig_filename:
             info.filename, info.orig_filename = plain_name(info.filename), plain_name(info.orig_filename)
     return listing, ""
-
-
-def _members(content: Content, end: EndRecord | None) -> tuple[list[Member], int]:
-    """Return the members, and where the directory of them begins."""
-    if end is not None and (plain := plain_members(content, end.begin - end.start)):
-        return plain, end.begin
-    buffer = content.buffer
-    archive = zipfile.ZipFile(buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:]))
-    # The fields have the names that ZipInfo gives them.
-    members = [Member(*(getattr(info, name) for name in Member.__struct_fields__)) for info in archive.infolist()]
-    return members, archive.start_dir

@@ -17,14 +17,14 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.decoders import FAULTS, STORED, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
-from ckptfix.bytes.sources import Content, SoughtBytes, TornBytes, missing_bytes
+from ckptfix.bytes.sources import Content, LateBytes, TornBytes, whole_bytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.unpacking import PackedBytes, UnpackedMembers
+from ckptfix.reading.archives.unpacking import Expansion, PackedBytes
 from ckptfix.reading.archives.zip_directory import Member, header_name, read_header
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
 from ckptfix.reading.pickles.payload import payload_remarks
@@ -236,13 +236,13 @@ class Archive(TorchArchive):
         self.content, self.root, self.members, self.listing = content, root, members, listing
         self.found = listing.found
         self.gone: list[str] = []
-        self._unpacked = UnpackedMembers(content)
+        self._unpacked = Expansion(content.path)
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a member; its place is the local header's word, checked against the file."""
         info, content = self.members[name], self.content
         if content.is_remote and info.compress_type == STORED and not why_closed(info.flag_bits, STORED):
-            return SoughtBytes(info.compress_size, lambda: self._remote_member(info))
+            return LateBytes(info.compress_size, lambda: self._remote_member(info))
         if not self.is_whole(name):
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
         start = self.listing.data_start(content, info)
@@ -274,7 +274,7 @@ class Archive(TorchArchive):
                 f"{content.path}: member {info.filename} is damaged ({error}); fetch it again"
             ) from error
         stop = start + info.compress_size
-        return PackedBytes(self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
+        return PackedBytes(content, self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
 
     def _remote_member(self, info: Member) -> ByteSource:
         """Return the bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
@@ -358,7 +358,9 @@ class Archive(TorchArchive):
             return told
         zeros = self.nbytes - self.found.zeros
         zeros = zeros if zeros > _PADDING else 0
-        return [Fact.of(Kind.TORCH_ZIP_CUT, nbytes=self.nbytes, zeros=zeros, missing=missing_bytes(root))]
+        sources = {id(spec.storage): spec.storage.source for spec in tensors_in(root) if spec.storage is not None}
+        missing = sum(source.nbytes - whole_bytes(source) for source in sources.values())
+        return [Fact.of(Kind.TORCH_ZIP_CUT, nbytes=self.nbytes, zeros=zeros, missing=missing)]
 
     def crc32(self, name: str) -> int | None:
         """Return the checksum of a member; None if the archive has none.

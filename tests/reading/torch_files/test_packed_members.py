@@ -74,15 +74,15 @@ def test_views_of_a_packed_storage_unpack_it_once(tmp_path: Path, monkeypatch: p
     views = {f"v{number}": whole[number:] for number in range(40)}
     checkpoint = ckptfix.open_checkpoint(write(tmp_path, rezipped(saved(views), zipfile.ZIP_DEFLATED)))
     made: list[object] = []
-    monkeypatch.setattr(unpacking.UnpackedMembers, "_unpack", counted(unpacking.UnpackedMembers._unpack, made))
+    monkeypatch.setattr(unpacking.PackedBytes, "unpack", counted(unpacking.PackedBytes.unpack, made))
     assert_same({key: checkpoint.read(key) for key in views}, views)
     assert len(made) == 1
 
 
 def counted(function: Callable[..., None], made: list[object]) -> Callable[..., None]:
-    def unpack(self: object, member: object) -> None:
-        made.append(member)
-        function(self, member)
+    def unpack(self: object) -> None:
+        made.append(self)
+        function(self)
 
     return unpack
 
