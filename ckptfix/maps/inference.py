@@ -61,6 +61,10 @@ ROTATED = ({"wq", "q_proj"}, {"wk", "k_proj"})
 """Layers of Meta's Llama and of transformers: their rows have another order, which depends on the size of the heads."""
 
 
+BY_HEAD = frozenset({"query_key_value", "linear_qkv", "wqkv"})
+"""Names of Megatron, GPT-NeoX, BLOOM, Falcon and InternLM2, and of ChatGLM, which has all queries first."""
+
+
 class Match(Struct, frozen=True):
     """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
 
@@ -272,7 +276,7 @@ def _match(
     ):
         label = Label.AMBIGUOUS
     is_fused = len(parts) > 1 or parts[0].numel != prod(source[parts[0].source])
-    if is_fused and any(_is_unnamed_gate(part.source, key) for part in parts):
+    if is_fused and any(_is_unnamed_gate(part.source, key) or _is_by_head(part.source, key) for part in parts):
         label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
 
@@ -281,6 +285,12 @@ def _is_unnamed_gate(source: str, key: str) -> bool:
     """Tell whether a gate and what it gates are fused under a name that does not say which of them comes first."""
     named = roles(segments(source)), roles(segments(key))
     return {*named[0], *named[1]} <= {"gate", "up"} and max(map(len, named)) == 1
+
+
+def _is_by_head(source: str, key: str) -> bool:
+    """Tell whether query, key and value are fused under a name that some libraries use for one after the other, and
+    others for a row of the three of each head or group: no shape says which."""
+    return not BY_HEAD.isdisjoint({module(segments(source)), module(segments(key))})
 
 
 def _may_be_permuted(source: str, key: str) -> bool:
@@ -453,7 +463,8 @@ def _doubt_beside_gaps(inference: Inference) -> None:
                 is_doubtful = False
             else:
                 better = _alike(one, other, common) - _alike(source, key, common)
-                is_doubtful = better >= 0 if is_like else better > 0
+                has_siblings_there = together[template(one), template(other)] > 0
+                is_doubtful = has_siblings_there or (better >= 0 if is_like else better > 0)
             if is_doubtful:
                 doubtful.add(_layer(key) if _is_of_layer(key) else key)
                 break

@@ -18,7 +18,8 @@ mlp: mlp mlps ffn ff feedforward
 norm: norm ln lns layernorm layrnorm batchnorm bn gn groupnorm rmsnorm normalization norms
 query: q query queries wq qproj toq linearq
 key: k key keys wk kproj tok_ tok linearK
-value: v value values wv vproj tov
+value: v value values wv vproj tov critic vf
+policy: policy actor pi action
 out: o out output wo oproj outproj
 gate: gate wgate
 up: up wup
@@ -275,6 +276,8 @@ def told_apart(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[
             return (*front, "out_proj", path[-1])
         if tuple(front) in turned and norm[-1:] in ("1", "2") and _SECOND.fullmatch(f"{norm[:-1]}2"):
             return (*front, "norm_cross" if norm[-1] == "1" else "norm_attn", path[-1])
+        if (*front, f"{norm[:-1]}0") in modules:  # one for each stage of a backbone
+            return path
         if _SECOND.fullmatch(norm) and ((*front, f"{norm[:-1]}3") in modules or tuple(front) in crossed):
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":

@@ -339,6 +339,7 @@ class Matcher(Struct):
                 score -= order_weight * abs(ranks[0][at] - ranks[1][to])
                 score += number_weight * _same_numbers(counted[0][at], counted[1][to])
                 score += 0.5 * (one.path == other.path)
+                score += 0.3 * (_same_end(one, other) and module(one.path)[-1:].isdigit())  # attn2 is attn2
                 row.append(score)
             rows.append(row)
         return rows

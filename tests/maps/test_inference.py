@@ -730,6 +730,69 @@ def test_a_gate_and_what_it_gates_fused_under_a_name_that_does_not_say_the_order
     assert labels["layers.1.down_proj.weight"] > Label.AMBIGUOUS
 
 
+@pytest.mark.parametrize(("name", "label"), [
+    ("qkv_proj", Label.LIKELY), ("Wqkv", Label.LIKELY),
+    ("query_key_value", Label.AMBIGUOUS), ("wqkv", Label.AMBIGUOUS), ("linear_qkv", Label.AMBIGUOUS),
+])  # fmt: skip
+@pytest.mark.parametrize("is_back", [False, True], ids=["split", "fused"])
+def test_queries_keys_and_values_that_some_libraries_fuse_by_head(name, label, is_back):
+    ours = stack("h", [{f"attn.{name}.weight": (16, 8), "attn.dense.weight": (8, 8)}] * 3)
+    block = {"q_proj.weight": (8, 8), "k_proj.weight": (4, 8), "v_proj.weight": (4, 8), "out_proj.weight": (8, 8)}
+    theirs = stack("layers", [{f"self_attn.{key}": shape for key, shape in block.items()}] * 3)
+    matches = infer(*((theirs, ours) if is_back else (ours, theirs))).matches
+    assert {match.label for match in matches.values() if len(match.parts) > 1 or match.parts[0].numel < 64} == {label}
+
+
+def test_the_norms_of_stages_are_a_list_though_there_are_three():
+    """The backbone of Mask2Former: the last norm of the target has the shape of the norm of the last stage."""
+    source: Specs = {}
+    target = norm("model.encoder.layernorm", 16)
+    for at in range(4):
+        source |= norm(f"backbone.norm{at}", 2 << at)
+        target |= norm(f"model.norms.stage{at + 1}", 2 << at)
+    body: Specs = stack("layers", [linear("fc1", 32, 8) | linear("fc2", 8, 32)] * 3)
+    source |= {f"backbone.{key}": shape for key, shape in body.items()}
+    target |= {f"model.encoder.{key}": shape for key, shape in body.items()}
+    matches = infer(source, target).matches
+    for at in range(4):
+        match = matches[f"model.norms.stage{at + 1}.weight"]
+        assert match.parts[0].source == f"backbone.norm{at}.weight" or match.label is Label.AMBIGUOUS
+    gone = matches.get("model.encoder.layernorm.weight")
+    assert gone is None or gone.label is Label.AMBIGUOUS
+
+
+def test_actors_and_critics_in_another_order():
+    """CleanRL has the critic first, Stable-Baselines3 the policy."""
+    net = {"0.weight": (64, 17), "0.bias": (64,), "2.weight": (64, 64), "2.bias": (64,)}
+    source = {f"{name}.{key}": shape for name, end in (("critic", 1), ("actor_mean", 6)) for key, shape in
+              {**net, "4.weight": (end, 64), "4.bias": (end,)}.items()}  # fmt: skip
+    target = {f"mlp_extractor.{name}.{key}": shape for name in ("policy_net", "value_net") for key, shape in
+              net.items()} | linear("action_net", 6, 64) | linear("value_net", 1, 64)  # fmt: skip
+    found = sources(source, target)
+    assert found["mlp_extractor.policy_net.0.weight"] == ["actor_mean.0.weight"]
+    assert found["mlp_extractor.value_net.2.bias"] == ["critic.2.bias"]
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["in the order of definition", "sorted by name"])
+def test_a_number_at_the_end_of_a_name_tells_two_attentions_apart(is_sorted):
+    """The first block of Stable Diffusion 3.5 has a second attention for the image, ``attn2`` in diffusers, too."""
+    mlp = linear("fc1", 32, 8) | linear("fc2", 8, 32)
+    parts = {"context_block.attn": linear("qkv", 24, 8), "x_block.attn": linear("qkv", 24, 8)}
+    parts |= {"x_block.attn2": linear("qkv", 24, 8), "context_block.mlp": mlp, "x_block.mlp": mlp}
+    block = {f"{front}.{key}": shape for front, inner in parts.items() for key, shape in inner.items()}
+    theirs: Specs = {f"{front}.{key}": shape for front in ("ff", "ff_context") for key, shape in mlp.items()}
+    for name in ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "add_q_proj"):
+        theirs |= linear(f"attn.{name}", 8, 8)
+    for name in ("to_q", "to_k", "to_v"):
+        theirs |= linear(f"attn2.{name}", 8, 8)
+    source = stack("joint", [block] * 2)
+    matches = infer(dict(sorted(source.items())) if is_sorted else source, stack("blocks", [theirs] * 2)).matches
+    assert {key: ".attn2." in match.parts[0].source for key, match in matches.items()} == {
+        key: ".attn2." in key for key in matches
+    }
+    assert len(matches) == 2 * len(theirs)
+
+
 OF_TIMM = {
     "attention.attention.query": "attn.qkv",
     "attention.attention.key": "attn.qkv",
