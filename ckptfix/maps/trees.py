@@ -244,6 +244,8 @@ class Matcher(Struct):
             for one, other in zip(ours, theirs, strict=True):
                 yield _Pair(one, other, label, ())
             return
+        if len(source) == len(target) == 1 and not complete and _is_moved(source[0], target[0], places):
+            return  # its equal may be what has a layer more or less there
         if runs := _equal_runs(source, target):
             yield from self._pairs(*runs, places, False, key, pool)
             ours, theirs = ([n for n in side if n not in run] for side, run in zip((source, target), runs, strict=True))
@@ -623,6 +625,15 @@ def _crossed(groups: Groups, places: Sequence[Places]) -> set[Signature]:
         and any(at + to != size - 1 for _, at, to in pairs)  # a list may be counted from its other end
         for signature, *_ in pairs
     }
+
+
+def _is_moved(one: Node, other: Node, places: Sequence[Places]) -> bool:
+    """Tell whether two large modules are at other places of lists: in another stage, or as many stages as are gone."""
+    ours, theirs = (
+        next((side[node.path[:depth]] for depth in range(len(node.path), 0, -1) if node.path[:depth] in side), (0, 0))
+        for node, side in zip((one, other), places, strict=True)
+    )
+    return len(one.members) >= LARGE and min(ours[1], theirs[1]) > 1 and ours != theirs
 
 
 def _numbered(node: Node, places: Places) -> list[tuple[int, int]]:

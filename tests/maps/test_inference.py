@@ -597,26 +597,40 @@ def test_equal_layers_that_one_side_lists_from_the_other_end_follow_the_order():
     assert match.label is Label.LIKELY
 
 
-def test_a_layer_between_stages_that_moved_makes_no_stage_another_one():
+def moved_between_stages(number: int) -> tuple[Specs, Specs]:
     """What ends stage 1 on one side begins stage 2 on the other: there stage 3 has the shapes of stage 1."""
     source: Specs = {}
     target: Specs = {}
     for at, depth in enumerate((4, 3, 8, 3)):
         width = 8 if at else 4
-        source |= stack(f"blocks.{at}", [linear("fc", width, width)] * depth)
+        block = {key: shape for each in range(number) for key, shape in linear(f"fc{each}", width, width).items()}
+        source |= stack(f"blocks.{at}", [block] * depth)
         source |= linear(f"blocks.{at}.{depth}.down", 8, width) if at < 3 else {}
         target |= linear(f"stages.{at}.down", 8, 8 if at > 1 else 4) if at else {}
-        target |= {
-            f"stages.{at}.{key}": shape for key, shape in stack("blocks", [linear("fc", width, width)] * depth).items()
-        }
-    found = sources(source, target)
-    assert found["stages.1.blocks.0.fc.weight"] == ["blocks.1.0.fc.weight"]
-    assert found["stages.3.blocks.2.fc.bias"] == ["blocks.3.2.fc.bias"]
+        target |= {f"stages.{at}.{key}": shape for key, shape in stack("blocks", [block] * depth).items()}
+    return source, target
+
+
+def test_a_layer_between_stages_that_moved_makes_no_stage_another_one():
+    found = sources(*moved_between_stages(1))
+    assert found["stages.1.blocks.0.fc0.weight"] == ["blocks.1.0.fc0.weight"]
+    assert found["stages.3.blocks.2.fc0.bias"] == ["blocks.3.2.fc0.bias"]
     assert [found[f"stages.{at}.down.weight"] for at in (1, 2, 3)] == [
         ["blocks.0.4.down.weight"],
         ["blocks.1.3.down.weight"],
         ["blocks.2.8.down.weight"],
     ]
+
+
+@pytest.mark.parametrize(
+    "lacking", [r"stages\.3\.blocks\.2\.fc0\.", r"stages\.3\.", r"stages\.1\.blocks\.0\.", r"stages\.0\."]
+)
+def test_a_layer_between_stages_that_moved_beside_one_that_the_target_lacks(lacking):
+    source, target = moved_between_stages(4)
+    matches = infer(source, {key: shape for key, shape in target.items() if not re.match(lacking, key)}).matches
+    for key, match in matches.items():
+        own = re.sub(r"^stages\.(\d)\.blocks\.", r"blocks.\1.", key)
+        assert ".down." in key or match.label is Label.AMBIGUOUS or match.parts[0].source == own
 
 
 def test_the_norm_after_attention_is_that_of_the_mlp_beside_one_before_attention():
