@@ -119,11 +119,13 @@ def _candidates(
     axes = Rearrange((("a",), ("b",)), (("b",), ("a",))) if turned else None
     if len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 2:
         yield Steps(swap=True), [sources], [keys]
-    elif len(sources) == len(keys) == 1 and len(parts[keys[0]]) == 1 and first.axes and not turned:
-        with suppress(ValueError):
-            yield Steps(rearrange=_permuted(first, source[sources[0]], target[keys[0]])), [sources], [keys]
     elif len(sources) == len(keys) == 1:
-        yield Steps(rearrange=axes or _reshaped(source[sources[0]], target[keys[0]])), [sources], [keys]
+        shape, wanted = source[sources[0]], target[keys[0]]
+        if not turned and (first.axes or shape != wanted):
+            with suppress(ValueError):
+                yield Steps(rearrange=_permuted(first, shape, wanted)), [sources], [keys]
+        else:
+            yield Steps(rearrange=axes), [sources], [keys]
     elif len(sources) == 1:
         pieces = sorted((parts[key][0].box, key) for key in keys)
         boxes = [box[::-1] if turned else box for box, _ in pieces]
@@ -168,44 +170,11 @@ def _cuts(boxes: list[Bounds], keys: list[str], ndims: set[int]) -> Iterator[tup
         yield is_stack, cut, [[keys[at] for at in row] for row in rows]
 
 
-def _reshaped(shape: Shape, wanted: Shape) -> Rearrange | None:
-    """Return the axes for a reshape that keeps the order of the elements; None if the shapes are equal."""
-    if shape == wanted:
-        return None
-    before: list[tuple[str, ...]] = []
-    after: list[tuple[str, ...]] = []
-    sizes: list[tuple[str, int]] = []
-    names = iter("abcdefghijklmnop")
-    at = to = 0
-    while at < len(shape) or to < len(wanted):
-        here, there = (side[place] if place < len(side) else 1 for side, place in ((shape, at), (wanted, to)))
-        if here == there and at < len(shape) and to < len(wanted):
-            name = "1" if here == 1 else next(names)
-            before.append((name,))
-            after.append((name,))
-            at, to = at + 1, to + 1
-        elif at < len(shape) and here == 1:
-            before.append(("1",))
-            at += 1
-        elif to < len(wanted) and there == 1:
-            after.append(("1",))
-            to += 1
-        else:
-            ours, theirs = _run(shape, at, there), _run(wanted, to, here)
-            many, group = (ours, shape[at : at + ours]) if here < there else (theirs, wanted[to : to + theirs])
-            axes = [(next(names), size) for size in group]
-            whole, single = (tuple(name for name, _ in axes),), [(name,) for name, _ in axes]
-            before += single if here < there else whole
-            after += whole if here < there else single
-            sizes += axes[1:] if here > there else []
-            at, to = (at + many, to + 1) if here < there else (at + 1, to + many)
-    return Rearrange(tuple(before), tuple(after), tuple(sizes))
-
-
 def _permuted(part: Part, shape: Shape, wanted: Shape) -> Rearrange:
-    """Return the axes for a part that is a whole tensor seen in another shape. Raises ``ValueError`` if the axes of one
-    side are not made of those of the view."""
-    factors = [[size] for size in part.view or shape]
+    """Return the axes for a part that is a whole tensor seen in another shape, perhaps with its axes in another order.
+    Raises ``ValueError`` if the axes of one side are not made of those of the view."""
+    factors = [[size] if size > 1 else [] for size in part.view or shape]
+    axes = part.axes or range(len(factors))
 
     def grouped(order: Sequence[int], dims: Shape) -> list[list[tuple[int, int]]]:
         left = [(at, number) for at in order for number in range(len(factors[at]))]
@@ -227,21 +196,12 @@ def _permuted(part: Part, shape: Shape, wanted: Shape) -> Rearrange:
         return groups
 
     grouped(range(len(factors)), shape)
-    grouped(part.axes, wanted)  # may divide what is one axis for the other side
-    sides = grouped(range(len(factors)), shape), grouped(part.axes, wanted)
+    grouped(axes, wanted)  # may divide what is one axis for the other side
+    sides = grouped(range(len(factors)), shape), grouped(axes, wanted)
     names = dict(zip((each for group in sides[0] for each in group), "abcdefghijklmnop", strict=False))
     sizes = [(names[at, number], factors[at][number]) for group in sides[0] for at, number in group[1:]]
     before, after = (tuple(tuple(names[each] for each in group) or ("1",) for group in side) for side in sides)
     return Rearrange(before, after, tuple(sizes))
-
-
-def _run(shape: Shape, start: int, size: int) -> int:
-    """Return how many axes from ``start`` on have ``size`` elements together."""
-    count, product = 0, 1
-    while product < size and start + count < len(shape):
-        product *= shape[start + count]
-        count += 1
-    return count
 
 
 # ---- names

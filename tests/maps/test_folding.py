@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part
+from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import Inference, Match, infer
@@ -59,6 +59,20 @@ def test_the_rules_give_what_was_inferred_and_backwards_the_source(source: Specs
     back = resolve(inverse(whole), {key: move.shape for key, move in moves.items()}, source)
     assert {key: move.shape for key, move in back.items()} == {key: source[key] for key in back}
     assert {part.source for move in moves.values() for part in move.parts} == back.keys()
+
+
+@pytest.mark.parametrize(("shape", "wanted", "step"), [
+    ((8, 3, 1, 1), (8, 3), "a b 1 1 -> a b"),
+    ((6,), (2, 1, 3), "(a b) -> a 1 b with b=3"),
+    ((12, 4, 1), (3, 16), "(a b) c 1 -> a (b c) with b=4"),
+    ((4, 6, 1), (2, 12), "(a b) c 1 -> a (b c) with b=2"),
+    ((1, 4, 6), (2, 2, 3, 2), "1 (a b) (c d) -> a b c d with b=2 d=2"),
+], ids=str)  # fmt: skip
+def test_a_reshape_becomes_a_step(shape, wanted, step):
+    match = Match((Part("a", full(shape), full(wanted)),), Label.LIKELY)
+    folded = fold(Inference({"b": match}, {"a": shape}, {"b": wanted}))
+    assert [rule.steps for rule in folded.rules] == [(step,)]
+    assert resolve(folded, {"a": shape}, {"b": wanted})["b"].shape == wanted
 
 
 def test_a_vision_transformer_takes_ten_lines():
