@@ -16,9 +16,8 @@ from math import inf
 from operator import sub
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
-from ckptfix.core.parts import Bounds, Shape
+from ckptfix.core.parts import Shape
 from ckptfix.maps.leaves import Leaf, Path
 from ckptfix.maps.names import (
     BACKWARD,
@@ -36,8 +35,6 @@ from ckptfix.maps.names import (
 )
 
 FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
-REORDERED_WEIGHT = 0.3  # of the order that the layers of the other side show
-MANY = 10000  # more than the siblings of a module
 NARROW = 0.05  # a choice that is better by less than this is none
 
 # What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
@@ -144,14 +141,8 @@ class Matcher(Struct):
     _near: tuple[Near, Near] = field(default_factory=lambda: ({}, {}))
 
     def match(self, source: Sequence[Leaf], target: Sequence[Leaf]) -> None:
-        """Match twice: the second time with the choices that the other templates made for modules of the same names.
-
-        If only one side is sorted, what is certain says in which order its layers are."""
+        """Match twice: the second time with the choices that the other templates made for modules of the same names."""
         for _ in range(2):
-            is_shown = any(label >= Label.CERTAIN for each in self.decisions for label in each.labels)
-            if is_shown and len(self.sorted_sides) == 1:
-                source, target = _reordered((source, target), self.sorted_sides[0], self.decisions)
-                self.order_weight = REORDERED_WEIGHT
             self._near = _neighbours(self.decisions)
             self._others, self._votes = self._votes, defaultdict(lambda: defaultdict(int))
             self.decisions.clear()
@@ -226,8 +217,8 @@ class Matcher(Struct):
         if len(source) == len(target) and _is_run(source) and _is_run(target):
             label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
             ours, theirs = _by_number(source), _by_number(target)
-            is_shown = self.order_weight > REORDERED_WEIGHT  # keys that are sorted count up in any case
             lists = [_list(ours, pool.source), _list(theirs, pool.target)]
+            is_shown = not self.sorted_sides  # keys that are sorted count up in any case
             if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
                 theirs.reverse()
                 label = min(label, Label.LIKELY)
@@ -497,58 +488,6 @@ def _ranks(nodes: list[Node]) -> list[float]:
     orders = sorted(node.order for node in nodes)
     sums = (bisect_left(orders, node.order) + bisect_right(orders, node.order) - 1 for node in nodes)
     return [each / 2 / max(len(nodes) - 1, 1) for each in sums]
-
-
-def _reordered(
-    sides: tuple[Sequence[Leaf], Sequence[Leaf]], which: int, decisions: Sequence[Decision]
-) -> list[Sequence[Leaf]]:
-    """Give the leaves of one side the order of those on the other side that are certain, or else the mean of their
-    module's, and there that of their numbers."""
-    shown: dict[tuple[str, Bounds], float] = {}
-    for each in decisions:
-        for *pair, label in zip(each.source, each.target, each.labels, strict=True):
-            if label >= Label.CERTAIN:
-                shown[pair[which].key, pair[which].box] = pair[1 - which].order
-    inside: dict[Path, list[float]] = defaultdict(list)
-    for leaf in sides[which]:
-        if (leaf.key, leaf.box) in shown:
-            for depth in range(len(leaf.path)):
-                inside[leaf.path[:depth]].append(shown[leaf.key, leaf.box])
-    lists: dict[tuple[Path, str], list[tuple[tuple[int, ...], list[float]]]] = defaultdict(list)
-    for front in sorted(inside, key=numbers):
-        if front and numbers(front[-1:]):
-            lists[front[:-1], template(front[-1])].append((numbers(front[-1:]), inside[front]))
-
-    def order(leaf: Leaf) -> float:
-        if (leaf.key, leaf.box) in shown:
-            return shown[leaf.key, leaf.box]
-        fronts = (leaf.path[:depth] for depth in range(len(leaf.path) - 1, -1, -1))
-        nearest = next((front for front in fronts if front in inside), ())
-        rest = leaf.path[len(nearest) :]
-        known = lists.get((nearest, template(rest[0])), [])
-        if len(known) > 1:  # the third block comes between the second and the fourth
-            return _between(numbers(rest[:1]), known) + _step(numbers(rest[1:]))
-        return sum(inside[nearest]) / len(inside[nearest]) + _step(numbers(rest))  # bn1 comes before bn2
-
-    moved = [replace(leaf, order=order(leaf)) for leaf in sides[which]]
-    return [moved if side == which else leaves for side, leaves in enumerate(sides)]
-
-
-def _between(number: tuple[int, ...], known: Sequence[tuple[tuple[int, ...], list[float]]]) -> float:
-    """Return the order of a member of a list from the orders of the members before and after it."""
-    is_rising = sum(known[0][1]) / len(known[0][1]) <= sum(known[-1][1]) / len(known[-1][1])
-    before = [(other, max(orders) if is_rising else min(orders)) for other, orders in known if other < number]
-    after = [(other, min(orders) if is_rising else max(orders)) for other, orders in known if other > number]
-    if before and after:
-        (one, first), (two, last) = before[-1], after[0]
-        return first + (last - first) * (number[-1] - one[-1]) / ((two[-1] - one[-1]) or 1)
-    (one, first) = before[-1] if before else after[0]
-    return first + (number[-1] - one[-1]) / MANY * (1 if is_rising else -1)
-
-
-def _step(path: Sequence[int]) -> float:
-    """Return less than one place, in the order of the numbers."""
-    return sum(number / float(MANY) ** at for at, number in enumerate(path[:3], 1))
 
 
 def _neighbours(decisions: Sequence[Decision]) -> tuple[Near, Near]:
