@@ -22,7 +22,7 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, converted, infer
+from ckptfix.maps.inference import COUNTER, Inference, converted, infer_tied
 from ckptfix.maps.library import look_up, of_rotary
 from ckptfix.maps.trees import Label
 from ckptfix.modules.factory import target_of
@@ -52,12 +52,14 @@ def infer_map(
     ``other_weights`` pick a state_dict of a file. Wrappers such as ``module.`` are left out, as a repair takes them off
     first. ``prove`` runs both models, as ``source_model`` of a repair does: with random weights and the ``input``, for
     at most ``timeout`` seconds. Raises ``UsageError`` if not even a name can be matched."""
-    (all_ours, given, _), (all_theirs, wanted, rotary) = _tensors(source, weights), _tensors(target, other_weights)
+    (all_ours, given, *_), (all_theirs, wanted, rotary, tied) = (
+        _tensors(*side) for side in ((source, weights), (target, other_weights))
+    )
     inference = converted(_shapes(all_ours, True), _shapes(all_theirs, True), (given, wanted))
     if inference is None:
         ours, theirs = _shapes(all_ours), _shapes(all_theirs)
-        known = of_rotary(ours, theirs, rotary) or look_up(ours, theirs)
-        inference = known or infer(ours, theirs)
+        known = of_rotary(ours, theirs, rotary, tied) or look_up(ours, theirs, tied)
+        inference = known or infer_tied(ours, theirs, tied)
     if not inference.matches:
         raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
     proof = None
@@ -69,7 +71,8 @@ def infer_map(
             found = replace(found, rules=tuple(replace(rule, label=LABELS[-1]) for rule in found.rules))
     else:
         found = replace(fold(inference), name=f"{_name(source)} → {_name(target)}")
-    return replace(found, proof=proof)
+    supplied = {name for key in inference.matches for name in tied.get(key, ())}
+    return replace(found, missing=tuple(key for key in found.missing if key not in supplied), proof=proof)
 
 
 def _proved(inference: Inference, source: Any, target: Any, settings: Settings) -> tuple[Inference, Equivalence]:
@@ -87,13 +90,16 @@ def _proved(inference: Inference, source: Any, target: Any, settings: Settings) 
 Specs = Mapping[str, Slot] | Mapping[str, TensorSpec]
 
 
-def _tensors(side: Any, weights: str | None) -> tuple[Specs, Converter | None, Collection[Shape]]:
-    """Return the tensors of a side; if it is a model, what its library makes of other files, and ``Target.rotary``."""
+def _tensors(
+    side: Any, weights: str | None
+) -> tuple[Specs, Converter | None, Collection[Shape], Mapping[str, tuple[str, ...]]]:
+    """Return the tensors of a side; if it is a model, what its library makes of other files, and ``rotary`` and
+    ``tie_of`` of its ``Target``."""
     if not _is_model(side):
         settings = Settings(select=FOR_NAMES, weights=weights, values=False)
-        return diagnose(open_source(side, settings), None, settings).result.specs, None, ()
+        return diagnose(open_source(side, settings), None, settings).result.specs, None, (), {}
     target = target_of(side, None)
-    return target.slots, target.converts, target.rotary
+    return target.slots, target.converts, target.rotary, target.tie_of
 
 
 def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:

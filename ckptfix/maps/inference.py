@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise, takewhile
 from math import prod
@@ -38,7 +39,7 @@ from ckptfix.maps.trees import NARROW, Choice, Label, Matcher, assign
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter
 
-Specs = Mapping[str, Sequence[int]]
+Shapes = Mapping[str, Shape]
 
 ORDER_WEIGHT = 0.6
 SORTED_WEIGHT = 0.12  # keys sorted by name say less about the order of the layers
@@ -81,11 +82,16 @@ class Inference(Struct, frozen=True):
     pairs of subtrees that it rests on, with how much better they are than others."""
 
     matches: dict[str, Match]
-    source: dict[str, Shape]
-    target: dict[str, Shape]
+    source: Shapes
+    target: Shapes
     maps: tuple[RenameMap, ...] = ()
     origin: str = ""
     choices: Mapping[Choice, float] = field(default_factory=dict)
+
+    def doubt(self, keys: Iterable[str], label: Label = Label.AMBIGUOUS) -> None:
+        """Call the matches of keys no better than this."""
+        for key in keys:
+            self.matches[key] = replace(self.matches[key], label=min(label, self.matches[key].label))
 
     @property
     def missing(self) -> list[str]:
@@ -97,15 +103,13 @@ class Inference(Struct, frozen=True):
         return [key for key in self.source if key not in used]
 
 
-def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()) -> Inference:
+def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset()) -> Inference:
     """Return the map from the keys of ``source`` to those of ``target``, both in the order of their file or model.
 
     ``without`` are choices of another map between them that were wrong."""
-    sources = {key: tuple(shape) for key, shape in source.items()}
-    targets = {key: tuple(shape) for key, shape in target.items()}
-    used = ([key for key in side if key.rpartition(".")[2] not in STATISTICS] for side in (sources, targets))
-    ours, weight = _leaves(sources, is_in_order(*used))  # statistics come first in the order of execution
-    theirs, other = _leaves(targets)
+    used = ([key for key in side if key.rpartition(".")[2] not in STATISTICS] for side in (source, target))
+    ours, weight = _leaves(source, is_in_order(*used))  # statistics come first in the order of execution
+    theirs, other = _leaves(target)
     pairs = _oriented(ours, theirs)
     sides = tuple(side for side, each in enumerate((weight, other)) if each == SORTED_WEIGHT)
     matcher = Matcher(NARROW / 3 if len(sides) == 2 else min(weight, other), sides, without)
@@ -115,10 +119,10 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
         for at, (one, into, label) in enumerate(zip(decision.source, decision.target, decision.labels, strict=True)):
             alternatives = tuple(dict.fromkeys(each[at].key for each in decision.alternatives))
             found[into.key].append((_part(one, into), label, alternatives))
-    matches = {key: match for key in targets if (match := _match(key, found.get(key, []), sources, targets))}
-    whole = used_in_full({key: match.parts for key, match in matches.items()}, sources)
+    matches = {key: match for key in target if (match := _match(key, found.get(key, []), source, target))}
+    whole = used_in_full({key: match.parts for key, match in matches.items()}, source)
     kept = {key: match for key, match in matches.items() if key in whole}
-    inference = Inference(kept, sources, targets, choices=matcher.choices)
+    inference = Inference(kept, source, target, choices=matcher.choices)
     _match_leftovers(inference, kernels=_has_kernels(ours) - _has_kernels(theirs))
     for key in [key for key in kept if _is_torn(key, inference)]:
         del kept[key]
@@ -134,36 +138,52 @@ def infer(source: Specs, target: Specs, without: frozenset[Choice] = frozenset()
     return inference
 
 
-def converted(source: Specs, target: Specs, converters: Converters) -> Inference | None:
+@lru_cache(maxsize=4)
+def cached(source: tuple[tuple[str, Shape], ...], target: tuple[tuple[str, Shape], ...]) -> Inference:
+    """Return the inferred map; that of the files of a zoo which have the same structure is inferred once."""
+    return infer(dict(source), dict(target))
+
+
+def infer_tied(source: Shapes, target: Shapes, tied: Mapping[str, tuple[str, ...]]) -> Inference:
+    """Return the map; ``tied`` has for each name of a tied tensor all of its names. A tensor that could be either of
+    two names is the one that both are names of."""
+    inference = cached(tuple(source.items()), tuple(target.items()))
+    found = inference.matches
+    doubtful = {key for key in target if key not in found or found[key].label is Label.AMBIGUOUS}
+    groups = [tied[key] for key in inference.missing if key in tied and doubtful.issuperset(tied[key])]
+    others = {name for names in groups for name in names[1:]}
+    if not others:
+        return inference
+    once = tuple((key, shape) for key, shape in target.items() if key not in others)
+    return replace(cached(tuple(source.items()), once), target=target)
+
+
+def converted(source: Shapes, target: Shapes, converters: Converters) -> Inference | None:
     """Return what the loader of the target's own library makes of the file, or undo what that of the file's model makes
     of the target; None without such a loader, or if it fills no more of the target than the names do."""
     given, wanted = converters
-    sources = {key: tuple(shape) for key, shape in source.items()}
-    targets = {key: tuple(shape) for key, shape in target.items()}
-    kept = [key for key, shape in targets.items() if sources.get(key) == shape]
-    if len(kept) == len(targets):
+    kept = [key for key, shape in target.items() if source.get(key) == shape]
+    if len(kept) == len(target):
         return None
-    for parts in (wanted and wanted(sources), given and inverse(given(targets))):
+    for parts in (wanted and wanted(source), given and inverse(given(target))):
         if parts:
             parts = {
                 key: own
                 for key, own in parts.items()
-                if key in targets and shape_of(own) == targets[key] and all(part.source in sources for part in own)
+                if key in target and shape_of(own) == target[key] and all(part.source in source for part in own)
             }
-            whole = used_in_full(parts, sources)
-            least = min(len(targets), len(sources))  # a model of more layers is explained by all of the file
+            whole = used_in_full(parts, source)
+            least = min(len(target), len(source))  # a model of more layers is explained by all of the file
             if len(whole) > len(kept) and len(whole) >= CONVERTED * least:
-                matches = {key: Match(whole[key], Label.CERTAIN) for key in targets if key in whole}
-                return Inference(matches, sources, targets, origin="loader")
+                matches = {key: Match(whole[key], Label.CERTAIN) for key in target if key in whole}
+                return Inference(matches, source, target, origin="loader")
     return None
 
 
-def spelled(source: Specs, target: Specs) -> Inference | None:
+def spelled(source: Shapes, target: Shapes) -> Inference | None:
     """Return the map of a file whose names are the target's with underscores or slashes for its dots, perhaps with a
     word before all of them (``ema_layer1_0_conv1_weight``); None if too few are, or if two names could be the same. A
     tensor that has such a name keeps it in another shape, too."""
-    sources = {key: tuple(shape) for key, shape in source.items()}
-    targets = {key: tuple(shape) for key, shape in target.items()}
     ours, theirs = ({_without_dots(key): key for key in side} for side in (source, target))
     if not theirs or (len(ours), len(theirs)) != (len(source), len(target)):
         return None
@@ -176,13 +196,13 @@ def spelled(source: Specs, target: Specs) -> Inference | None:
     fitting = [
         found
         for found in maps
-        if sum(sources[name] == targets[key] for key, name in found.items()) >= CONVERTED * len(target)
+        if sum(source[name] == target[key] for key, name in found.items()) >= CONVERTED * len(target)
     ]
     if len(fitting) != 1 or all(key == name for key, name in fitting[0].items()):
         return None
-    shapes = {key: full(sources[name]) for key, name in fitting[0].items()}
+    shapes = {key: full(source[name]) for key, name in fitting[0].items()}
     matches = {key: Match((Part(name, shapes[key], shapes[key]),), Label.CERTAIN) for key, name in fitting[0].items()}
-    return Inference(matches, sources, targets, origin="spelling")
+    return Inference(matches, source, target, origin="spelling")
 
 
 def _without_dots(key: str) -> str:
@@ -212,7 +232,7 @@ def _parts(inference: Inference) -> dict[str, tuple[Part, ...]]:
     return {key: match.parts for key, match in inference.matches.items()}
 
 
-def _leaves(specs: Mapping[str, Shape], is_shown: bool = True) -> tuple[Leaves, float]:
+def _leaves(specs: Shapes, is_shown: bool = True) -> tuple[Leaves, float]:
     keys = [key for key in specs if key.rpartition(".")[2] != COUNTER]
     weight = ORDER_WEIGHT
     if not is_shown or is_in_order(keys, sorted(keys)):
@@ -257,9 +277,7 @@ def _part(source: Leaf, target: Leaf) -> Part:
     return Part(source.key, source.box, target.box, axes=source.axes if turned else ())
 
 
-def _match(
-    key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: Mapping[str, Shape], target: Mapping[str, Shape]
-) -> Match | None:
+def _match(key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: Shapes, target: Shapes) -> Match | None:
     """Put the parts of a key together; None if some of it has no source."""
     if not found or sum(part.numel for part, _, _ in found) != prod(target[key]):
         return None
@@ -301,7 +319,7 @@ def _may_be_permuted(source: str, key: str) -> bool:
     return module(ours) != module(theirs) and (fused or bool(named & {"query", "key"}))
 
 
-def _hidden_transpose(part: Part, key: str, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> bool:
+def _hidden_transpose(part: Part, key: str, source: Shapes, target: Shapes) -> bool:
     """Tell whether a square matrix may move between a bare parameter (``x @ p``) and a linear layer (``x @ w.T``): if
     only one side calls it a weight, or if it moves into a child of its module and leaves the bias behind."""
     shape = target[key]
@@ -342,7 +360,7 @@ def _change(source: str, key: str) -> tuple[str, str]:
     return one, other
 
 
-def _may_be_exchanged(part: Part, key: str, source: Mapping[str, Shape]) -> bool:
+def _may_be_exchanged(part: Part, key: str, source: Shapes) -> bool:
     """Tell whether a layer that gives shift and scale may give scale and shift on the other side: diffusers exchanges
     the two where it has the layer in a norm."""
     ours, theirs = bag(segments(part.source)), bag(segments(key))
@@ -355,10 +373,9 @@ def _doubt_orientation(inference: Inference) -> None:
     matrices = {key: shape for key, shape in inference.target.items() if len(shape) == 2 and key in inference.matches}
     if any(rows != columns and 1 not in (rows, columns) for rows, columns in matrices.values()):
         return
-    for key, (rows, columns) in matrices.items():
-        match = inference.matches[key]
-        if rows == columns and any(part.source != key for part in match.parts):
-            inference.matches[key] = replace(match, label=min(match.label, Label.LIKELY))
+    square = (key for key, (rows, columns) in matrices.items() if rows == columns)
+    renamed = (key for key in square if any(part.source != key for part in inference.matches[key].parts))
+    inference.doubt(renamed, Label.LIKELY)
 
 
 def _is_torn(key: str, inference: Inference) -> bool:
@@ -390,12 +407,12 @@ def _doubt_torn_layers(inference: Inference) -> None:
         {_layer(key) for key in left if key.endswith(".weight")}  # a layer may have no bias on the other side
         for left in (inference.unused, inference.missing)
     ]
-    for key, source in moves.items():
-        own, other = _layer(source), _layer(key)
-        if source != key and (
-            _are_apart(ends[0][own]) or _are_apart(ends[1][other]) or own in torn[0] or other in torn[1]
-        ):
-            inference.matches[key] = replace(inference.matches[key], label=Label.AMBIGUOUS)
+    pairs = {key: (_layer(source), _layer(key)) for key, source in moves.items() if source != key}
+    inference.doubt(
+        key
+        for key, layers in pairs.items()
+        if any(_are_apart(ends[at][layer]) or layer in torn[at] for at, layer in enumerate(layers))
+    )
 
 
 def _are_apart(layers: set[str]) -> bool:
@@ -419,16 +436,12 @@ def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
         crosses_first(map(segments, side)) if at in sorted_sides else {}
         for at, side in enumerate((inference.source, inference.target))
     ]
-    for key, match in inference.matches.items():
+    for key, match in inference.matches.items() if any(fronts) else ():
         names = segments(match.parts[0].source), segments(key)
-        for (*front, name, _), modules in zip(names, fronts, strict=True) if min(map(len, names)) > 1 else ():
-            if (
-                tuple(front) in modules
-                and "norm" in concepts(name)
-                and name[-1] in "12"
-                and names[0][-2:] != names[1][-2:]
-            ):
-                inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+        if min(map(len, names)) > 1 and names[0][-2:] != names[1][-2:]:
+            sides = zip(names, fronts, strict=True)
+            if any(path[:-2] in side and path[-2][-1] in "12" and "norm" in concepts(path[-2]) for path, side in sides):
+                inference.doubt([key])
 
 
 def _doubt_beside_gaps(inference: Inference) -> None:
@@ -468,9 +481,9 @@ def _doubt_beside_gaps(inference: Inference) -> None:
             if is_doubtful:
                 doubtful.add(_layer(key) if _is_of_layer(key) else key)
                 break
-    for key, match in inference.matches.items():
-        if key in doubtful or (_is_of_layer(key) and _layer(key) in doubtful):
-            inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+    inference.doubt(
+        key for key in inference.matches if key in doubtful or (_is_of_layer(key) and _layer(key) in doubtful)
+    )
 
 
 def _doubt_uneven_lists(inference: Inference) -> None:
@@ -497,9 +510,7 @@ def _doubt_uneven_lists(inference: Inference) -> None:
             places = [ranks[side][path] for path in paths]
             if not is_layer and len(alike) > 1 and not _in_step(alike, places, ranks[1 - side]):
                 doubtful.update(key for path in paths for key in members[path].values())
-    for key, match in inference.matches.items() if doubtful else ():
-        if key in doubtful or any(part.source in doubtful for part in match.parts):
-            inference.matches[key] = replace(match, label=Label.AMBIGUOUS)
+    inference.doubt(key for key in inference.matches if not doubtful.isdisjoint((key, *images[1][key])))
 
 
 def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
@@ -563,10 +574,8 @@ def _in_step(
 def _doubt_exchanges(inference: Inference) -> None:
     """Call two keys ambiguous that would be exchanged though both sides have both names, and they fit as they are."""
     sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
-    for key, source in sources.items():
-        is_exchanged = source != key and sources.get(source) == key
-        if is_exchanged and _squeezed(inference.source[key]) == _squeezed(inference.target[key]):
-            inference.matches[key] = replace(inference.matches[key], label=Label.AMBIGUOUS)
+    exchanged = (key for key, source in sources.items() if source != key and sources.get(source) == key)
+    inference.doubt(key for key in exchanged if _squeezed(inference.source[key]) == _squeezed(inference.target[key]))
 
 
 def _doubt_broken_lists(inference: Inference, sorted_sides: Sequence[int]) -> None:

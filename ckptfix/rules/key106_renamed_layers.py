@@ -51,7 +51,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from itertools import islice, starmap
 
 from msgspec.structs import asdict, replace
@@ -69,7 +68,7 @@ from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer, is_in_order, others, spelled
+from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer_tied, is_in_order, others, spelled
 from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
@@ -248,7 +247,7 @@ def _rounds(inference: Inference, tied: Collection[str]) -> Iterator[list[Infere
     """Yield the map, and then the others that are possible, if shapes and structure leave any; the likeliest first."""
     yield [*each_of(inference, tied), inference]
     if any(match.label < Label.CERTAIN for match in inference.matches.values()):
-        first = _inferred(tuple(inference.source.items()), tuple(inference.target.items()))
+        first = infer_tied(inference.source, inference.target, {})
         yield [first, *islice(others(first, time.monotonic() + MOST_SECONDS), MOST_MAPS)]
 
 
@@ -317,14 +316,7 @@ def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
         return None
     if known := look_up(source, target, tied) or spelled(source, target):
         return known
-    inference = _inferred(tuple(source.items()), tuple(target.items()))
-    found = inference.matches
-    doubtful = {key for key in target if key not in found or found[key].label is Label.AMBIGUOUS}
-    groups = [tied[key] for key in inference.missing if key in tied and doubtful.issuperset(tied[key])]
-    absent = {key: names for names in groups for key in names}
-    if absent:  # a tensor that could be either of two names is the one that both are names of
-        once = {key: shape for key, shape in target.items() if key == absent.get(key, (key,))[0]}
-        inference = replace(_inferred(tuple(source.items()), tuple(once.items())), target=dict(target))
+    inference = infer_tied(source, target, tied)
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
     # A few layers have other names: those that are left over have to be those that are missing.
@@ -362,12 +354,6 @@ def _is_left_over(source: Specs, target: Specs) -> bool:
     return _is_moved(source, target) or any(
         shape in left and source.get(key) != shape for key, shape in target.items() if shape
     )
-
-
-@lru_cache(maxsize=4)
-def _inferred(source: tuple[tuple[str, Shape], ...], target: tuple[tuple[str, Shape], ...]) -> Inference:
-    """Return the inferred map; that of the files of a zoo which have the same structure is inferred once."""
-    return infer(dict(source), dict(target))
 
 
 def _is_much(moved: int, number: int) -> bool:

@@ -10,9 +10,10 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability
+from ckptfix.maps.inference import cached
 from ckptfix.report.advice import recommended
 from ckptfix.report.display import report_lines
-from ckptfix.rules.key106_renamed_layers import _inferred, renamed_layers
+from ckptfix.rules.key106_renamed_layers import renamed_layers
 from tests.checks import check_noop
 from tests.rules.proposals import propose
 
@@ -175,9 +176,9 @@ def test_files_of_equal_structure_share_one_map():
     assert (
         "blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3" in rules[0]
     )
-    before = _inferred.cache_info().misses
+    before = cached.cache_info().misses
     ckptfix.check(transformer(*FUSED).state_dict(), target, rename_layers=True)
-    assert _inferred.cache_info().misses == before
+    assert cached.cache_info().misses == before
 
 
 class Conv1D(nn.Module):
@@ -297,6 +298,9 @@ def test_a_tensor_of_two_names_in_the_target():
     assert report.exit_code == 0
     for name in ("image", "prompt"):
         assert torch.equal(done[f"{name}.embedding.weight"], file.state_dict()["matrix.weight"])
+    found = ckptfix.infer_map(file.state_dict(), target)
+    (rule,) = (each for each in found.rules if each.source == "matrix.weight")
+    assert (rule.target, rule.label, found.missing) == ("image.embedding.weight", "certain", ())
 
 
 @pytest.mark.parametrize("at", range(4))
