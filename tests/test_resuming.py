@@ -645,6 +645,32 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
         ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
 
 
+def test_groups_that_a_script_makes_otherwise_are_said_and_load_in_it(tmp_path: Path) -> None:
+    """Vectors and matrices were two groups; of a kernel, nothing tells whether it is one of the matrices or a third."""
+
+    def by_axes(model: nn.Module) -> torch.optim.Optimizer:
+        groups: dict[int, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            groups.setdefault(parameter.ndim, []).append(parameter)
+        return torch.optim.AdamW({"params": each} for each in groups.values())
+
+    shapes = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (4, 3), "b.bias": (4,)}
+    old, new = built(shapes), built({**shapes, "newc.weight": (2, 4, 3)})
+    saved, live = by_axes(old), by_axes(new)
+    train(old, saved, 0)
+    path, output = tmp_path / "last.pth", tmp_path / "out.pth"
+    trained_file(path, old, saved)
+    settings: dict[str, Any] = {"fill": "target", "unsafe_fixes": True, "allow_untrained": True}
+    report = ckptfix.repair(path, new, output=output, **settings).report
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        live.load_state_dict(torch.load(output, weights_only=True)["optimizer"])
+    line = str(report).splitlines()[-1]
+    printed = f"ckptfix.load(model, {str(path)!r}, optimizer=optimizer)"
+    assert line == f"  its optimizer: 2 groups of 3, 2 parameters; if your script makes others: {printed}"
+    ckptfix.load(new, path, optimizer=live, **settings)
+    assert {key: kept for key, kept in moments_of(new, live).items() if kept} == moments_of(old, saved)
+
+
 class Alike(nn.Module):
     """Layers of equal shapes, of which only the order tells the state apart."""
 

@@ -67,6 +67,12 @@ def _after_loading(report: Report) -> Iterator[Line]:
     left_out = [name for finding in report.findings for name in finding.evidence.get("left_out", ())]
     if left_out:
         yield f"  not in it: {first_names(left_out)} (attributes of the module)"
+    for finding in report.applied:
+        if sizes := finding.evidence.get("parameters of each group"):
+            yield (
+                f"  its optimizer: {counted(len(sizes), 'group')} of {first_names(sizes)} parameters; if your script "
+                f"makes others: ckptfix.load(model, {report.source!r}, optimizer=optimizer)"
+            )
 
 
 WEIGHTS_ONLY_SINCE = "1.13"  # the first release of torch whose torch.load has weights_only

@@ -367,4 +367,6 @@ def _evidence(way: Followed) -> dict[str, Any]:
     for name, keys in (("gone", way.gone), ("new", way.added), ("start anew", way.anew)):
         if keys:
             figures[name] = list(keys)
+    if not way.optimizer.is_keyed:
+        figures["parameters of each group"] = list(map(len, way.groups))
     return figures
