@@ -11,7 +11,7 @@ import pickletools
 import warnings
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptfix.bytes.limits import Bounds, bounded_keys, shown
 from ckptfix.bytes.sources import (
@@ -254,7 +254,10 @@ class _Storages:
             return
         cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}
         if cut:
-            yield from (key for key, spec in _named(root, self.content.path) if _lies_in(spec, cut))
+            for key, spec in _named(root, self.content.path):
+                storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
+                if not is_torn(spec) and any(storage.source in cut for storage in storages):
+                    yield key
 
     def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
         """Yield where each contiguous tensor begins."""
@@ -268,12 +271,6 @@ class _Storages:
         size = len(self.content)
         self.damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
         return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
-
-
-def _lies_in(spec: TensorSpec, cut: set[LateBytes]) -> bool:
-    """Return whether a tensor is whole in one of the storages that are not."""
-    storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
-    return not is_torn(spec) and any(storage.source in cut for storage in storages)
 
 
 def _named(root: Any, path: str) -> Iterator[tuple[str, TensorSpec]]:
@@ -331,19 +328,31 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
 
 
 def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableError | None) -> Document | None:
-    """Return the document of what a plain pickle holds before the damage that ``error`` met; None for nothing."""
-    if pickles.storages or (before := read_before(pickles, bytes(content.buffer[:]))) is None:
+    """Return the document of what a plain pickle holds before the damage that ``error`` met; None if no tensor is
+    whole, or nothing shows where the damage is."""
+    if pickles.storages:
+        return None
+    data = bytes(content.buffer[:])
+    unkept = first_break(data)
+    try:
+        pickles.run(data if unkept is None else data[: unkept[1]])
+        return None
+    except UnreadableError:
+        runs, start = pickles.end.runs, pickles.end.at if unkept is None else unkept[0]
+    key = _unfinished_key(runs)
+    root = fold(runs, pickles.path)
+    if not holds_tensors(root) and next(arrays_in(root), None) is None:
         return None
     damage = (
         Fact.of(Kind.PICKLE_CUT, end=error.position)
         if isinstance(error, PickleEndError)
-        else Fact.of(Kind.PICKLE_DAMAGED, start=before.damage)
+        else Fact.of(Kind.PICKLE_DAMAGED, start=start)
     )
-    document = _document(content, pickles, before.root, [damage])
-    if before.key is not None:
-        document.lost = {before.key: None}
-    if before.has_more:
-        document.remarks.append(Fact.of(Kind.UNNAMED_LOSS, lost=f"bytes {before.damage} to {len(content)}"))
+    document = _document(content, pickles, root, [damage])
+    if key is not None:
+        document.lost = {key: None}
+    if len(runs) > 1 or len(runs[0]) > 1:  # tensors may have followed; else the pickle lacks only its STOP
+        document.remarks.append(Fact.of(Kind.UNNAMED_LOSS, lost=f"bytes {start} to {len(content)}"))
     return document
 
 
@@ -362,16 +371,6 @@ _DATA = frozenset({
     "STRING",
 })  # fmt: skip
 _KEEPS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
-
-
-class Before(NamedTuple):
-    """What is whole before the damage at a byte; ``key`` is the name of the value that the damage is in, and
-    ``has_more`` says whether tensors may have followed it."""
-
-    root: Any
-    damage: int
-    key: str | None
-    has_more: bool
 
 
 def first_break(data: bytes) -> tuple[int, int] | None:
@@ -398,21 +397,6 @@ def _long_strings(data: bytes) -> list[tuple[int, int, bool]]:
             if begin is not None:
                 found.append((begin, stream.tell(), False))
     return found
-
-
-def read_before(pickles: StoragePickle, data: bytes) -> Before | None:
-    """Return what is whole of a damaged plain pickle; None if no tensor is, or nothing shows where the damage is."""
-    unkept = first_break(data)
-    try:
-        pickles.run(data if unkept is None else data[: unkept[1]])
-    except UnreadableError:
-        runs, at = pickles.end.runs, pickles.end.at
-        key = _unfinished_key(runs)
-        root = fold(runs, pickles.path)
-        if holds_tensors(root) or next(arrays_in(root), None) is not None:
-            has_more = len(runs) > 1 or len(runs[0]) > 1  # else the pickle lacks only its STOP
-            return Before(root, at if unkept is None else unkept[0], key, has_more)
-    return None
 
 
 def _unfinished_key(runs: list[list[Any]]) -> str | None:

@@ -164,15 +164,12 @@ def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
         heads = list(_CLASS.finditer(source))
         stops = [*(head.start() for head in heads[1:]), len(source)]
         for head, stop in zip(heads, stops, strict=False):
-            classes[f"{package}.{head[1]}"] = _class(head[2], source[head.end() : stop])
+            listed: dict[str, tuple[str, ...]] = {}
+            for kind, text in _LISTED.findall(source, head.end(), stop):
+                listed.setdefault(kind, tuple(_QUOTED.findall(text)))
+            parameters, buffers = listed.get("__parameters__", ()), listed.get("__buffers__")
+            classes[f"{package}.{head[1]}"] = ScriptClass(head[2] == "Module", parameters, buffers)
     return classes
-
-
-def _class(base: str, body: str) -> ScriptClass:
-    listed: dict[str, tuple[str, ...]] = {}
-    for name, text in _LISTED.findall(body):
-        listed.setdefault(name, tuple(_QUOTED.findall(text)))
-    return ScriptClass(base == "Module", listed.get("__parameters__", ()), listed.get("__buffers__"))
 
 
 class _Walk(Struct):
@@ -258,18 +255,8 @@ class _Walk(Struct):
             self.left_out[name] = value
 
 
-_TYPES = {
-    "FLOAT": "float32",
-    "DOUBLE": "float64",
-    "FLOAT16": "float16",
-    "INT8": "int8",
-    "UINT8": "uint8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "BOOL": "bool",
-    "BYTE": "uint8",
-}
+_TYPES = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
+_TYPES |= {name: name.lower() for name in ("FLOAT16", "INT8", "UINT8", "INT16", "INT32", "INT64", "BOOL")}
 
 
 def read_json(reading: Reading) -> OrderedDict[str, Any]:
@@ -303,16 +290,14 @@ def _table(reading: Reading, records: list[Mapping[str, Any]]) -> list[TensorSpe
     for record, spec in zip(records, specs, strict=True):
         key = str(record["data"]["key"])
         if key not in storages:
-            storages[key] = _storage(reading, key, sizes[key], str(record.get("device", "cpu")))
+            archive, device = reading.archive, str(record.get("device", "cpu"))
+            if key in archive.members and archive.is_whole(key):
+                storages[key] = Storage(key, archive.source(key), device, archive.crc32(key))
+            else:
+                present = key if key in archive.members else None
+                storages[key] = reading.storage(key, present, key, sizes[key], device)
         table.append(checked(replace(spec, storage=storages[key]), reading.archive.path))
     return table
-
-
-def _storage(reading: Reading, key: str, needed: int, device: str) -> Storage:
-    archive = reading.archive
-    if key in archive.members and archive.is_whole(key):
-        return Storage(key, archive.source(key), device, archive.crc32(key))
-    return reading.storage(key, key if key in archive.members else None, key, needed, device)
 
 
 def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
@@ -369,36 +354,29 @@ def is_packed(value: Any) -> bool:
 
 def unpacked(value: Any, path: str) -> Any:
     """Plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose state is
-    ``(contents, class)``. Raises ``HostileError`` if they have no end."""
-    return _Unpacking(path).plain(value, 0)
+    ``(contents, class)``. What stands in two places is unpacked once, and stays one object.
 
+    Raises ``HostileError`` if they have no end."""
+    done: dict[int, Any] = {}
 
-class _Unpacking:
-    """One unpacking: what stands in two places is unpacked once, and stays one object."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.done: dict[int, Any] = {}
-
-    def plain(self, value: Any, depth: int) -> Any:
+    def plain(value: Any, depth: int) -> Any:
         if depth > PACKED_DEPTH_LIMIT:
             raise HostileError(
-                f"{self.path}: packed parameters nested deeper than {PACKED_DEPTH_LIMIT}; do not use this file"
+                f"{path}: packed parameters nested deeper than {PACKED_DEPTH_LIMIT}; do not use this file"
             )
-        if not isinstance(value, (list, tuple, Opaque)):
-            return value
-        if id(value) not in self.done:
-            self.done[id(value)] = self._plain(value, depth + 1)
-        return self.done[id(value)]
+        if isinstance(value, (list, tuple, Opaque)) and id(value) not in done:
+            done[id(value)] = opened(value, depth + 1)
+        return done.get(id(value), value)
 
-    def _plain(self, value: list[Any] | tuple[Any, ...] | Opaque, depth: int) -> Any:
-        if isinstance(value, list):
-            return [self.plain(item, depth) for item in value]
-        if isinstance(value, tuple):
-            return tuple(self.plain(item, depth) for item in value)
+    def opened(value: list[Any] | tuple[Any, ...] | Opaque, depth: int) -> Any:
+        if not isinstance(value, Opaque):
+            items = [plain(item, depth) for item in value]
+            return items if isinstance(value, list) else tuple(items)
         if str(value.cls).startswith(_TYPED) and value.args:
-            return self.plain(value.args[0], depth)
+            return plain(value.args[0], depth)
         if not isinstance(value.state, tuple):
             return value
         module, _, name = SCRIPT_OBJECT.rpartition(".")
-        return Opaque(Global(module, name), state=(self.plain(value.state, depth), str(value.cls)))
+        return Opaque(Global(module, name), state=(plain(value.state, depth), str(value.cls)))
+
+    return plain(value, 0)
