@@ -64,7 +64,11 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
     found = dict(_search(document))
     if _holds_figures(document.root, found):
         found = {}
-    candidates = tuple(_candidate(path, value) for path, value in _believable(found).items())
+    candidates = []
+    for path, value in _believable(found).items():
+        numel = sum([tensor.numel for tensor in value.values() if isinstance(tensor, TensorSpec)])
+        numel += sum([math.prod(array.shape) for array in value.values() if isinstance(array, NumpyArray)])
+        candidates.append(Candidate(path, _count_tensors(value), numel))
     ranked = sorted(candidates, key=rank)
     if weights is not None:
         path, value, prefix = _pick(document, found, [candidate.path for candidate in ranked], weights)
@@ -85,8 +89,6 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
     entries, lost = split_entries(document, entries, salvage)
     root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
     metadata = getattr(value, "__dict__", {}).get("_metadata") if isinstance(value, dict) else None
-    if metadata is None:
-        metadata = document.metadata
     specs = [spec for spec in entries.values() if isinstance(spec, TensorSpec)]
     if specs and not any(spec.has_data for spec in specs):
         raise UnreadableError(
@@ -102,15 +104,13 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         path=document.path,
         format=document.format,
         entries=entries,
-        metadata=_clean_metadata(metadata, remarks),
+        metadata=_clean_metadata(document.metadata if metadata is None else metadata, remarks),
         container=path,
         root=root,
         devices=tuple(sorted({spec.storage.device for spec in everything if spec.storage is not None} - {"cpu"})),
         producer=document.producer,
         candidates=tuple(
-            candidate
-            for candidate in plausible(ranked)
-            if not any(candidate.path[: len(gone)] == gone for gone in left_out)
+            one for one in plausible(ranked) if not any(one.path[: len(gone)] == gone for gone in left_out)
         ),
         remarks=(
             *document.remarks,
@@ -271,20 +271,12 @@ def _count_tensors(mapping: Mapping[Any, Any]) -> int:
 
 
 def _packs_several(value: Any) -> bool:
-    return isinstance(value, tuple) and any(map(_packs_tensors, value[:LIST_LIMIT]))
-
-
-def _packs_tensors(item: Any) -> bool:
-    """Return whether an item of packed parameters is a tensor, or a list of them, as in quantised LSTMs."""
-    if is_random_state(item):
-        return False
-    return _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
-
-
-def _candidate(path: tuple[PathPart, ...], value: Mapping[Any, Any]) -> Candidate:
-    numel = sum([tensor.numel for tensor in value.values() if isinstance(tensor, TensorSpec)])
-    numel += sum([math.prod(array.shape) for array in value.values() if isinstance(array, NumpyArray)])
-    return Candidate(path, _count_tensors(value), numel)
+    """Return whether a value holds packed parameters: tensors, or lists of them, as in quantised LSTMs."""
+    return isinstance(value, tuple) and any(
+        _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
+        for item in value[:LIST_LIMIT]
+        if not is_random_state(item)
+    )
 
 
 def _pick(

@@ -16,7 +16,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
-from ckptfix.errors import Opt, UnreadableError, Words
+from ckptfix.errors import Opt, UnreadableError
 
 
 class Document(Struct):
@@ -59,17 +59,14 @@ def split_entries(
     tensors = sum(isinstance(entry, TensorSpec) for entry in whole.values())
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
-        raise UnreadableError(f"{document.path}: {causes}: ", *_remedy(whole, lost, tensors))
+        if not tensors:
+            raise UnreadableError(f"{document.path}: {causes}: no tensor in it is complete; fetch the file again")
+        back = f"all {counted(tensors, 'tensor')}"
+        if lost:
+            back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
+        what = f"{document.path}: {causes}: fetch the file again, or take {back} with "
+        raise UnreadableError(what, Opt("salvage", True))
     return whole, lost
-
-
-def _remedy(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None], tensors: int) -> tuple[Words, ...]:
-    if not tensors:
-        return ("no tensor in it is complete; fetch the file again",)
-    back = f"all {counted(tensors, 'tensor')}"
-    if lost:
-        back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
-    return (f"fetch the file again, or take {back} with ", Opt("salvage", True))
 
 
 def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) -> str:
@@ -88,31 +85,26 @@ def without_torn(root: Any, container: tuple[PathPart, ...]) -> tuple[Any, list[
     checkpoint's."""
     left_out: list[tuple[PathPart, ...]] = []
 
+    def is_lost(child: Any, path: tuple[PathPart, ...]) -> bool:
+        if is_torn_inside := _has_torn(child):
+            left_out.append(path)
+        return is_torn_inside
+
     def pruned(value: Any, path: tuple[PathPart, ...]) -> Any:
-        if path == container:
+        if path == container or not isinstance(value, (dict, list, tuple)):
             return value
         step = container[len(path)]
         if isinstance(value, dict):
-            made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
-            for key, child in value.items():
-                if key == step:
-                    made[key] = pruned(child, (*path, step))
-                elif _has_torn(child):
-                    left_out.append((*path, key))
-                else:
-                    made[key] = child
-            return made
-        if isinstance(value, (list, tuple)):
-            return [
-                pruned(child, (*path, step)) if at == step else keep(child, path, at) for at, child in enumerate(value)
+            pairs = [
+                (key, pruned(child, (*path, step)) if key == step else child)
+                for key, child in value.items()
+                if key == step or not is_lost(child, (*path, key))
             ]
-        return value
-
-    def keep(child: Any, path: tuple[PathPart, ...], at: int) -> Any:
-        if _has_torn(child):
-            left_out.append((*path, at))
-            return None
-        return child
+            return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
+        return [
+            pruned(child, (*path, step)) if at == step else None if is_lost(child, (*path, at)) else child
+            for at, child in enumerate(value)
+        ]
 
     return pruned(root, ()), left_out
 

@@ -141,16 +141,10 @@ def _attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
         if not isinstance(name, str) or name in _OWN or re.search(_PASSING, name.lower()):
             continue
         if isinstance(value, TensorSpec):
-            # `original_inv_freq` comes and goes between releases as `inv_freq` does.
-            leaves = (name, name.partition("_")[2])
-            if any(is_transient(leaf, value.shape) for leaf in leaves) or _is_computed(name, value, names):
+            # `original_inv_freq` comes and goes between releases as `inv_freq` does; and a hook computes `weight` from
+            # the parameter `weight_v` or `weight_orig` beside it.
+            sources = (other for key, other in names.items() if str(key).startswith(f"{name}_"))
+            is_computed = any(isinstance(other, TensorSpec) and other.numel == value.numel for other in sources)
+            if is_computed or any(is_transient(leaf, value.shape) for leaf in (name, name.partition("_")[2])):
                 continue
         yield name, value
-
-
-def _is_computed(name: str, spec: TensorSpec, parameters: Mapping[str, Any]) -> bool:
-    """Return whether a hook computes the tensor from a parameter beside it: ``weight_v``, ``weight_orig``."""
-    return any(
-        isinstance(other, TensorSpec) and str(key).startswith(f"{name}_") and other.numel == spec.numel
-        for key, other in parameters.items()
-    )

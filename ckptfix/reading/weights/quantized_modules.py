@@ -181,18 +181,14 @@ def _scale(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """``torch.tensor(scale)`` and ``torch.tensor(zero_point)`` of the numbers that the module keeps."""
     scale, zero_point = attributes.get("scale"), attributes.get("zero_point")
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        yield "scale", _scalar("float32", "<f", _single(scale))
+        yield "scale", _scalar("float32", "<f", scale)
     if type(zero_point) is int and -(1 << 63) <= zero_point < 1 << 63:
         yield "zero_point", _scalar("int64", "<q", zero_point)
 
 
-def _single(value: float) -> float:
-    """Return a number that float32 can hold, infinite where it is too large, as torch has it."""
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except (OverflowError, struct.error):
-        return math.copysign(math.inf, value)
-
-
 def _scalar(dtype: str, form: str, value: float) -> TensorSpec:
-    return TensorSpec(dtype, (), (), Storage("scalar", MemoryBytes(struct.pack(form, value))))
+    try:
+        data = struct.pack(form, value)
+    except OverflowError:  # more than float32 can hold is infinite, as torch has it
+        data = struct.pack(form, math.copysign(math.inf, value))
+    return TensorSpec(dtype, (), (), Storage("scalar", MemoryBytes(data)))
