@@ -23,7 +23,8 @@ from msgspec import Struct
 from ckptfix.bytes.sources import BLOCK, Content, WindowContent
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
-from ckptfix.reading.foreign.signatures import remedy, signatures
+from ckptfix.reading.foreign import signatures
+from ckptfix.reading.foreign.signatures import remedy
 from ckptfix.reading.sniffing import is_pickle
 
 _RIGHT = "is it the right file?"
@@ -73,8 +74,11 @@ def name_mangled(content: Content) -> str | None:
         return f"was saved as text: every byte that is not text became the sign U+FFFD, which cannot be undone; {again}"
     # Pickles of protocol 0 and 1 have the bytes of their tensors as letters by themselves.
     is_text = is_pickle(content) and head[8:9] != b"{"
-    if letters >= _SIGNS and not is_text and looks_like_checkpoint(_bytes_of_letters(head)):
-        return f"was saved as text: bytes from 0x80 on became letters of UTF-8; {again}"
+    if letters >= _SIGNS and not is_text:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        page = "cp1252" if any(ord(letter) > 0xFF for letter in text) else "latin-1"
+        if looks_like_checkpoint(text.encode(page, "ignore")):
+            return f"was saved as text: bytes from 0x80 on became letters of UTF-8; {again}"
     if _is_utf16(head):
         return (
             "was saved as text in UTF-16, as `>` of PowerShell does: some of its bytes were changed and some are gone,"
@@ -97,12 +101,6 @@ def _transcoded(content: Content) -> str | None:
     if is_chunked(content):
         return "is the answer of a web server with the sizes of its chunks in it; fetch it with curl -o, without them"
     return None
-
-
-def _bytes_of_letters(head: bytes) -> bytes:
-    """Return the bytes that became the letters of UTF-8."""
-    text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    return text.encode("cp1252" if any(ord(letter) > 0xFF for letter in text) else "latin-1", "ignore")
 
 
 def _decoded(letters: bytes) -> bytes:
@@ -143,7 +141,7 @@ def _signed(content: Content) -> str | None:
         kind = "a Keras model in HDF5" if b"keras" in bytes(content.buffer[:READ]) else "an HDF5 file (Keras, h5py)"
         return f"{kind}, not a PyTorch checkpoint; {_HDF5}"
     head = bytes(content.buffer[:READ])
-    for known in signatures():
+    for known in signatures.signatures():
         if known.begins.match(head, known.at):
             return f"{known.what}, not a PyTorch checkpoint; {known.remedy}"
     if bytes(content.buffer[-8:]) == _TABLE_MAGIC:
@@ -271,19 +269,14 @@ def undo(content: Content) -> Undone | None:
         return Undone(Content(content.path, whole, None, content.member), Fact(Kind.CRLF), exact=True)
     if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
         return None
-    if _has_header(content):
+    end = 8 + int.from_bytes(content.buffer[:8], "little")
+    if content.buffer[8:9] == b"{" and end > 9 and content.buffer[end - 1 : end] in (b"}", b" "):
         return None  # what begins further on was hung on to a safetensors file
     start = min(_starts(content), default=None)
     if start is None:
         return None
     cause = Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)]))
     return Undone(WindowContent.of(content, start, len(content)), cause)
-
-
-def _has_header(content: Content) -> bool:
-    """Return whether the content begins with a header of safetensors that ends where it says."""
-    end = 8 + int.from_bytes(content.buffer[:8], "little")
-    return bytes(content.buffer[8:9]) == b"{" and end > 9 and bytes(content.buffer[end - 1 : end]) in (b"}", b" ")
 
 
 def _is_mangled(content: Content) -> bool:
@@ -315,10 +308,6 @@ _ANSWER = 400  # letters of the longest text that may be a server's answer as a 
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _CONTROL = re.compile("[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _LFS = re.compile(r"version https://git-lfs\.github\.com/spec/")
-_OTHER_POINTERS = (
-    (re.compile(r"(\.\./)*(\.git)?/?annex/objects/\S+$"), "git-annex", "git annex get"),
-    (re.compile(r"(?s)outs:\n.*\bpath: "), "DVC", "dvc pull"),
-)
 _HTTP = re.compile(r"HTTP/\d(?:\.\d)? (\d{3}[^\r\n]*)")
 _HTML = frozenset("html head body title meta script center h1 pre div p".split())
 _PROLOG = re.compile(r"\s*(<\?.*?\?>|<!--.*?-->|<!doctype[^>]*>)\s*", re.IGNORECASE | re.DOTALL)
@@ -350,7 +339,7 @@ def as_text(data: bytes) -> str | None:
 
 def name_text(text: str, size: int) -> str:
     """Return what the text of a file is; ``size`` is that of the file in bytes."""
-    for namer in (_pointer, _headers, _json, _markup, _known):
+    for namer in (_pointer, _headers, _json, _markup, _source):
         if (said := namer(text, size)) is not None:
             return said
     if len(text) <= _ANSWER and _REFUSAL.search(text):
@@ -364,11 +353,8 @@ def _quoted(text: str) -> str:
 
 
 def _pointer(text: str, size: int) -> str | None:
-    for pattern, maker, command in _OTHER_POINTERS:
-        if pattern.match(text):
-            return f"a pointer of {maker}, not the file itself; run `{command}` in the repository"
     if not _LFS.match(text):
-        return None
+        return signatures.name_text(text)
     declared, digest = re.search(r"^size (\d{1,18})\s*$", text, re.MULTILINE), re.search(r"oid sha256:(\w{8,64})", text)
     of = f" of a file of {int(declared[1])} bytes" if declared else ""
     of += f" with the sha256 {digest[1][:8]}…" if digest else ""
@@ -445,23 +431,7 @@ def _title(page: str) -> str:
     return ""
 
 
-# How texts begin that have a name.
-_KNOWN = (
-    (re.compile(r"-----BEGIN PGP"), "encrypted by PGP; decrypt it first"),
-    (re.compile(r"age-encryption\.org/"), "encrypted by age; decrypt it first"),
-    (re.compile(r"4\n1\n3\nV 1\n"), "a Lua Torch7 file; read it with the package torchfile, and save a state_dict"),
-    (
-        re.compile(r"model_checkpoint_path: "),
-        "TensorFlow's note of its latest checkpoint; load it with TensorFlow and save its weights from there",
-    ),
-    (re.compile(r"\[(net|convolutional)\]"), "a Darknet configuration and not its weights; name the .weights file"),
-)
-
-
-def _known(text: str, size: int) -> str | None:
-    for pattern, said in _KNOWN:
-        if pattern.match(text):
-            return said
+def _source(text: str, size: int) -> str | None:
     if text.startswith("#!") or len(_PYTHON.findall(text)) >= 2 or (_PYTHON.match(text) and "\n" in text):
         return "source code and not a checkpoint; name the file that holds the weights"
     return None

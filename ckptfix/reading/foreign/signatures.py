@@ -50,6 +50,12 @@ def remedy(name: str) -> str:
     return text
 
 
+def name_text(text: str) -> str | None:
+    """Return what a text is that begins like one of ``[texts]``, with the remedy; None for any other."""
+    known = (entry for entry in _known()["texts"] if re.match(entry["begins"], text))
+    return next((f"{entry['what']}; {remedy(entry['remedy'])}" for entry in known), None)
+
+
 @cache
 def signatures() -> tuple[Signature, ...]:
     """Return how known files begin, in the order in which they are tried."""
