@@ -31,7 +31,6 @@ class Box(Struct, frozen=True):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def lies_in(self, shape: tuple[int, ...]) -> bool:
@@ -75,24 +74,22 @@ def _any_overlap(boxes: Sequence[Box], dimensions: int) -> bool:
 
 
 class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
-    """The bytes of a tensor in row-major order, however it is strided in its storage."""
+    """The bytes of a tensor in row-major order, however it is strided in its storage; one that is not contiguous is put
+    in order as a whole."""
 
     spec: TensorSpec
     path: str
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # computed: a tensor has many chunks
-        """How many bytes there are."""
         return self.spec.nbytes
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the range of the storage; nothing for a tensor that has to be put in order."""
         if self.spec.storage is not None and self.spec.is_contiguous and not self.spec.math_bits:
             first = self.spec.extent[0]
             yield self.spec.storage.source, first + start, first + stop
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``; a tensor that is not contiguous is put in order as a whole."""
         for source, first, last in self.within(start, stop):
             return source.read(first, last)
         if self.spec.storage is None:
@@ -116,7 +113,6 @@ class ChunkedBytes(PartedBytes):
         return any(chunk.run < _LEAST_RUN for chunk in self._chunks)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the chunks as far as they have the bytes, unless their runs are short."""
         if self._is_fine:
             return
         runs = [
@@ -129,7 +125,6 @@ class ChunkedBytes(PartedBytes):
             yield source, inner, inner + length
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the whole tensor."""
         out = memoryview(bytearray(stop - start))
         for chunk in self._chunks:
             for place, inner, length, count, step in chunk.runs(start, stop):
@@ -175,11 +170,10 @@ class _Placed:
         for dimension in reversed(range(outer)):
             self._reach[dimension] = (self._counts[dimension] - 1) * self._steps[dimension] + self._reach[dimension + 1]
 
-    def runs(self, start: int, stop: int) -> Iterator[_Run]:
-        """Yield the runs in a range of the whole."""
-        yield from self._below(0, self._first, 0, start, stop)
-
-    def _below(self, dimension: int, place: int, inner: int, start: int, stop: int) -> Iterator[_Run]:
+    def runs(self, start: int, stop: int, dimension: int = 0, above: int = 0, inner: int = 0) -> Iterator[_Run]:
+        """Yield the runs in a range of the whole that are below an index of each outer dimension: ``above`` bytes
+        further in the whole than the first run, and at ``inner`` in the chunk."""
+        place = self._first + above
         if dimension == len(self._counts):
             first, last = max(place, start), min(place + self.run, stop)
             if first < last:
@@ -188,20 +182,16 @@ class _Placed:
         step, reach = self._steps[dimension], self._reach[dimension + 1]
         low = max((start - place - reach) // step + 1, 0)
         high = min(-((place - stop) // step), self._counts[dimension])
+        indices = [*range(low, high)]
         if dimension + 1 == len(self._counts):
             # Those that are whole, at once: they follow one another in the chunk.
             first, last = max(-((place - start) // step), low), min((stop - reach - place) // step + 1, high)
             if last - first > 1:
                 yield place + first * step, inner + first * reach, reach, last - first, step
                 indices = [*range(low, first), *range(last, high)]
-            else:
-                indices = [*range(low, high)]
-        else:
-            indices = [*range(low, high)]
         for index in indices:
-            yield from self._below(
-                dimension + 1, place + index * step, inner + index * self._inner_steps[dimension], start, stop
-            )
+            at = inner + index * self._inner_steps[dimension]
+            yield from self.runs(start, stop, dimension + 1, above + index * step, at)
 
 
 # A number of runs of one length that follow one another in the chunk: place of the first in the whole, place in the
@@ -383,12 +373,10 @@ class SpreadBytes(PartedBytes):
         self._is_fine = self._share < min(_FLAT_BLOCK, self.nbytes)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        """Yield the stretches of the ranks, unless they are short."""
         for flat, first, last in () if self._is_fine else self._stretches(start, stop):
             yield from flat.within(first, last, self._path)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         if not self._is_fine:
             return super().read(start, stop)
         return memoryview(

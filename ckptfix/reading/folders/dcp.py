@@ -56,12 +56,10 @@ class StoredTensor(Struct, frozen=True):
 
     @property
     def files(self) -> set[str]:
-        """The files that hold its chunks."""
         return {location.file for _, location in self.chunks if location is not None}
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor without its bytes."""
         return TensorSpec(self.dtype, self.shape, contiguous_strides(self.shape))
 
 
@@ -72,7 +70,6 @@ class StoredObject(Struct, frozen=True):
 
     @property
     def files(self) -> set[str]:
-        """The file that holds it."""
         return {self.location.file} if self.location is not None else set()
 
 
@@ -224,25 +221,25 @@ class _Reading:
         self.faults: dict[Fact, list[str]] = {}
         self.clashes: list[str] = []
 
-    def _described(self, files: list[Path]) -> StoredMetadata:
+    def document(self) -> Document:
+        """Return the document of the folder."""
         parts = []
-        for file in files:
+        for file in _metadata_files(self.folder):
             content = Content.of_file(str(file))
             content.account = self.bounds
             parts.append(parse_metadata(content))
         try:
-            return merged(parts)
+            self.metadata = merged(parts)
         except ValueError as error:
             raise UnreadableError(f"{self.folder}: {error}; load it in as many ranks as saved it") from error
-
-    def document(self) -> Document:
-        """Return the document of the folder."""
-        self.metadata = self._described(_metadata_files(self.folder))
         for name, item in self.metadata.items.items():
             self._read(name, item)
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if self.faults and not whole:
             raise UnreadableError(f"{self.folder}: {clauses(self._damage())}; no tensor is whole: fetch it again")
+        used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
+        # Files of chunks in which no item is: what an earlier save into the same folder has left.
+        strays = sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
         return Document(
             str(self.folder),
             NAME,
@@ -251,7 +248,7 @@ class _Reading:
             remarks=[
                 *payload_remarks(self.bounds.names),
                 *(mark for mark in self.remarks if mark.kind is not Kind.PAYLOAD),
-                *(Fact(Kind.STRAY_FILE, name) for name in self._strays()),
+                *(Fact(Kind.STRAY_FILE, name) for name in strays),
             ],
             damage=self._damage(),
         )
@@ -322,19 +319,11 @@ class _Reading:
             self.contents[name] = Content.of_file(str(file))
         return self.contents[name]
 
-    def _strays(self) -> list[str]:
-        """Return the files of chunks in which no item is: what an earlier save into the same folder has left."""
-        used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
-        return sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
-
-    def _path(self, name: str) -> tuple[PathPart, ...]:
-        return self.metadata.paths.get(name, (name,))
-
     def _nested(self) -> Any:
         """Return the container as it was saved: the planner flattened it and wrote down the path of every leaf."""
         root = _Node()
         for name, leaf in self.leaves.items():
-            *folders, last = self._path(name)
+            *folders, last = self.metadata.paths.get(name, (name,))
             node: Any = root
             for part in folders:
                 node = node.setdefault(part, _Node()) if isinstance(node, _Node) else None

@@ -14,15 +14,13 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
-from ckptfix.bytes.sources import Content, TornBytes, is_torn
+from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import safetensors
-from ckptfix.reading.folders.chunks import Box, check_tiling, tensor_of_chunks
+from ckptfix.reading.folders.chunks import Box, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.sniffing import is_safetensors
@@ -47,7 +45,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     ranks = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
     damage = [Fact.of(Kind.RANKS_MISSING, ranks=len(missing), first=missing[0])] if missing else []
-    chunks: dict[str, dict[Box, TensorSpec]] = {}
+    chunks: dict[str, dict[Box, list[TensorSpec]]] = {}
     read: list[str] = []
     for name in names:
         try:
@@ -59,9 +57,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
         for key, spec in shard.root.items():
             box = Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape)
-            known = chunks.setdefault(key, {})
-            if box not in known or is_torn(known[box]):
-                known[box] = spec
+            chunks.setdefault(key, {}).setdefault(box, []).append(spec)
     faults: list[Fact] = []
     entries = OrderedDict((key, _tensor(key, parts, str(folder), faults)) for key, parts in chunks.items())
     damage += faults[:1] + ([Fact.of(Kind.TENSORS_LACKING, more=len(faults) - 1)] if len(faults) > 1 else [])
@@ -92,21 +88,18 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
     return document, offsets
 
 
-def _tensor(key: str, parts: dict[Box, TensorSpec], path: str, faults: list[Fact]) -> Any:
+def _tensor(key: str, parts: dict[Box, list[TensorSpec]], path: str, faults: list[Fact]) -> Any:
     """Return the tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
-    first = next(iter(parts.values()))
+    specs = [spec for same in parts.values() for spec in same]
     if len(parts) == 1 and not any(next(iter(parts)).offsets):
-        return first
+        return next((spec for spec in specs if not is_torn(spec)), specs[0])
     ends = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in parts]
     shape = tuple(map(max, zip(*ends, strict=True)))
-    spec = TensorSpec(first.dtype, shape, contiguous_strides(shape))
+    whole = TensorSpec(specs[0].dtype, shape, contiguous_strides(shape))
     try:
-        if any(part.dtype != first.dtype for part in parts.values()):
+        if any(spec.dtype != whole.dtype for spec in specs):
             raise UnreadableError(f"the chunks of {key} differ in their dtypes")
-        check_tiling(list(parts), shape, key)
+        return merge_parts(key, whole, parts, path)
     except UnreadableError as error:
         faults.append(Fact.of(Kind.CHUNKS_LACKING, key, error=str(error)))
-    else:
-        if not any(map(is_torn, parts.values())):
-            return tensor_of_chunks(key, spec, parts, path)
-    return replace(spec, storage=Storage(key, TornBytes(path, spec.nbytes)))
+        return gone(key, whole, path)

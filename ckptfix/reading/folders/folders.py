@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.files import why_closed
@@ -24,22 +23,9 @@ from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
 
-
-class FolderFormat(Struct, frozen=True):
-    """A folder that is a checkpoint: its name, what it looks like, and how it is read."""
-
-    name: str
-    looks_like: Callable[[Path], bool]
-    read: Callable[[Path, bool], Document]
-
-
-# Every format that is a folder, in the order in which a folder is asked.
-FOLDER_FORMATS = (
-    FolderFormat(dcp.NAME, dcp.looks_like, dcp.read_folder),
-    FolderFormat(exploded.NAME, exploded.looks_like, exploded.read_folder),
-    FolderFormat(dcp_safetensors.NAME, dcp_safetensors.looks_like, dcp_safetensors.read_folder),
-    FolderFormat(sharded.NAME, sharded.looks_like, sharded.read_folder),
-)
+# Every format that is a folder, in the order in which a folder is asked: a module with its NAME, ``looks_like`` and
+# ``read_folder``.
+FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded)
 
 # What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
 TORCH_DIST = "common.pt"
@@ -114,8 +100,8 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
     try:
         for form in FOLDER_FORMATS:
             if form.looks_like(folder):
-                found = form.read(folder, salvage)
-                return _with_common(found, folder, salvage, read) if form.name == dcp.NAME else found
+                found: Document = form.read_folder(folder, salvage)
+                return _with_common(found, folder, salvage, read) if form is dcp else found
         document = read_ranks(folder, salvage, read) or _read_items(folder, salvage, read)
         if document is not None:
             return document

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -71,12 +70,10 @@ _FLAT = re.compile(rb'\{\s*"[^"\\]{1,400}"\s*:\s*"[^"\\/]{1,200}\.(safetensors|b
 
 def is_index(content: Content) -> bool:
     """Return whether the content is a JSON object with a ``weight_map``, or a flat one of file names."""
-    head = bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf \t\r\n")
+    head = bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n")
     if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
         return False
-    if content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0:
-        return True
-    return _FLAT.match(bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n")) is not None
+    return content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0 or _FLAT.match(head) is not None
 
 
 def parse_index(content: Content) -> ShardIndex:
@@ -105,19 +102,8 @@ def name_unpacked(name: str) -> str:
     return next((name.removesuffix(suffix) for suffix in PACKED if name.endswith(suffix)), name)
 
 
-class Folder(Protocol):
-    """Where shards are."""
-
-    def names(self) -> list[str]:
-        """Return the names of the files in it, as far as they are known."""
-
-    def find(self, name: str, said_by: str) -> str | None:
-        """Return the path of a file that ``said_by`` names; None if it is not there. Raises ``HostileError`` for a
-        name that leads out of the folder."""
-
-
 class LocalFolder(Struct, frozen=True, dict=True):
-    """A folder of this machine."""
+    """A folder of this machine that has shards."""
 
     path: Path
 
@@ -125,12 +111,15 @@ class LocalFolder(Struct, frozen=True, dict=True):
         return str(self.path)
 
     def names(self) -> list[str]:
+        """Return the names of the files in it, as far as they are known."""
         try:
             return sorted(path.name for path in self.path.iterdir() if path.is_file())
         except OSError as error:
             raise UnreadableError(f"{self.path}: cannot be listed: {error.strerror or error}") from error
 
     def find(self, name: str, said_by: str) -> str | None:
+        """Return the path of a file that ``said_by`` names; None if it is not there. Raises ``HostileError`` for a
+        name that leads out of the folder."""
         # Most names are known by the listing: an index may name any number of files that are not there.
         if "/" in name or "\\" in name or not name or "\0" in name or name in self._present:
             file = file_inside(self.path, name, said_by)
@@ -164,6 +153,9 @@ class RemoteFolder(Struct, frozen=True, dict=True):
         from ckptfix.bytes.remote import files_beside
 
         return files_beside(self.url)
+
+
+Folder = LocalFolder | RemoteFolder
 
 
 def folder_of(path: str) -> Folder:

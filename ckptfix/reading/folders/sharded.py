@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,6 @@ from ckptfix.reading.folders.shard_index import (
 from ckptfix.reading.formats import may_be_wrapped, read_document
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
-
-
-def remarks_of(shard: Checkpoint) -> Iterator[Fact]:
-    """Yield the remarks on a shard; what is said of all its tensors is said of each, as the others are not meant."""
-    for remark in shard.remarks:
-        if remark.kind is Kind.DOUBTFUL_VALUES and remark.place == ".":
-            yield from (replace(remark, place=key) for key in shard.specs)
-        else:
-            yield remark
 
 
 def odd_shard(shards: Mapping[str, Checkpoint], total: int) -> str | None:
@@ -112,8 +103,10 @@ def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
         merge = _Merge(path, folder, None, salvage)  # numbered shards say themselves what they hold
         merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
-        if (stale := _beside(folder, parsed)) is not None:
-            merge = _Merge(path, folder, None, salvage)
+        sets, present = _sets(folder), {name_unpacked(name) for name in folder.names()}
+        # The only set of shards is complete, and no file that the index names exists.
+        if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names()):
+            stale, merge = sets[0], _Merge(path, folder, None, salvage)
         if bytes(content.buffer[:3]) == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
     document = merge.document()
@@ -122,14 +115,6 @@ def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
         kept = document.remarks if is_whole else document.damage
         kept.append(Fact.of(Kind.INDEX_STALE, str(stale), names=tuple(parsed.files)))
     return document
-
-
-def _beside(folder: Folder, index: ShardIndex) -> Numbering | None:
-    """Return the only set of shards in a folder, if it is complete and no file that the index names exists."""
-    present = {name_unpacked(name) for name in folder.names()}
-    sets = _sets(folder)
-    is_stale = len(sets) == 1 and present.isdisjoint(index.files) and present.issuperset(sets[0].names())
-    return sets[0] if is_stale else None
 
 
 def looks_like(folder: Path) -> bool:
@@ -184,7 +169,13 @@ class _Merge:
         for shard in reversed(self.opened.values()):
             metadata.update(shard.metadata or {})
         self._note_unnamed()
-        remarks = dict.fromkeys(remark for shard in self.opened.values() for remark in remarks_of(shard))
+        remarks: dict[Fact, None] = {}
+        for shard in self.opened.values():
+            for remark in shard.remarks:
+                # What is said of all tensors of a shard is said of each, as those of the others are not meant.
+                is_of_all = remark.kind is Kind.DOUBTFUL_VALUES and remark.place == "."
+                said = [replace(remark, place=key) for key in shard.specs] if is_of_all else [remark]
+                remarks.update(dict.fromkeys(said))
         kinds = {shard.format for shard in self.opened.values()}
         return Document(
             self.path,

@@ -65,10 +65,10 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
     if _holds_figures(document.root, found):
         found = {}
     candidates = []
-    for path, value in _believable(found).items():
-        numel = sum([tensor.numel for tensor in value.values() if isinstance(tensor, TensorSpec)])
-        numel += sum([math.prod(array.shape) for array in value.values() if isinstance(array, NumpyArray)])
-        candidates.append(Candidate(path, _count_tensors(value), numel))
+    for place, mapping in _believable(found).items():
+        numel = sum([tensor.numel for tensor in mapping.values() if isinstance(tensor, TensorSpec)])
+        numel += sum([math.prod(array.shape) for array in mapping.values() if isinstance(array, NumpyArray)])
+        candidates.append(Candidate(place, _count_tensors(mapping), numel))
     ranked = sorted(candidates, key=rank)
     if weights is not None:
         path, value, prefix = _pick(document, found, [candidate.path for candidate in ranked], weights)

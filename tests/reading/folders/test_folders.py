@@ -14,7 +14,7 @@ from ckptfix.reading.folders.folders import FOLDER_FORMATS, WEIGHTS
 
 
 def test_formats_have_names_of_their_own() -> None:
-    names = [form.name for form in FOLDER_FORMATS]
+    names = [form.NAME for form in FOLDER_FORMATS]
     assert len(set(names)) == len(names)
 
 
