@@ -278,20 +278,12 @@ def _refuse_misfit(report: Report) -> None:
         )
     if left := report.obstacles:
         from ckptfix.report.advice import remedies_text
+        from ckptfix.rules import FITTING, OF_MISFITS
 
-        reasons = "; ".join(
-            f"{finding.code} {finding.message}"
-            for finding in report.remaining
-            if finding.code[:3] in ("KEY", "FIT", "BUF")
-        )
-        hint = next(
-            (
-                remedies_text(finding.remedies, as_arguments=True)
-                for finding in report.remaining
-                if finding.remedies and finding.code.startswith("FIT")
-            ),
-            "see ckptfix.check",
-        )
+        found = [finding for finding in report.remaining if finding.code.startswith(FITTING)]
+        reasons = "; ".join(f"{finding.code} {finding.message}" for finding in found)
+        remedies = (finding.remedies for finding in found if finding.remedies and finding.code.startswith(OF_MISFITS))
+        hint = next((remedies_text(each, as_arguments=True) for each in remedies), "see ckptfix.check")
         raise TargetError(
             f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
             f"{reasons or 'the rules that say more were not selected'}; {hint}"

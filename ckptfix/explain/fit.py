@@ -21,6 +21,7 @@ from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
+from ckptfix.rules import FITTING, FOR_LOADING
 from ckptfix.rules.adapting import POSITIONS, Case, cases, narrowed
 from ckptfix.rules.fit102_unexpected_key import KEEP_STATISTICS, has_statistics
 from ckptfix.rules.fit107_quantised_weights import keys_of_codes
@@ -87,12 +88,11 @@ _QUOTED = re.compile(r"[\"']([^\"']+)[\"']")
 def read_mismatch(message: Message) -> Mismatch:
     """Return the keys of a message. Of the two readings that one counts in which no key has a gap."""
     readings = [_read(reading) for reading in message.readings]
-    return next((each for each in readings if _is_whole(each)), readings[0])
-
-
-def _is_whole(mismatch: Mismatch) -> bool:
-    keys = (*mismatch.missing, *mismatch.unexpected, *mismatch.shapes)
-    return bool(keys) and not any(re.search(r"\s", key) for key in keys)
+    for each in readings:
+        keys = (*each.missing, *each.unexpected, *each.shapes)
+        if keys and not any(re.search(r"\s", key) for key in keys):
+            return each
+    return readings[0]
 
 
 def _read(text: str) -> Mismatch:
@@ -225,9 +225,9 @@ def _container_key(mismatch: Mismatch) -> str | None:
 
 
 def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
-    """Return the findings of the rules on names, by code."""
+    """Return the findings of the rules on names, by the names of the rules."""
     wanted = {
-        key: Slot("float32", () if _is_buffer(key) else None, BUFFER if _is_buffer(key) else PARAMETER)
+        key: Slot("float32", (), BUFFER) if is_buffer_name(key, ()) else Slot("float32", None, PARAMETER)
         for key in mismatch.missing
     }
     stored = {key: TensorSpec("int64" if _is_counter(key) else "float32", ()) for key in mismatch.unexpected}
@@ -250,60 +250,57 @@ def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
         stored.update({key: TensorSpec("float32", ()) for key in _FILLER})
     checkpoint = Checkpoint("the file", IN_MEMORY, stored)
     target = Target(mismatch.model or "the model", wanted) if knows_target else None
-    settings = Settings(values=False, select=("KEY", "BUF", "FIT"), unsafe_fixes=True)
-    return {finding.code: finding for finding in diagnose(checkpoint, target, settings).findings}
+    settings = Settings(values=False, select=FITTING, unsafe_fixes=True)
+    return {finding.name: finding for finding in diagnose(checkpoint, target, settings).findings}
 
 
 def _is_counter(key: str) -> bool:
     return split_key(key)[1] == NUM_BATCHES_TRACKED
 
 
-def _is_buffer(key: str) -> bool:
-    return is_buffer_name(key, ())
-
-
 def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield what the rules on names recognise."""
-    if finding := findings.get("KEY101"):
+    if finding := findings.get("wrapper-segment"):
         parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
         hold = "holds" if len(finding.keys) == 1 else "hold"
         yield f"{_share(finding, mismatch)} {hold} the name of a wrapper ({_wrapper_names(parts)}).", ()
-    if finding := findings.get("KEY102"):
+    if finding := findings.get("wrapper-prefix"):
+        begin = "begins" if len(finding.keys) == 1 else "begin"
         yield (
-            f"{_share(finding, mismatch)} {_begin(finding)} with `module.`: the file was saved from a model inside of"
+            f"{_share(finding, mismatch)} {begin} with `module.`: the file was saved from a model inside of"
             " DataParallel or DistributedDataParallel.",
             (),
         )
-    if finding := findings.get("KEY103"):
+    if finding := findings.get("missing-wrapper-prefix"):
         parts = {part for key in mismatch.missing for part in key.split(".")} & {MODULE, *WRAPPER_SEGMENTS}
         yield (
             f"The model is wrapped ({_wrapper_names(parts)}) and the file is not, or in another way:"
             f" {counted(len(finding.keys), 'key')} would fit with the wrapper's names.",
             (),
         )
-    if finding := findings.get("KEY104"):
+    if finding := findings.get("foreign-prefix"):
         yield f"{_capital(finding.message)}.", ()
-    if finding := findings.get("KEY105"):
+    if finding := findings.get("renamed-by-release"):
         yield f"{_capital(finding.message)}.", finding.keys
-    if finding := findings.get("BUF101"):
+    if finding := findings.get("missing-num-batches-tracked"):
         yield (
             f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm missing: torch saves them since"
             " 0.4.1, so the file is older, or its state_dict was copied key by key.",
             (),
         )
-    if finding := findings.get("BUF102"):
+    if finding := findings.get(_SURPLUS_COUNTERS):
         yield (
             f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm too many: the file is of torch"
             " 0.4.1 or later, and this torch is older, or the model has frozen BatchNorms, which do not count.",
             (),
         )
-    if finding := findings.get("BUF104"):
+    if finding := findings.get("transient-buffer"):
         yield (
             f"{counted(len(finding.keys), 'buffer')} too many that the model works out for itself: the release that"
             " saved the file kept them, this one does not. They hold nothing learned.",
             finding.keys,
         )
-    if computed := _computed(findings):
+    if computed := tuple(key for key in _left(findings, "missing-key") if is_transient(key, ())):
         yield (
             f"{counted(len(computed), 'buffer')} missing that the model works out for itself: this release keeps them,"
             " the one that saved the file did not. Nothing learned is lost.",
@@ -315,15 +312,10 @@ def _wrapper_names(parts: Iterable[str]) -> str:
     return ", ".join(f"`{part}` of {WRAPPERS.get(part, 'a wrapper')}" for part in sorted(parts))
 
 
-def _computed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
-    missing = findings.get("FIT101")
-    return tuple(key for key in missing.keys if is_transient(key, ())) if missing else ()
-
-
 def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield what no rule on names explains."""
-    missing, unexpected = _left(findings, "FIT101"), _left(findings, "FIT102")
-    missing = tuple(key for key in missing if not is_transient(key, ()))
+    unexpected = _left(findings, "unexpected-key")
+    missing = tuple(key for key in _left(findings, "missing-key") if not is_transient(key, ()))
     flat = tuple(key for key in (*unexpected, *mismatch.shapes) if "_flat_param" in key or "flat_param_" in key)
     if flat:
         yield (
@@ -351,14 +343,18 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
         yield f"{counted(len(unexpected), 'key')} that the model has no place for:", unexpected
 
 
-def _left(findings: Mapping[str, Finding], code: str) -> tuple[str, ...]:
-    return findings[code].keys if code in findings else ()
+def _left(findings: Mapping[str, Finding], name: str) -> tuple[str, ...]:
+    return findings[name].keys if name in findings else ()
+
+
+_SURPLUS_COUNTERS = "unexpected-num-batches-tracked"
 
 
 def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Advice]:
-    named = {code for code in findings if code.startswith(("KEY", "BUF"))}
-    missing, unexpected = _left(findings, "FIT101"), _left(findings, "FIT102")
-    is_prefix_alone = named and named <= {"KEY101", "KEY102"} and not (missing or unexpected or mismatch.shapes)
+    named = {name for name, finding in findings.items() if finding.code.startswith(FOR_LOADING)}
+    missing, unexpected = _left(findings, "missing-key"), _left(findings, "unexpected-key")
+    is_prefix_alone = named and named <= {"wrapper-segment", "wrapper-prefix"}
+    is_prefix_alone = is_prefix_alone and not (missing or unexpected or mismatch.shapes)
     if is_prefix_alone:
         yield Advice("writes a copy with the names that the model wants, and _metadata along", "ckptfix repair {FILE}")
     else:
@@ -372,7 +368,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             " wrote the file",
             "ckptfix map {FILE} {MODEL}",
         )
-    if named == {"BUF102"}:
+    if named == {_SURPLUS_COUNTERS}:
         yield Advice(
             "writes a file for a torch that does not know the counters", "ckptfix repair {FILE} --for-torch 0.4.0"
         )
@@ -396,7 +392,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "takes the keys of another shape from your fresh model (untrained), and the rest from the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
         )
-    if named == {"BUF102"}:
+    if named == {_SURPLUS_COUNTERS}:
         yield Advice(
             "leaves the counters out",
             code='state_dict = {k: v for k, v in state_dict.items() if not k.endswith("num_batches_tracked")}',
@@ -414,18 +410,19 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"
             " list first: layers that your model should have mean the wrong model."
         )
-    if "KEY102" in findings:
-        rename = findings["KEY102"].fix.edits if findings["KEY102"].fix else ()
-        prefix = _prefix(rename)
+    if finding := findings.get("wrapper-prefix"):
+        renames = [edit for edit in (finding.fix.edits if finding.fix else ()) if isinstance(edit, Rename)]
+        prefixes = [edit.key.removesuffix(edit.to) for edit in renames if edit.key.endswith(edit.to)]
+        prefix = next(iter(prefixes), f"{MODULE}.")
         yield Advice(
             "takes the prefix off before load_state_dict",
             code=f'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "{prefix}")',
         )
-    elif "KEY101" in findings and any("_orig_mod" in key for key in findings["KEY101"].keys):
+    elif any("_orig_mod" in key for key in _left(findings, "wrapper-segment")):
         yield Advice(
             "saves a compiled model without the wrapper", code="torch.save(model._orig_mod.state_dict(), path)"
         )
-    elif "KEY103" in findings:
+    elif "missing-wrapper-prefix" in findings:
         inner = "_orig_mod" if any(key.startswith("_orig_mod.") for key in mismatch.missing) else MODULE
         yield Advice("loads into the model inside of the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
 
@@ -441,23 +438,11 @@ def _recipes(mismatch: Mismatch) -> dict[str, str]:
     return {key: f"{case.name}={case.recipes[0]}" for case in found if case.recipes for key in case.shapes}
 
 
-def _prefix(edits: tuple[object, ...]) -> str:
-    """Return what the renames of KEY102 take off, ``module.`` or more of it."""
-    for edit in edits:
-        if isinstance(edit, Rename) and edit.key.endswith(edit.to):
-            return edit.key[: len(edit.key) - len(edit.to)]
-    return "module."
-
-
 def _share(finding: Finding, mismatch: Mismatch) -> str:
     number, total = len(finding.keys), len(mismatch.unexpected)
     if number == total:
         return f"All {total} unexpected keys" if total > 1 else "The unexpected key"
     return f"{number} of {total} unexpected keys" if number < total else counted(number, "key")
-
-
-def _begin(finding: Finding) -> str:
-    return "begins" if len(finding.keys) == 1 else "begin"
 
 
 def _capital(text: str) -> str:
@@ -466,8 +451,6 @@ def _capital(text: str) -> str:
 
 def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
-    if not shapes:
-        return
     empty = tuple(key for key, (stored, _) in shapes.items() if stored == (0,))
     if empty:
         yield (
@@ -476,11 +459,8 @@ def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[s
             empty,
         )
     others = {key: pair for key, pair in shapes.items() if key not in empty}
-    if not others:
-        return
-    positions = {key: pair for key, pair in others.items() if POSITIONS.search(key)}
-    for group, is_positions in ((positions, True), ({k: others[k] for k in others if k not in positions}, False)):
-        if group:
+    for is_positions in (True, False):
+        if group := {key: pair for key, pair in others.items() if bool(POSITIONS.search(key)) is is_positions}:
             reason = "position embeddings of another resolution or length" if is_positions else _shape_reason(group)
             lines = tuple(
                 f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items()

@@ -16,9 +16,10 @@ from ckptfix.explain.fit import Advice
 from ckptfix.report.advice import Telling, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
+from ckptfix.rules import FITTING, OF_MISFITS
+from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
 
 _OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
-_OF_TARGET = ("KEY", "BUF", "FIT")  # the families of rules that compare with a model
 
 
 class Verdict(Struct, frozen=True):
@@ -59,7 +60,8 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
     elif explanation:
         sentence = f"Nothing is wrong in {report.source} itself, which agrees with this: the file is not at fault."
     else:
-        sentence = f"{report.source}: nothing is wrong with it{_as_far(report)}."
+        limits = "" if report.target else " as far as it can be seen without your model (--model or --like)"
+        sentence = f"{report.source}: nothing is wrong with it{limits}."
     words, price = next(suggested(report, telling), ((), ""))
     return Verdict(sentence, confirming, others, typed(words), price)
 
@@ -86,17 +88,13 @@ def _becomes_state_dict(report: Report) -> bool:
 
 
 def _elsewhere(report: Report, codes: tuple[str, ...]) -> str:
-    if "FIL101" in codes and "FIT" not in codes:
+    if several_state_dicts.code in codes and OF_MISFITS not in codes:
         place = "it is a bare state_dict" if report.container == "." else f"its weights stand under {report.container}"
         return f"It holds one set of weights: {place}."
-    if report.target is None and any(code.startswith(_OF_TARGET) for code in codes):
+    if report.target is None and any(code.startswith(FITTING) for code in codes):
         return "Name your model too (--model or --like): names and shapes can only be compared with something."
     fits = f"It fits {report.target} as it is, so the" if report.target else "The"
     return f"{fits} message came from another file, another model, or another release."
-
-
-def _as_far(report: Report) -> str:
-    return "" if report.target else " as far as it can be seen without your model (--model or --like)"
 
 
 VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away

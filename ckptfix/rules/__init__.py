@@ -156,7 +156,8 @@ RULES: tuple[Listed, ...] = (
     Listed("RUN106", "forward-incomparable", Needs.FORWARD_TEST),
 )
 
-FITTING = ("KEY", "BUF", "FIT")  # the families of rules that make the keys of a checkpoint those of a target
+OF_MISFITS = "FIT"  # the family of what a target has otherwise, or not at all
+FITTING = ("KEY", "BUF", OF_MISFITS)  # the families of rules that make the keys of a checkpoint those of a target
 VALUES = ("VAL",)  # the rules about values
 OF_ATTACKS = "FIL901"  # the rule about files that are built to run code
 OF_OPTIMIZERS = "OPT"  # the family of what an optimizer needs
