@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -16,7 +16,7 @@ from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
-from ckptfix.report.style import Line, Span, elements, spec_text
+from ckptfix.report.style import Line, Span, at_most, elements, spec_text
 
 Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 
@@ -161,12 +161,13 @@ def difference_lines(difference: Difference, verbose: bool = False) -> Iterator[
         renames = [Rename(key, to) for key, to in difference.renamed.items()]
         yield (Span(f"renamed, with the same bytes: {counted(len(renames), 'tensor')}", "warning"),)
         yield from (f"  {line}" for line in edit_lines(renames, limit))
-    yield from _pairs("another shape", difference.shapes, limit)
-    yield from _pairs("another dtype or layout", difference.dtypes, limit)
+    for title, pairs in (("another shape", difference.shapes), ("another dtype or layout", difference.dtypes)):
+        yield from _named(title, {pair.key: f"{spec_text(pair.a)} → {spec_text(pair.b)}" for pair in pairs}, limit)
     yield from _values([item for item in difference.values if not item[1].unread], limit)
-    yield from _unread([item for item in difference.values if item[1].unread], limit)
-    yield from _ties("tied only in A", difference.ties_a, limit)
-    yield from _ties("tied only in B", difference.ties_b, limit)
+    unread = {pair.key: gap.unread for pair, gap in difference.values if gap.unread}
+    yield from _named("values not compared", unread, limit)
+    for name, ties in (("A", difference.ties_a), ("B", difference.ties_b)):
+        yield from _section(f"tied only in {name}", [" = ".join(group) for group in ties], limit)
     yield from _texts("entries that are no tensors", difference.entries, limit)
     yield from _texts("_metadata", difference.metadata, limit)
     yield from _texts("beside the state_dict", difference.extras, limit)
@@ -212,10 +213,10 @@ def _keys(title: str, specs: Mapping[str, TensorSpec], limit: int | None) -> Ite
         yield from (f"  {line}" for line in folded_lines(specs, limit, lambda key: spec_text(specs[key])))
 
 
-def _pairs(title: str, pairs: Sequence[Pair], limit: int | None) -> Iterator[Line]:
-    if pairs:
-        texts = {pair.key: f"{spec_text(pair.a)} → {spec_text(pair.b)}" for pair in pairs}
-        yield (Span(f"{title}: {counted(len(pairs), 'tensor')}", "warning"),)
+def _named(title: str, texts: Mapping[str, str], limit: int | None) -> Iterator[Line]:
+    """Yield the tensors of these keys, each with its text."""
+    if texts:
+        yield (Span(f"{title}: {counted(len(texts), 'tensor')}", "warning"),)
         yield from (f"  {line}" for line in folded_lines(texts, limit, texts.__getitem__))
 
 
@@ -225,7 +226,7 @@ def _values(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Lin
         return
     yield (Span(f"other values: {counted(len(gaps), 'tensor')}", "warning"),)
     ordered = sorted(gaps, key=lambda item: (-item[1].nonfinite, -item[1].relative))
-    shown = ordered if limit is None or len(ordered) <= limit else ordered[: limit - 1]
+    shown = at_most(ordered, limit)
     width = max(len(pair.key) for pair, _ in shown)
     for pair, gap in shown:
         yield f"  {pair.key:{width}}  {_gap_text(gap)}"
@@ -233,13 +234,6 @@ def _values(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Lin
         rest = ordered[len(shown) :]
         farthest = max(gap.relative for _, gap in rest)
         yield f"  … and {len(rest)} more, at most {farthest:.3g} relative (-v)"
-
-
-def _unread(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Line]:
-    if gaps:
-        texts = {pair.key: gap.unread for pair, gap in gaps}
-        yield (Span(f"values not compared: {counted(len(gaps), 'tensor')}", "warning"),)
-        yield from (f"  {line}" for line in folded_lines(texts, limit, texts.__getitem__))
 
 
 def _gap_text(gap: Gap) -> str:
@@ -257,29 +251,23 @@ def _gap_text(gap: Gap) -> str:
     return ", ".join(parts)
 
 
-def _ties(title: str, groups: Ties, limit: int | None) -> Iterator[Line]:
-    yield from _section(title, [" = ".join(group) for group in groups], limit)
-
-
 def _texts(title: str, texts: Texts, limit: int | None) -> Iterator[Line]:
     """Places that went from the same text to the same text come together in one folded line."""
     if not texts:
         return
     # Indices fold as segments do: optimizer.state.{0…73}.exp_avg.
-    lines = {_INDEX.sub(r".\1", place): _change(a or _NOTHING, b or _NOTHING) for place, (a, b) in texts.items()}
+    lines = {
+        _INDEX.sub(r".\1", place): b if b == f"{a}, other values" else f"{a or _NOTHING} → {b or _NOTHING}"
+        for place, (a, b) in texts.items()
+    }
     yield (Span(f"{title}: {counted(len(texts), 'place')}", "warning"),)
-    yield from (f"  {line}" for line in folded_lines(lines, limit, lambda place: lines[place]))
+    yield from (f"  {line}" for line in folded_lines(lines, limit, lines.__getitem__))
 
 
-def _change(a: str, b: str) -> str:
-    return b if b == f"{a}, other values" else f"{a} → {b}"
-
-
-def _section(title: str, lines: Iterable[str], limit: int | None) -> Iterator[Line]:
-    lines = list(lines)
+def _section(title: str, lines: Sequence[str], limit: int | None) -> Iterator[Line]:
     if lines:
         yield (Span(f"{title}: {len(lines)}", "warning"),)
-        shown = lines if limit is None or len(lines) <= limit else lines[: limit - 1]
+        shown = at_most(lines, limit)
         yield from (f"  {line}" for line in shown)
         if len(shown) < len(lines):
             yield f"  … and {len(lines) - len(shown)} more (-v)"

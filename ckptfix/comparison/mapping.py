@@ -112,10 +112,8 @@ def _shapes(specs: Specs, every: bool = False) -> Mapping[str, Shape]:
 
 
 def _is_model(side: object) -> bool:
-    return _is_factory(side) if isinstance(side, str) else not isinstance(side, (os.PathLike, Mapping))
-
-
-def _is_factory(side: str) -> bool:
+    if not isinstance(side, str):
+        return not isinstance(side, (os.PathLike, Mapping))
     return ":" in side and ("/" not in side or side.partition(":")[0] in SCHEMES) and not Path(side).exists()
 
 

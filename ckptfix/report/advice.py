@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Dequantise, Drop, Fill, Fold, Rename, RenameModule, Replace
-from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Report
 from ckptfix.core.settings import PTH, SAFETENSORS
@@ -163,7 +163,9 @@ def recommended(report: Report) -> list[Remedy]:
         remedy
         for finding in remaining
         for remedy in _first_complete(remedies_of(finding))
-        if not is_hidden or Blocks.FILLING in finding.blocks or not _may_destroy(remedy)
+        if not is_hidden
+        or Blocks.FILLING in finding.blocks
+        or not (remedy.untrained or any(name in _DESTRUCTIVE for name, _ in remedy.options))
     ]
 
 
@@ -176,7 +178,10 @@ def _first_complete(remedies: Sequence[Remedy]) -> list[Remedy]:
 def remedies_of(finding: Finding) -> tuple[Remedy, ...]:
     """Return what can be done about a finding; the option that applies an unsafe fix goes without saying."""
     if not finding.remedies and finding.fix is not None and finding.needs_unsafe:
-        return (Remedy((UNSAFE_FIXES,), f"applies the fix, which {_risk(finding.fix)}"),)
+        risk = "invents, drops or changes values"
+        if finding.fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in finding.fix.edits):
+            risk = "gives keys other names, and nothing confirms that these are the right ones"
+        return (Remedy((UNSAFE_FIXES,), f"applies the fix, which {risk}"),)
     return finding.remedies
 
 
@@ -234,10 +239,6 @@ def _here(source: str) -> str:
     return local_name(source)
 
 
-def _may_destroy(remedy: Remedy) -> bool:
-    return bool(remedy.untrained) or any(name in _DESTRUCTIVE for name, _ in remedy.options)
-
-
 def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
     """Return the keys to which a fix that was not asked for gives another name or layout, with the code of its rule."""
     explained: dict[str, str] = {}
@@ -265,13 +266,6 @@ def _text(finding: Finding, telling: Telling) -> str:
     return f"no automatic repair; see ckptfix rule {finding.code}"
 
 
-def _risk(fix: Fix) -> str:
-    """Return why a fix is unsafe."""
-    if fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in fix.edits):
-        return "gives keys other names, and nothing confirms that these are the right ones"
-    return "invents, drops or changes values"
-
-
 def command_for(source: str, choices: Mapping[str, Any], remedies: Iterable[Remedy] = ()) -> tuple[str, ...]:
     """Return the words of the repair of ``source`` with these choices and the options of these remedies."""
     return command_words(REPAIR, source, with_remedies(choices, remedies))
@@ -296,17 +290,14 @@ def remedy_text(remedy: Remedy, *, as_arguments: bool = False) -> str:
     """Return a remedy in words, its options as flags of the command line or as arguments of the library."""
     if not remedy.options:
         return remedy.text
-    if as_arguments:
-        shown = ", ".join(_argument(name, value) for name, value in remedy.options)
-    else:
-        shown = " ".join(flag_text(Opt(name, value)) for name, value in remedy.options)
-    return f"{shown} {remedy.text}"
+    if not as_arguments:
+        return f"{' '.join(flag_text(Opt(name, value)) for name, value in remedy.options)} {remedy.text}"
+    shown = (
+        f"{name}={value}" if isinstance(value, Placeholder) else str(Opt(name, value)) for name, value in remedy.options
+    )
+    return f"{', '.join(shown)} {remedy.text}"
 
 
 def remedies_text(remedies: Iterable[Remedy], *, as_arguments: bool = False) -> str:
     """Return all remedies of a finding in one line, the recommended one first."""
     return "; or ".join(remedy_text(remedy, as_arguments=as_arguments) for remedy in remedies)
-
-
-def _argument(name: str, value: object) -> str:
-    return f"{name}={value}" if isinstance(value, Placeholder) else str(Opt(name, value))

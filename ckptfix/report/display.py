@@ -53,25 +53,16 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
             logger.info("%s: %s", source, line)
 
 
-def _checkpoint_lines(checkpoint: Checkpoint) -> list[str]:
-    from ckptfix.report.inspection import inspection_lines
+def _lines(shown: Checkpoint | Plan | RenameMap) -> list[str]:
+    if isinstance(shown, Checkpoint):
+        from ckptfix.report.inspection import inspection_lines
 
-    return text_lines(inspection_lines(checkpoint))
+        return text_lines(inspection_lines(shown))
+    from ckptfix.report.edits import edit_lines, map_lines
 
-
-def _plan_lines(plan: Plan) -> list[str]:
-    from ckptfix.report.edits import edit_lines
-
-    return [repr(plan), *edit_lines(plan.edits)]
-
-
-def _map_lines(rename_map: RenameMap) -> list[str]:
-    from ckptfix.report.edits import map_lines
-
-    return [repr(rename_map), *map_lines(rename_map)]
+    return [repr(shown), *(edit_lines(shown.edits) if isinstance(shown, Plan) else map_lines(shown))]
 
 
 show_as(Report, Form(report_lines, report_rows))
-show_as(Checkpoint, Form(_checkpoint_lines))
-show_as(Plan, Form(_plan_lines))
-show_as(RenameMap, Form(_map_lines))
+for kind in (Checkpoint, Plan, RenameMap):
+    show_as(kind, Form(_lines))

@@ -36,7 +36,7 @@ from ckptfix.core.parts import extent
 from ckptfix.core.rename_map import CERTAIN, RenameMap
 from ckptfix.core.wording import folded_places
 from ckptfix.report.key_lists import folded_lines
-from ckptfix.report.style import elements, tensor_text
+from ckptfix.report.style import at_most, elements, tensor_text
 
 _ANY = "{…}"
 _INDENT = "  "
@@ -144,14 +144,16 @@ def rename_pattern(key: str, to: str) -> tuple[str, str]:
         return _pattern(old, kept), _pattern(new, [True] * len(new), breaks=_breaks(kept))
     if (kept := _subsequence(old, new)) is not None:
         return _pattern(old, [True] * len(old), breaks=_breaks(kept)), _pattern(new, kept)
-    head = 0
-    while head < min(len(old), len(new)) and old[head] == new[head]:
-        head += 1
-    tail = 0
-    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
-    ends = (_pattern(side, [n < head or n >= len(side) - tail for n in range(len(side))]) for side in (old, new))
+    first = _same(old, new)
+    last = _same(old[first:][::-1], new[first:][::-1])
+    ends = (_pattern(side, [n < first or n >= len(side) - last for n in range(len(side))]) for side in (old, new))
     return next(ends), next(ends)
+
+
+def _same(old: list[str], new: list[str]) -> int:
+    """Return how many segments two keys begin with alike."""
+    unlike = (n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1])
+    return next(unlike, min(len(old), len(new)))
 
 
 def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
@@ -261,7 +263,7 @@ def _plain_lines(edits: Sequence[Plain], limit: int | None) -> Iterator[str]:
     for (before, after), alike in _grouped(edits, lambda edit: (edit.before, edit.after)):
         places = [edit.where for edit in alike]
         lines += [f"turn {before} into {after} at {place}" for place in (folded_places(places) if limit else places)]
-    shown = lines if limit is None or len(lines) <= limit else lines[: limit - 1]
+    shown = at_most(lines, limit)
     yield from shown
     if rest := len(lines) - len(shown):
         yield f"… and {counted(rest, 'more place')}"

@@ -13,7 +13,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.options import CHECK
 from ckptfix.core.report import REPORT_VERSION, plain
-from ckptfix.core.spec import Storage, TensorSpec, ties
+from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
@@ -35,7 +35,8 @@ _VALUE_LENGTH = 60
 def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> dict[str, Any]:
     """Return the facts as plain JSON data, the same that ``ckptfix inspect --output-format json`` prints."""
     specs = checkpoint.specs
-    storages = _storages(specs.values())
+    parts = (part.storage for spec in specs.values() for part in spec.strided_parts())
+    storages = list({id(storage): storage for storage in parts if storage is not None}.values())
     dtypes: dict[str, dict[str, int]] = {}
     for spec in specs.values():
         entry = dtypes.setdefault(spec.dtype, {"tensors": 0, "numel": 0})
@@ -260,11 +261,6 @@ def children(value: object) -> dict[PathPart, object] | None:
     if isinstance(value, Mapping):
         return {name if isinstance(name, str | int) else str(name): child for name, child in value.items()}
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None
-
-
-def _storages(specs: Iterable[TensorSpec]) -> list[Storage]:
-    found = {id(part.storage): part.storage for spec in specs for part in spec.strided_parts()}
-    return [storage for storage in found.values() if storage is not None]
 
 
 def _size_lines(facts: Mapping[str, Any]) -> Iterator[Line]:

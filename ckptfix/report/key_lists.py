@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
+from ckptfix.report.style import at_most
+
 MAX_NAMES = 6  # more alternatives than this are no longer read at a glance, unless they are numbers
 _MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
 _INTEGER = re.compile(r"(?:0|[1-9][0-9]{0,17})")
@@ -57,11 +59,20 @@ def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> 
     return [fold for _, fold in sorted(folds, key=lambda item: item[0])]
 
 
-def folded_lines(keys: Iterable[str], limit: int | None = 12, spec: Callable[[str], str] | None = None) -> list[str]:
-    """Return the folded keys as lines, at most ``limit`` and one that counts the rest."""
+def folded_lines(
+    keys: Iterable[str], limit: int | None = 12, spec: Callable[[str], str] | None = None, width: int | None = None
+) -> list[str]:
+    """Return the folded keys as lines, at most ``limit`` of them, the last of which counts the rest. With ``width`` the
+    specs are in a column after the keys, which take so many characters at most."""
     folds = fold_keys(keys, spec)
-    shown = folds if limit is None or len(folds) <= limit else folds[: limit - 1]
-    lines = [f"{fold}  {fold.spec}".rstrip() + (f"  ({fold.count})" if fold.count > 1 else "") for fold in shown]
+    shown = at_most(folds, limit)
+    counts = [f"  ({fold.count})" if fold.count > 1 else "" for fold in shown]
+    if width is None:
+        lines = [f"{fold}  {fold.spec}".rstrip() + count for fold, count in zip(shown, counts, strict=True)]
+    else:
+        names = [f"{fold}{count}" for fold, count in zip(shown, counts, strict=True)]
+        width = min(width, max(map(len, names), default=0))
+        lines = [f"{name:<{width}}  {fold.spec}".rstrip() for name, fold in zip(names, shown, strict=True)]
     rest = sum(fold.count for fold in folds[len(shown) :])
     return [*lines, f"… and {rest} more"] if rest else lines
 

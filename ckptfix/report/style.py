@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from msgspec import Struct
 
@@ -95,15 +95,12 @@ class Paper(Struct, frozen=True):
         yield tuple(row)
 
     def _piece(self, piece: str | Span) -> str:
-        text = self._encodable(printable(piece if isinstance(piece, str) else piece.text))
+        text = printable(_text(piece))
+        if not self.encoding.lower().replace("_", "-").startswith(("utf-8", "utf8", "utf-16", "utf-32")):
+            text = text.translate(_ASCII).encode(self.encoding, "backslashreplace").decode(self.encoding)
         if isinstance(piece, Span) and self.color and text:
             return f"\x1b[{_CODES[piece.role]}m{text}\x1b[0m"
         return text
-
-    def _encodable(self, text: str) -> str:
-        if self.encoding.lower().replace("_", "-").startswith(("utf-8", "utf8", "utf-16", "utf-32")):
-            return text
-        return text.translate(_ASCII).encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
 def _text(piece: str | Span) -> str:
@@ -172,6 +169,14 @@ def evidence_items(evidence: Mapping[str, Any], length: int | None = None) -> It
     for name, value in evidence.items():
         text = f"{name} {_figure(value)}"
         yield text if length is None else cut(text, length)
+
+
+T = TypeVar("T")
+
+
+def at_most(items: Sequence[T], limit: int | None) -> Sequence[T]:
+    """Return the items that are shown if there is room for ``limit`` lines, None for all; the last counts the rest."""
+    return items if limit is None or len(items) <= limit else items[: limit - 1]
 
 
 def cut(text: str, length: int) -> str:

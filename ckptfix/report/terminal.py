@@ -13,7 +13,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
 from ckptfix.report.advice import ABOUT_VALUES, Mode, Telling, advice_lines, compared, mark, message_with_count
 from ckptfix.report.edits import edit_lines
-from ckptfix.report.key_lists import fold_keys
+from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, cut, elements, evidence_items, percent, quantity
 
@@ -31,7 +31,10 @@ _KEY_WIDTH = 60
 def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     """Yield the whole account of one file."""
     yield headline(report, telling)
-    yield (Span(f"  {_what_it_is(report)}", "faint"),)
+    place = "" if report.container == "." else f", state_dict at {report.container}"
+    target = f"target {report.target}" if report.target else "no target to compare with (--model or --like)"
+    size = f"{counted(report.tensors, 'tensor')}, {elements(report.numel)}"
+    yield (Span(f"  {report.format}{place}: {size}; {target}", "faint"),)
     for finding in report.findings:
         yield ""
         yield from _finding_lines(finding, report, telling)
@@ -211,12 +214,6 @@ def _proof(report: Report) -> str:
     return "in memory" if report.output is None else "read back and compared"
 
 
-def _what_it_is(report: Report) -> str:
-    place = "" if report.container == "." else f", state_dict at {report.container}"
-    target = f"target {report.target}" if report.target else "no target to compare with (--model or --like)"
-    return f"{report.format}{place}: {counted(report.tensors, 'tensor')}, {elements(report.numel)}; {target}"
-
-
 def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterator[Line]:
     level = finding.level.name.lower()
     yield (
@@ -228,54 +225,36 @@ def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterat
         *_marked(finding, report),
     )
     yield f"  {finding.message}"
-    yield from (f"    {line}" for line in _key_lines(finding, telling))
     evidence = plain(finding.evidence)
+    lines = folded_lines(finding.keys, telling.limit, _spec(evidence), _KEY_WIDTH)
+    yield from (f"    {line}" for line in lines)
     if telling.verbose and evidence:
         yield (Span(f"  evidence: {'; '.join(evidence_items(evidence))}", "faint"),)
     elif shown := _figures_text(evidence):
         yield (Span(f"  {shown}", "faint"),)
 
 
-def _key_lines(finding: Finding, telling: Telling) -> Iterator[str]:
-    """Yield the folded keys, each with its shapes or figures if the evidence has them."""
-    folds = fold_keys(finding.keys, _spec(plain(finding.evidence)))
-    limit = telling.limit
-    shown = folds if limit is None or len(folds) <= limit else folds[: limit - 1]
-    names = [f"{fold}  ({fold.count})" if fold.count > 1 else str(fold) for fold in shown]
-    width = min(_KEY_WIDTH, max(map(len, names), default=0))
-    yield from (f"{name:<{width}}  {fold.spec}".rstrip() for name, fold in zip(names, shown, strict=True))
-    if rest := sum(fold.count for fold in folds[len(shown) :]):
-        yield f"… and {rest} more"
-
-
 def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:
-    shapes, figures = evidence.get("shapes"), evidence.get("tensors")
-    positions = evidence.get("positions")
-    if isinstance(positions, dict):
-        return lambda key: _position_text(positions.get(key))
-    if isinstance(shapes, dict):
-        return lambda key: _shapes_text(shapes.get(key))
-    if isinstance(figures, dict):
-        return lambda key: _figures_text(figures.get(key) or {})
+    """Return what gives the text beside a key, if the evidence has something for each."""
+    for name, text in (("positions", _position_text), ("shapes", _shapes_text), ("tensors", _figures_text)):
+        if isinstance(figures := evidence.get(name), dict):
+            return lambda key: text(figures.get(key) or {})
     return None
 
 
-def _position_text(position: Any) -> str:
+def _position_text(position: Mapping[str, Any]) -> str:
     """Return the group of a parameter in its optimizer, and what is kept of it: ``group 0: exp_avg [8, 3]``."""
-    state = {name: shape for name, shape in position["state"].items() if shape} if position else {}
-    kept = ", ".join(f"{name} {shape}" for name, shape in state.items())
-    return f"group {position['group']}: {kept or 'no moments'}" if position else ""
-
-
-def _shapes_text(shapes: Any) -> str:
-    if not isinstance(shapes, dict):
+    if not position:
         return ""
-    file, target = shapes.get("file"), shapes.get("target")
-    return f"file {_shape(file):<18}  model {_shape(target)}"
+    kept = ", ".join(f"{name} {shape}" for name, shape in position["state"].items() if shape)
+    return f"group {position['group']}: {kept or 'no moments'}"
 
 
-def _shape(shape: Any) -> str:
-    return "not a tensor" if shape is None else str(shape)
+def _shapes_text(shapes: Mapping[str, Any]) -> str:
+    if not shapes:
+        return ""
+    file, target = ("not a tensor" if (at := shapes.get(side)) is None else str(at) for side in ("file", "target"))
+    return f"file {file:<18}  model {target}"
 
 
 def _figures_text(figures: Mapping[str, Any]) -> str:

@@ -12,17 +12,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from ckptfix.report.page.data import Layers, data_element, script_json
 from ckptfix.report.page.entries import COLUMNS, Entries
 from ckptfix.report.style import printable
 from ckptfix.rules import RULES
 from ckptfix.writing.atomic import OwnFile
-
-T = TypeVar("T")
 
 PAGE_VERSION = 1
 # Characters that a page has for files and their weights. Files are never left out, weights are: those that come last,
@@ -86,7 +84,10 @@ def _elements(
     entries = Entries(dry_run=bool(run["dry_run"]))
     written = len(script_json(run))
     numbers: dict[str, int] = {}
-    for chunk, some in enumerate(_chunks(enumerate(records), _ROWS_IN_ONE)):
+    numbered = enumerate(records)
+    for chunk in count():
+        if not (some := list(islice(numbered, _ROWS_IN_ONE))):
+            break
         for number, record in some:
             numbers[record["source"]] = number
             element = data_element(f"file-{number}", script_json(entries.account(number, record)))
@@ -100,12 +101,6 @@ def _elements(
     manuals = {rule.code: rule.manual for rule in RULES if rule.code in entries.levels}
     found = {"levels": entries.levels, "commands": entries.commands, "prices": entries.prices, "manuals": manuals}
     yield data_element("run", script_json({**run, **found, "columns": COLUMNS, "left_out": layers.left_out}))
-
-
-def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
 
 
 @cache
