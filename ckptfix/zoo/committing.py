@@ -17,9 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 
 from msgspec.structs import replace
 
@@ -126,9 +124,7 @@ class Committer:
     def __enter__(self) -> Committer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.commit()
 
     def add(self, done: Done) -> None:
@@ -197,11 +193,6 @@ def flush_file_system(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         # Since Linux 5.8 it also reports errors that came up meanwhile (https://man7.org/linux/man-pages/man2/sync.2.html).
-        return bool(_libc().syncfs(descriptor) == 0)
+        return bool(ctypes.CDLL(None).syncfs(descriptor) == 0)
     finally:
         os.close(descriptor)
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

@@ -200,7 +200,7 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
     """Another group with the same keys: the same model with another head, most often."""
     own = group.layout
     for other_number, (other, _) in enumerate(groups, 1):
-        if other_number != number and other.layout.names == own.names:
+        if other_number != number and other.layout.shapes.keys() == own.shapes.keys():
             if other.layout is own:
                 yield f"the layout of {other_number}; what else the files hold differs"
             else:
@@ -276,15 +276,8 @@ def _which(names: Sequence[str], sights: Sequence[Sight]) -> str:
 def quoted(text: str) -> str:
     """Return a text as a TOML string. Bytes of a name that are not UTF-8 have no form in TOML: each becomes ``?``,
     which matches any character in a pattern."""
-    return '"' + "".join(map(_escaped, text)) + '"'
-
-
-def _escaped(char: str) -> str:
-    if 0xD800 <= ord(char) <= 0xDFFF:
-        return "?"
-    if char in '"\\':
-        return f"\\{char}"
-    return char if char.isprintable() else f"\\U{ord(char):08x}"
+    known = re.sub(r"[\ud800-\udfff]", "?", re.sub(r'["\\]', r"\\\g<0>", text))
+    return '"' + "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in known) + '"'
 
 
 def comment(text: str, mark: str = "# ") -> Iterator[str]:
@@ -309,15 +302,10 @@ def draft_table(place: Place, items: Sequence[Item], room: float | None = None) 
     """Return the text of a ``zoo.toml`` for a zoo, the same for the same files. ``room`` is that of ``survey``."""
     sights = survey(place, items, room)
     others = [item.name for item in items if item.kind is Kind.OTHER]
-    found = [
-        (
-            group,
-            find_architecture(
-                group.layout.shapes, [sight.whole_model for sight in group.sights if sight.whole_model], group.names
-            ),
-        )
-        for group in gather(sights, others)
-    ]
+    found = []
+    for group in gather(sights, others):
+        classes = [sight.whole_model for sight in group.sights if sight.whole_model]
+        found.append((group, find_architecture(group.layout.shapes, classes, group.names)))
     named = {group.layout.digest: each for group, each in reversed(found) if each.model or each.like}
     same = [(group, each if each.model or each.like else named.get(group.layout.digest, each)) for group, each in found]
     return write_draft(place.name, same, sights, len(others))

@@ -128,8 +128,11 @@ def check_models(places: Mapping[str, str]) -> None:
         return
     with temporary_folder() as scratch:
         worker = Worker(scratch, 0)
+        faults: list[str | None] = []
         try:
-            faults = [_asked(worker, model) for model in places]
+            for model in places:
+                worker.answers.send((model, ""))
+                faults.append(worker.answers.recv())
         except (EOFError, OSError) as error:
             raise UsageError(f"{', '.join(places)}: {worker.cause_of_death()}") from error
         finally:
@@ -139,12 +142,6 @@ def check_models(places: Mapping[str, str]) -> None:
     ]
     if found:
         raise UsageError("; ".join(found))
-
-
-def _asked(worker: Worker, model: str) -> str | None:
-    worker.answers.send((model, ""))
-    fault: str | None = worker.answers.recv()
-    return fault
 
 
 class LocalEngine(Struct):
@@ -188,7 +185,10 @@ class LocalEngine(Struct):
                 self._collect(busy[answers], on_done)
             if (now := time.monotonic()) - last >= TICK:
                 last = now
-                self._end_endless(on_done)
+                for worker in [each for each in self._workers if each.job]:
+                    assert worker.job is not None
+                    if now - worker.began > (limit := self.patience(worker.job)):
+                        self._bury(worker, f"it took longer than {limit:.0f} s", on_done, again=False)
                 self._end_greedy(on_done)
                 on_wait(sum(1 for worker in self._workers if worker.job))
 
@@ -231,11 +231,6 @@ class LocalEngine(Struct):
             worker.kill()
             self._workers.remove(worker)
         return job
-
-    def _end_endless(self, on_done: Callable[[Done], None]) -> None:
-        for worker in list(self._workers):
-            if worker.job and time.monotonic() - worker.began > (limit := self.patience(worker.job)):
-                self._bury(worker, f"it took longer than {limit:.0f} s", on_done, again=False)
 
     def _end_greedy(self, on_done: Callable[[Done], None]) -> None:
         """End the largest worker if all together hold more than the budget: what was expected of it was too little."""

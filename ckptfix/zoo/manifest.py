@@ -16,7 +16,6 @@ from functools import lru_cache
 from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from msgspec import Struct, ValidationError, convert
@@ -44,13 +43,8 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
-
-    def __len__(self) -> int:
-        return len(self._places)
 
     def load(self) -> Iterator[dict[str, Any]]:
         """Yield all lines in the order of the file, older ones of a source too. Drops a torn last line.

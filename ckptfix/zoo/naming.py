@@ -135,28 +135,18 @@ def compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
 def _expression(pattern: str) -> str:
     place = "" if "/" in pattern.rstrip("/") else "(?:.*/)?"
     below = ".*" if pattern.endswith("/") else ""
-    return f"(?:{place}{_translated(pattern.removeprefix('./').removeprefix('/'))}{below})"
+    return f"(?:{place}{_TOKEN.sub(_meaning, pattern.removeprefix('./').removeprefix('/'))}{below})"
 
 
-_TOKEN = re.compile(
-    r"(?P<folders>\*\*/)|(?P<any>\*\*)|(?P<star>\*)|(?P<one>\?)|\[(?P<not>!?)(?P<set>\]?[^\]]*)\]", re.DOTALL
-)
-
-
-def _translated(pattern: str) -> str:
-    parts, end = [], 0
-    for match in _TOKEN.finditer(pattern):
-        parts += [re.escape(pattern[end : match.start()]), _meaning(match)]
-        end = match.end()
-    return "".join((*parts, re.escape(pattern[end:])))
+_WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+_TOKEN = re.compile(r"\*\*/?|\*|\?|\[(?P<not>!?)(?P<set>\]?[^\]]*)\]|[^*?[]+|\[", re.DOTALL)
 
 
 def _meaning(match: re.Match[str]) -> str:
-    if (characters := match["set"]) is not None:
+    if characters := match["set"]:
         escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", characters)
-        return f"[{'^/' if match['not'] else ''}{escaped}]" if characters else re.escape(match[0])
-    words = {"folders": "(?:.*/)?", "any": ".*", "star": "[^/]*", "one": "[^/]"}
-    return words[match.lastgroup or "any"]
+        return f"[{'^/' if match['not'] else ''}{escaped}]"
+    return _WILD.get(match[0]) or re.escape(match[0])
 
 
 def literal(name: str) -> str:

@@ -12,6 +12,7 @@ import shutil
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
@@ -53,12 +54,8 @@ class Layout(Struct, frozen=True, dict=True):
     @cached_property
     def digest(self) -> str:
         """A digest of names and shapes."""
-        return _digest(f"{key} {shape}" for key, shape in self.shapes.items())
-
-    @cached_property
-    def names(self) -> str:
-        """A digest of only the names: equal for models that differ in their head."""
-        return _digest(self.shapes)
+        lines = sorted(f"{key} {shape}" for key, shape in self.shapes.items())
+        return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
     def numel(self) -> int:
@@ -152,8 +149,11 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> 
         checkpoint = open_file(str(path))
     except CkptfixError as error:
         fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
-        is_hostile = isinstance(error, HostileError)
-        return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=0 if is_hostile else _salvaged(path))
+        whole = 0
+        if not (is_hostile := isinstance(error, HostileError)):
+            with suppress(CkptfixError):
+                whole = len(open_file(str(path), salvage=True).specs)
+        return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=whole)
     if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarked(FactKind.PAYLOAD)]:
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
         return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
@@ -173,13 +173,6 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> 
         bool(checkpoint.damage),
         all(f"{mean}num_batches_tracked" in checkpoint.specs for mean in means),
     )
-
-
-def _salvaged(path: Path) -> int:
-    try:
-        return len(open_file(str(path), salvage=True).specs)
-    except CkptfixError:
-        return 0
 
 
 def plain_names(shapes: Shapes) -> tuple[Shapes, str]:
@@ -208,10 +201,6 @@ def _holder(names: Iterable[str]) -> str | None:
 def layout_of(shapes: Shapes) -> Layout:
     """Return the layout of names and shapes."""
     return Layout({key: shape for key, shape in shapes.items() if not is_passing(key, shape)})
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def _class(checkpoint: Checkpoint) -> str:
