@@ -87,9 +87,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
             key: ("float64" if DTYPES[spec.dtype].is_float else spec.dtype, spec.shape)
             for key, spec in checkpoint.specs.items()
         }
-        plans = [
-            Plan(tuple(Step(step.rule, tuple(map(_in_float64, step.edits))) for step in each.steps)) for each in maps
-        ]
+        plans = [Plan(tuple(Step(step.rule, _in_float64(step.edits)) for step in each.steps)) for each in maps]
         job = {
             "twins": [[source, ()], [model, arguments]],
             "shapes": shapes,
@@ -109,9 +107,11 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
     return Twin(shapes, prove, twin.converts, twin.ties)
 
 
-def _in_float64(edit: Edit) -> Edit:
-    is_float = isinstance(edit, Assemble) and DTYPES[edit.dtype].is_float
-    return replace(edit, dtype="float64") if isinstance(edit, Assemble) and is_float else edit
+def _in_float64(edits: Iterable[Edit]) -> tuple[Edit, ...]:
+    return tuple(
+        replace(edit, dtype="float64") if isinstance(edit, Assemble) and DTYPES[edit.dtype].is_float else edit
+        for edit in edits
+    )
 
 
 def compare_twins(job: Mapping[str, Any]) -> Equivalence:
@@ -244,7 +244,10 @@ class _Pair:
     def _difference_elsewhere(self, plan: Plan, arguments: tuple[Arguments, Arguments], how: Alignment) -> float:
         """Return how far the outputs are apart for much larger inputs, for other batches, and for vectors of both
         signs, which are positive otherwise as some may be variances; 0 if rounding explains it."""
-        found = [self._apart((change(arguments[0]), change(arguments[1])), how) for change in (_multiplied, _in_rows)]
+        found = [
+            self._apart((arguments[0].mapped(change), arguments[1].mapped(change)), how)
+            for change in (_multiplied, _in_rows)
+        ]
         self._fill(self.signed)
         self._load(plan)
         found.append(self._apart(arguments, how))
@@ -320,28 +323,17 @@ def _forms(given: Arguments, guesses: Iterable[tuple[Input, ...]]) -> Iterator[A
         yield Arguments(tensors)
 
 
-def _multiplied(arguments: Arguments) -> Arguments:
-    """Return arguments with larger floats."""
-    return _mapped(arguments, lambda each: each * _LARGE_INPUT if _is_float(each) else each)
+def _multiplied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * _LARGE_INPUT if _is_float(tensor) else tensor
 
 
-def _in_rows(arguments: Arguments) -> Arguments:
-    """Return arguments of three samples, some of them turned round; floats are multiplied by other factors in each."""
-
-    def batch(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.ndim:
-            return tensor
-        three = torch.cat([tensor, tensor.flip(-1), tensor])[: len(_ROWS)]
-        factors = torch.tensor(_ROWS, dtype=torch.float64).view(-1, *(1,) * (tensor.ndim - 1))
-        return three * factors if _is_float(tensor) else three
-
-    return _mapped(arguments, batch)
-
-
-def _mapped(arguments: Arguments, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
-    return Arguments(
-        tuple(map(change, arguments.args)), {name: change(each) for name, each in arguments.kwargs.items()}
-    )
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a batch of three samples, some of them turned round; floats are multiplied by other factors in each."""
+    if not tensor.ndim:
+        return tensor
+    three = torch.cat([tensor, tensor.flip(-1), tensor])[: len(_ROWS)]
+    factors = torch.tensor(_ROWS, dtype=torch.float64).view(-1, *(1,) * (tensor.ndim - 1))
+    return three * factors if _is_float(tensor) else three
 
 
 def _is_float(value: Any) -> bool:
@@ -524,12 +516,9 @@ class Unit(Struct, frozen=True, eq=False):
     @property
     def _way(self) -> tuple[object, ...]:
         """From which rows of which module to which rows of which module the values go."""
-        rows = [box[0][0] / size[0] if box and size[0] else 0 for box, size in self._sides]
+        sides = (self.box, self.shape), (self.place, tuple(self.tensor.shape))
+        rows = [box[0][0] / size[0] if box and size[0] else 0 for box, size in sides]
         return self.source.rpartition(".")[0], self.key.rpartition(".")[0], *rows
-
-    @property
-    def _sides(self) -> tuple[tuple[Bounds, Shape], ...]:
-        return (self.box, self.shape), (self.place, tuple(self.tensor.shape))
 
     def follows(self, units: Sequence[Unit], hidden: Sequence[Unit]) -> bool:
         """Tell whether another tensor of the same modules goes the same way, and that shows."""

@@ -98,7 +98,7 @@ def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_fa
 
 def _examine(job: Job, progress: Progress) -> Outcome:
     subject = _load(job, progress)
-    control = Control(job.factory, job.factory_args, subject)
+    control = control_of(job.factory, job.factory_args, subject)
     progress.enter("input")
     guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(subject.model)
     with torch.no_grad():
@@ -112,7 +112,11 @@ def _examine(job: Job, progress: Progress) -> Outcome:
         progress.so_far = recheck_in_float32(run, subject)
         _look_further(run, subject, job, progress)
         if _may_be_innocent(progress.so_far):
-            progress.so_far = _after_control(run, subject, control, progress)
+            progress.enter("control")
+            subject.release()
+            if (other := control(run.setting)) is not None:
+                known = progress.so_far
+                progress.so_far = compare_non_finite(other, replace(run, outcome=known), known)
         if job.reference is not None and progress.so_far.failure is None:
             _compare(job, job.reference, ran, subject, progress)
         return progress.so_far
@@ -153,17 +157,13 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
         try:
             torch.load(file, map_location="cpu", weights_only=True, mmap=checkpoint.format == torch_zip.NAME)
         except pickle.UnpicklingError as error:
-            refusal = _refusal(error)
+            # The cause out of torch's message, whose first lines advise to turn its safety off.
+            cause = str(error).rpartition("WeightsUnpickler error: ")[2]
+            refusal = cause.strip().partition("\n")[0].partition(" was not an allowed global")[0]
             # It takes these once torchao is imported, as OPT102 says.
             if not is_low_bit_moment(refusal.rpartition("GLOBAL ")[2]):
                 raise UnreadableError(f"torch.load(weights_only=True) refuses the file: {refusal}") from error
     return checkpoint.state_dict()
-
-
-def _refusal(error: Exception) -> str:
-    """Return the cause out of torch's message, whose first lines advise to turn its safety off."""
-    cause = str(error).rpartition("WeightsUnpickler error: ")[2]
-    return cause.strip().partition("\n")[0].partition(" was not an allowed global")[0]
 
 
 def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> Tried:
@@ -223,15 +223,6 @@ def _may_be_innocent(outcome: Outcome) -> bool:
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
 
 
-def _after_control(run: Pass, subject: Subject, control: Control, progress: Progress) -> Outcome:
-    progress.enter("control")
-    subject.release()
-    other = control.build(run.setting)
-    if other is None:
-        return progress.so_far
-    return compare_non_finite(other, replace(run, outcome=progress.so_far), progress.so_far)
-
-
 def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progress: Progress) -> None:
     """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
     if not progress.so_far.is_good:
@@ -260,7 +251,7 @@ def _without_verdict(tried: Tried, subject: Subject, control: Control, progress:
     if tried:
         progress.enter("control")
         subject.release()
-        other = control.build(tried[-1][1].setting)
+        other = control(tried[-1][1].setting)
         passes = (forward(other, other.arguments(guess), progress.so_far) for guess, _ in tried if other is not None)
         if any(run.outcome.failure is None for run in passes):
             progress.learn(undecided=f"{undecided}; {CONTRAST}")
@@ -309,27 +300,25 @@ def has_sound_weights(outcome: Outcome) -> bool:
     return outcome.origin is None or not outcome.origin.broken
 
 
-class Control:
-    """A second model of the factory, built once the first is gone: two need not be in memory at once."""
+Control = Callable[[Setting], Subject | None]
 
-    def __init__(self, factory: str, factory_args: Any, first: Subject) -> None:
-        self._factory = factory, factory_args
-        self._first = weakref.ref(first.model)
-        self._anatomy = _anatomy(first.model)
-        self._seed = first.seed
 
-    def build(self, setting: Setting) -> Subject | None:
-        """Return the control, to run as the first model did; None if the factory gives the first model again, or one
-        of other shapes (lazy layers take any input), or does not run twice: then nothing can be compared."""
+def control_of(factory: str, factory_args: Any, first: Subject) -> Control:
+    """Return what builds a second model, to run as the first did, once that is gone: two need not be in memory at once.
+
+    It gives None if the factory gives the first model again, or one of other shapes (lazy layers take any input), or
+    does not run twice: then nothing can be compared."""
+    model, anatomy, seed = weakref.ref(first.model), _anatomy(first.model), first.seed
+
+    def build(setting: Setting) -> Subject | None:
         gc.collect()
         try:
-            model = build_module(*self._factory, self._seed)
+            second = build_module(factory, factory_args, seed)
         except TargetError:
             return None
-        if model is self._first() or _anatomy(model) != self._anatomy:
-            return None
-        subject, _ = setting.prepare(model)
-        return subject
+        return None if second is model() or _anatomy(second) != anatomy else setting.prepare(second)[0]
+
+    return build
 
 
 def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
@@ -403,7 +392,10 @@ def _backward(subject: Subject, run: Pass) -> Outcome:
             found = _NOT_FINITE.search(str(error))
             if found is None:
                 return replace(run.outcome, failure=diagnose("training", error))
-            operator, where = found[1], _where("".join(str(warning.message) for warning in caught))
+            operator = found[1]
+            # The innermost line of the user's code in the traceback that the detection wrote, innermost last.
+            printed = "".join(str(warning.message) for warning in caught)
+            where = user_line(reversed(re.findall(r'File "(.+)", line (\d+), in (\S+)', printed)))
     if operator:
         subject.model.zero_grad(set_to_none=True)
         with torch.autograd.set_detect_anomaly(False):
@@ -448,8 +440,3 @@ def _look(subject: Subject) -> Gradients:
         else:
             finite += 1
     return Gradients(finite, tuple(non_finite), tuple(zero), tuple(missing), frozen)
-
-
-def _where(printed: str) -> str:
-    """Return the innermost line of the user's code in the traceback that the detection wrote, innermost last."""
-    return user_line(reversed(re.findall(r'File "(.+)", line (\d+), in (\S+)', printed)))

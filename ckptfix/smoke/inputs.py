@@ -101,20 +101,15 @@ def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
     if values.numel() == 0 or bool(values.isfinite().all()):
         return
     if bool(values.isnan().any()):
-        channels = _whole_channels(tensor)
-        cause = f" in all of {channels}, as scaling by 0/0 makes it" if channels else ""
+        cause = ""
+        if tensor.ndim > 2:  # of images and signals, whole channels
+            bad = tensor.isnan().transpose(0, 1).flatten(1).all(dim=1)
+            if bool(bad.any()) and not bool(bad.all()):
+                cause = f" in all of {_named(bad)}, as scaling by 0/0 makes it"
         raise UsageError(f"{path}: the input itself holds NaN{cause}; give one that is finite")
     is_mask = bool((values.isneginf() | (values == 0)).all())
     if not is_mask:
         raise UsageError(f"{path}: the input itself holds infinite values; give one that is finite")
-
-
-def _whole_channels(tensor: torch.Tensor) -> str:
-    """Return the channels (dimension 1) that are NaN throughout, while others are not; empty if there are none."""
-    if tensor.ndim < 3:
-        return ""
-    bad = tensor.isnan().transpose(0, 1).flatten(1).all(dim=1)
-    return _named(bad) if bool(bad.any()) and not bool(bad.all()) else ""
 
 
 def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
@@ -192,7 +187,7 @@ class Arguments(Struct, frozen=True):
     @property
     def batch(self) -> int:
         """The size of the first dimension; 1 if there is none."""
-        return next((tensor.shape[0] for tensor in self._tensors() if tensor.ndim), 1)
+        return next((tensor.shape[0] for tensor in (*self.args, *self.kwargs.values()) if tensor.ndim), 1)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -209,24 +204,21 @@ class Arguments(Struct, frozen=True):
     def first(self, size: int) -> Arguments:
         """Return the first ``size`` of the batch; tensors of another first dimension stay whole."""
         batch = self.batch
-        return self._with(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == batch else tensor)
+        return self.mapped(lambda tensor: tensor[:size] if tensor.ndim and tensor.shape[0] == batch else tensor)
 
     def doubled(self) -> Arguments:
         """Return the batch twice, the second time reversed along its last dimension, so that no samples are equal."""
         batch = self.batch
-        return self._with(
+        return self.mapped(
             lambda tensor: torch.cat([tensor, tensor.flip(-1)]) if tensor.ndim and tensor.shape[0] == batch else tensor
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Arguments:
         """Return the same on another device, the floating ones in another dtype."""
-        return self._with(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
+        return self.mapped(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype))
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self.args
-        yield from self.kwargs.values()
-
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
+        """Return the same with other tensors, as ``change`` makes them."""
         kwargs = {name: change(tensor) for name, tensor in self.kwargs.items()}
         return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
 
@@ -251,7 +243,8 @@ def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.de
     notes: list[str] = []
     warnings: list[str] = []
     for given in inputs:
-        for name, tensor in _tensors(given, generator):
+        found = tensors_of_file(given) if isinstance(given, FileInput) else [(given.name, _draw(given, generator))]
+        for name, tensor in found:
             is_float = tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.ndim >= 3)
             placed = tensor.to(device, dtype if is_float else tensor.dtype)
             if isinstance(given, FileInput):
@@ -267,13 +260,6 @@ def make_arguments(inputs: Iterable[Input], dtype: torch.dtype, device: torch.de
             else:
                 kwargs[name] = placed
     return Arguments(tuple(args), kwargs, tuple(notes), tuple(warnings))
-
-
-def _tensors(given: Input, generator: torch.Generator) -> Iterator[tuple[str | None, torch.Tensor]]:
-    if isinstance(given, FileInput):
-        yield from tensors_of_file(given)
-    else:
-        yield given.name, _draw(given, generator)
 
 
 def _draw(given: RandomInput, generator: torch.Generator) -> torch.Tensor:

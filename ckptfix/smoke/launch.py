@@ -148,17 +148,14 @@ def death(ending: Ending, timeout: float) -> Failure:
         # Where Python itself gave up, the last line is its error.
         last = f" ({ending.printed.splitlines()[-1].strip()})" if ending.printed else ""
         error = f"the process ended by itself with exit status {ending.returncode}{last}"
-    return Failure(ending.stage, blame, error, where=_where(ending.stack))
+    # The innermost line of the user's code on the stack that faulthandler wrote, innermost first.
+    calls = re.findall(r'File "(.+)", line (\d+) in (\S+)', ending.stack.rpartition("Current thread")[2])
+    return Failure(ending.stage, blame, error, where=user_line(calls))
 
 
 def signal_name(number: int) -> str:
     """Return the name of a signal; empty for a number that is not one (an exit status)."""
     return signal.Signals(number).name if number in {known.value for known in signal.Signals} else ""
-
-
-def _where(stack: str) -> str:
-    """Return the innermost line of the user's code on the stack that faulthandler wrote, innermost first."""
-    return user_line(re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.rpartition("Current thread")[2]))
 
 
 _PR_SET_PDEATHSIG = 1

@@ -48,10 +48,12 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
             f"{checkpoint.path}: its statistics cannot be measured, as it does not fit {type(model).__name__} "
             f"({reason}); see what ckptfix check says first"
         ) from error
-    norms = norms_of(model)
-    # A norm that is broken in another way than these must not spoil what they see.
-    wanted = {split_key(key)[0].removesuffix(".") for key in keys}
-    recalibrate(model, _batches(path), layers=wanted | {name for name, norm in norms.items() if _is_unusable(norm)})
+    layers = {split_key(key)[0].removesuffix(".") for key in keys}
+    for name, norm in norms_of(model).items():  # one that is broken in another way must not spoil what these see
+        mean, variance = norm.running_mean, norm.running_var
+        if not (mean.isfinite().all() and variance.isfinite().all() and (variance >= 0).all()):
+            layers.add(name)
+    recalibrate(model, _batches(path), layers=layers)
     measured = model.state_dict()
     for key in keys:
         if key.endswith("running_var") and not measured[key].any():
@@ -61,11 +63,6 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
                 Opt("reset_running_stats"),
             )
     return {key: measured[key] for key in keys}
-
-
-def _is_unusable(norm: Any) -> bool:
-    mean, variance = norm.running_mean, norm.running_var
-    return not (mean.isfinite().all() and variance.isfinite().all() and (variance >= 0).all())
 
 
 def _batches(path: str) -> Iterator[Any]:

@@ -334,10 +334,13 @@ def diagnose(
     ``running`` is path and class of the innermost running module, ``depth`` how many were running, ``origin`` the
     module that had made NaN before."""
     module, kind = running or (None, "")
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not isinstance(error, CkptfixError):
+        message = ": ".join(filter(None, (type(error).__name__, message)))
     return Failure(
         stage=stage,
         blame=_blame(stage, error, depth, origin),
-        error=_one_line(error),
+        error=message,
         module=module,
         kind=kind,
         where=_where(error),
@@ -401,13 +404,6 @@ def _blame(stage: str, error: BaseException, depth: int, origin: Origin | None) 
         if _INPUT.search(text):
             return INPUT
     return ENVIRONMENT if _ENVIRONMENT.search(text) else MODEL
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, CkptfixError):
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _traceback(error: BaseException) -> str:

@@ -122,7 +122,9 @@ def compare_with_reference(
     try:
         model = build()
         stored = reference.open()
-        theirs = _with_safe_names(stored, model)
+        from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which few forward tests need
+
+        theirs = diagnose(stored, target_from_module(model), _NAMES).result
         load_strictly(model, theirs.state_dict())
     except NotLoadedError as error:
         among = f", {error.keys[0]} among them" if error.keys else ""
@@ -141,12 +143,6 @@ def compare_with_reference(
         return seen
     differing = sum(_differ(spec, theirs.specs.get(key)) for key, spec in tested.specs.items())
     return replace(seen, differing=differing, tensors=len(tested.specs))
-
-
-def _with_safe_names(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
-    from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which few forward tests need
-
-    return diagnose(checkpoint, target_from_module(model), _NAMES).result
 
 
 def _differ(left: TensorSpec, right: TensorSpec | None) -> bool:

@@ -105,8 +105,11 @@ def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
     reason = outcome.undecided or (_NO_CONTRAST if outcome.shared else "")
     if reason:  # in two sentences: the state of the device is not the reason
         note = ". ".join(filter(None, (reason, note[:1].upper() + note[1:])))
+    passed: bool | None = outcome.is_good or outcome.finite_in_float32 is True
+    if outcome.undecided or (outcome.non_finite and outcome.shared):
+        passed = None
     result = SmokeResult(
-        passed=_passed(outcome),
+        passed=passed,
         device=outcome.device,
         note=note,
         inputs=outcome.inputs,
@@ -141,12 +144,6 @@ def _with_assert(outcome: Outcome, printed: str) -> Outcome:
             outcome, failure=None, undecided=f"the derived input held an index out of range ({failure.error})"
         )
     return replace(outcome, failure=replace(failure, blame=INPUT))
-
-
-def _passed(outcome: Outcome) -> bool | None:
-    if outcome.undecided or (outcome.non_finite and outcome.shared):
-        return None
-    return outcome.is_good or outcome.finite_in_float32 is True
 
 
 def _checks(outcome: Outcome) -> tuple[str, ...]:
@@ -193,11 +190,9 @@ def _lacks_counters(result: Checkpoint) -> bool:
 _SAID = {
     ENVIRONMENT: "the environment is at fault, not the checkpoint",
     INPUT: "the input does not suit the model",
-    MODEL: "the model's own code gave way",
+    MODEL: "the model's own code failed",
     CHECKPOINT: "the file is at fault",
 }
-
-_SLOW = "the model is slow here, or waits for something"
 
 _INPUT = Remedy((("input", Placeholder("SPEC")),), "gives the input that the model takes")
 _ON_CPU = Remedy((("device", "cpu"),), "runs it on the CPU")
@@ -228,8 +223,11 @@ _STAGE = {
 def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
     """Return what a finished test found; ``printed`` is the tail of what the model printed."""
     found = [forward_odd_input.finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
-    if outcome.undecided:
-        return [*found, _not_run(outcome), *_incomparable(outcome)]
+    if outcome.undecided:  # a warning and no error: a guess that fails says nothing against the file
+        message = f"the forward test could not be run: {outcome.undecided}"
+        device, remedies = {"device": outcome.device}, (_INPUT, _NO_TEST)
+        found.append(forward_fails.finding(Level.WARNING, message, evidence=device, remedies=remedies))
+        return [*found, *_incomparable(outcome)]
     if outcome.failure is not None:
         found.append(_failing(outcome.failure, outcome, printed))
     elif outcome.non_finite:
@@ -237,14 +235,6 @@ def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
     if outcome.training is not None:
         found += _in_training(outcome.training, outcome.is_good)
     return [*found, *_differing(outcome), *_incomparable(outcome)]
-
-
-def _not_run(outcome: Outcome) -> Finding:
-    """Return a warning and no error: a guess that fails says nothing against the file."""
-    message = f"the forward test could not be run: {outcome.undecided}"
-    return forward_fails.finding(
-        Level.WARNING, message, evidence={"device": outcome.device}, remedies=(_INPUT, _NO_TEST)
-    )
 
 
 def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
@@ -260,7 +250,7 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
         "traceback": failure.traceback,
         "printed": printed,
     }
-    why = _SLOW if _is_slow(failure) else _SAID[failure.blame]
+    why = _why(failure)
     if failure.origin is not None:
         evidence |= _origin(failure.origin)
         why += f" ({failure.origin.name} had made {_kinds(failure.origin)} before)"
@@ -271,9 +261,10 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
     )
 
 
-def _is_slow(failure: Failure) -> bool:
-    """Return whether the model had no end yet, which is no fault of its code as far as is known."""
-    return failure.blame == MODEL and failure.error.startswith(NO_ANSWER)
+def _why(failure: Failure) -> str:
+    """Return whose fault a failure is. A model that had no end yet is not at fault, as far as is known."""
+    is_slow = failure.blame == MODEL and failure.error.startswith(NO_ANSWER)
+    return "the model is slow here, or waits for something" if is_slow else _SAID[failure.blame]
 
 
 def _remedies(failure: Failure, device: str) -> tuple[Remedy, ...]:
@@ -316,7 +307,9 @@ def _non_finite(outcome: Outcome) -> Finding:
         cause += (
             "; in training mode, with the statistics of the batch, it is finite: the running statistics are at fault"
         )
-        keys = keys or _statistics(outcome.origin)
+        if not keys and outcome.origin is not None:
+            tensors = (figures.tensor for figures in outcome.origin.weights)
+            keys = tuple(outcome.origin.key(name) for name in tensors if name in ("running_mean", "running_var"))
         remedies = (
             Remedy((("recalibrate", Placeholder("data.npy")),), "measures the running statistics again"),
             Remedy((("replace", ("VAL",)), ("fill", FILE)), "takes them from another copy"),
@@ -341,27 +334,15 @@ def _culprit(origin: Origin) -> str:
     return f"{culprit}, whose {' and '.join(states) or 'own weights are finite'}"
 
 
-def _statistics(origin: Origin | None) -> tuple[str, ...]:
-    """Return the running statistics of the module, where it has any."""
-    if origin is None:
-        return ()
-    names = (figures.tensor for figures in origin.weights if figures.tensor in ("running_mean", "running_var"))
-    return tuple(origin.key(name) for name in names)
-
-
 def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
     """Warnings: the pass in eval mode is what proves the file."""
     failure, gradients = training.failure, training.gradients
     if failure is not None:
-        why = _SLOW if _is_slow(failure) else _SAID[failure.blame]
-        message = f"the model fails in training mode, {why}: {failure.error}{failure.place}"
+        message = f"the model fails in training mode, {_why(failure)}: {failure.error}{failure.place}"
         evidence = {"blame": failure.blame, "inputs": list(training.inputs), "traceback": failure.traceback}
         told = {name: value for name, value in evidence.items() if value}
-        return [
-            forward_in_training.finding(
-                Level.WARNING, message, evidence=told, remedies=_remedies(failure, training.device)
-            )
-        ]
+        remedies = _remedies(failure, training.device)
+        return [forward_in_training.finding(Level.WARNING, message, evidence=told, remedies=remedies)]
     if training.non_finite and is_good_in_eval:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
         message = f"fine in eval mode, but not finite in training mode: {first_names(training.non_finite, 3)}{cause}"
