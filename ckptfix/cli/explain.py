@@ -6,6 +6,7 @@ import codecs
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,11 +97,13 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
 def _given(words: tuple[str, ...], console: Console) -> str:
     """Return the text to be explained. Raises ``UsageError`` if there is none, or if it is the name of a file."""
     if words and words != ("-",):
-        if len(words) == 1 and _is_file(words[0]):
-            raise UsageError(
-                f"{words[0]} is a file: give a log with `ckptfix explain < {words[0]}`; what is wrong with a"
-                f" checkpoint, `ckptfix check {words[0]}` says"
-            )
+        # A message is longer than any name, or has signs that no name has.
+        with suppress(OSError, ValueError):
+            if len(words) == 1 and Path(words[0]).is_file():
+                raise UsageError(
+                    f"{words[0]} is a file: give a log with `ckptfix explain < {words[0]}`; what is wrong with a"
+                    f" checkpoint, `ckptfix check {words[0]}` says"
+                )
         given = " ".join(words)
     else:
         if sys.stdin.isatty():
@@ -111,10 +114,3 @@ def _given(words: tuple[str, ...], console: Console) -> str:
     if not given.strip():
         raise UsageError('no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')
     return given
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # a message is longer than any name, or has signs that no name has
-        return False

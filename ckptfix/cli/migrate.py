@@ -146,20 +146,15 @@ def table_name() -> str:
     return FILE_NAME
 
 
-def _table_file(choices: Mapping[str, Any]) -> Path | None:
-    if choices.get("table") is not None:
-        return Path(choices["table"])
-    usual = Path(table_name())
-    return usual if usual.is_file() else None
-
-
 def tables(
     console: Console, place: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Table, Table | None]:
     """Return the table of the zoo at a place, and the same with what is decided for single files."""
     from ckptfix.zoo.zoo_toml import plain_table, read_table
 
-    file, everything = _table_file(choices), of_a_repair(choices)
+    usual = Path(table_name())
+    file = Path(choices["table"]) if choices.get("table") is not None else usual if usual.is_file() else None
+    everything = of_a_repair(choices)
     if file is not None and choices.get("table") is None:
         console.note(f"the table of the zoo is {file}")
     elif file is None and (unused := Path(place, table_name())).is_file():

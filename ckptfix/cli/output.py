@@ -182,10 +182,8 @@ class PageWriter:
         for option, other in taken.items():
             if other is not None and Path(other).resolve() == Path(file).resolve():
                 raise UsageError(f"{file}: is the file of {option}; name another file for the report")
-        self._title = ""
-        self._count = 0
-        self._records = _spool()
-        self._weights = _spool()
+        self._title, self._count = "", 0
+        self._records, self._weights = _spool(), _spool()
 
     def add(self, report: Report, telling: Telling, seconds: float) -> None:
         """Take in the report of one file."""
@@ -193,7 +191,7 @@ class PageWriter:
         from ckptfix.report.page.data import weights_to_json
 
         self._add(report.source, record_of(report, telling, seconds))
-        _put(self._weights, weights_to_json(report))
+        self._weights.write(json.dumps(weights_to_json(report), allow_nan=False) + "\n")
 
     def add_error(self, source: str, message: str) -> None:
         """Take in what hindered the work on a file."""
@@ -212,17 +210,13 @@ class PageWriter:
     def _add(self, source: str, record: Mapping[str, Any]) -> None:
         self._title = Path(source).name or source
         self._count += 1
-        _put(self._records, record)
+        self._records.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 def _spool() -> IO[str]:
     import tempfile
 
     return tempfile.TemporaryFile("w+", encoding="ascii", prefix="ckptfix-")
-
-
-def _put(spool: IO[str], data: Mapping[str, Any]) -> None:
-    spool.write(json.dumps(data, allow_nan=False) + "\n")
 
 
 def _lines(spool: IO[str]) -> Iterator[dict[str, Any]]:

@@ -139,7 +139,9 @@ def rule(run: Run, code: str | None) -> int:
         begun = [entry for entry in RULES if entry.code.startswith((code or "").upper())]
         family = (code or "")[:3].upper()
         if len(begun) > 1:  # all, or those of a family
-            console.write(f"{entry.code} {entry.name}: {_summary(entry.manual)}" for entry in begun)
+            for entry in begun:
+                first = entry.manual.partition("\n")[0]  # which begins with code and name
+                console.write([f"{entry.code} {entry.name}: {first.partition(': ')[2] or first}"])
             return 0
         known = {name: entry for entry in RULES for name in (entry.code.lower(), entry.name)}
         code = code or ""
@@ -168,9 +170,3 @@ def _rendered(manual: str) -> Iterator[Line]:
                 parts = " ".join(line.strip() for line in item.split("\n")).split("`")
                 yield ("  ", *(Span(part, "strong") if odd % 2 else part for odd, part in enumerate(parts)))
         yield ""
-
-
-def _summary(manual: str) -> str:
-    """Return the first line of a manual without the code and name that it begins with."""
-    first = manual.partition("\n")[0]
-    return first.partition(": ")[2] or first

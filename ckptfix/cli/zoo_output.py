@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -159,8 +160,7 @@ def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iter
 
 def _folders(name: str) -> Iterator[str]:
     """Return the folders that a file is in, the highest first."""
-    parts = name.split("/")[:-1]
-    return ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return accumulate(name.split("/")[:-1], "{}/{}".format)
 
 
 def _short_names(names: Sequence[str], in_folder: Counter[str]) -> list[str]:

@@ -90,10 +90,6 @@ def _cut_short(fact: Fact) -> str:
     return f"is cut short: it has {fact.data['nbytes']} bytes and its storages end at byte {fact.data['end']}"
 
 
-def _pickle_cut(fact: Fact) -> str:
-    return f"is cut short: its pickle ends at byte {fact.data['end']}, and what came after that has no name"
-
-
 def _header_size(fact: Fact) -> str:
     declared, size = fact.data["declared"], fact.data["nbytes"]
     if declared > size:
@@ -143,15 +139,6 @@ def _caused(fact: Fact) -> str:
 def _constants(fact: Fact) -> str:
     tensors, unnamed, named = (fact.data[name] for name in ("tensors", "unnamed", "named"))
     return f"{counted(tensors, 'tensor')} of {counted(unnamed, 'element')}, and {named} elements with names"
-
-
-def _most_in_attributes(fact: Fact) -> str:
-    unnamed, named = fact.data["unnamed"], fact.data["named"]
-    return f"{counted(unnamed, 'element')} in attributes, and {counted(named, 'element')} with names"
-
-
-def _weights_beside(fact: Fact) -> str:
-    return f"{counted(fact.data['tensors'], 'tensor')}, {counted(fact.data['numel'], 'element')}"
 
 
 _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
@@ -205,7 +192,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     ),
     Kind.ODD_STRIDES: "their strides make elements overlap, as one flipped bit of the pickle would",
     Kind.BYTES_LACKING: "lacks {nbytes} bytes there",
-    Kind.PICKLE_CUT: _pickle_cut,
+    Kind.PICKLE_CUT: "is cut short: its pickle ends at byte {end}, and what came after that has no name",
     Kind.PICKLE_DAMAGED: "is damaged in its pickle at byte {start}, and nothing after that can be read",
     Kind.EXTRAS_LOST: "has lost tensors of {place}, which is left out",
     Kind.HEADER_SIZE: _header_size,
@@ -278,14 +265,19 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.NUMPY_WEIGHTS: "numpy arrays",
     Kind.NON_STRING_KEY: "{key}",
     Kind.UNINITIALIZED: "{name}",
-    Kind.WEIGHTS_BESIDE: _weights_beside,
+    Kind.WEIGHTS_BESIDE: lambda fact: (
+        f"{counted(fact.data['tensors'], 'tensor')}, {counted(fact.data['numel'], 'element')}"
+    ),
     Kind.MOST_UNREAD: "most of the file was not read: {unread} tensors beside the {read} of the state_dict",
     Kind.FROZEN: _constants,
     Kind.CONSTANTS: _constants,
     Kind.GUESSED_BUFFERS: "every tensor that is not a parameter counts as a buffer",
     Kind.TENSOR_ATTRIBUTE: "neither parameter nor buffer",
     Kind.ATTRIBUTE_OF_TENSOR: "an attribute of a tensor",
-    Kind.MOST_IN_ATTRIBUTES: _most_in_attributes,
+    Kind.MOST_IN_ATTRIBUTES: lambda fact: (
+        f"{counted(fact.data['unnamed'], 'element')} in attributes, and "
+        f"{counted(fact.data['named'], 'element')} with names"
+    ),
 }
 
 

@@ -208,10 +208,6 @@ def _without_trace(value: Any) -> Any:
     )
 
 
-def _same(tensor: Traced, dtype: torch.dtype | None = None, **_: Any) -> Traced:
-    return Traced(tensor.shape, tensor.pieces, dtype or tensor.dtype)
-
-
 def _permute(tensor: Traced, order: Sequence[int]) -> Traced:
     def turned(items: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(items[at] for at in order)
@@ -279,7 +275,10 @@ def _cat(tensors: Sequence[Traced], axis: int = 0) -> Traced:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "_to_copy", "to"), _same),
+    **dict.fromkeys(
+        ("detach", "alias", "clone", "contiguous", "_to_copy", "to"),
+        lambda tensor, dtype=None, **_: Traced(tensor.shape, tensor.pieces, dtype or tensor.dtype),
+    ),
     **dict.fromkeys(
         ("view", "_unsafe_view", "reshape", "_reshape_alias"), lambda tensor, shape, *_: _view(tensor, shape)
     ),
@@ -301,7 +300,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def converter_of(module: nn.Module) -> Converter | None:
     """Return what gives the map that the loader of a model's own library applies to a file; None for other models."""
     found = {path: child for path, child in module.named_modules() if _library(child)}
-    outer = {path: child for path, child in found.items() if not any(_is_below(path, other) for other in found)}
+    fronts = {path: f"{path}." if path else "" for path in found}
+    inner = {path for path in found for other, front in fronts.items() if path != other and path.startswith(front)}
+    outer = {path: child for path, child in found.items() if path not in inner}
 
     @lru_cache(maxsize=4)
     def parts_of(given: tuple[tuple[str, Shape], ...]) -> Parts:
@@ -316,10 +317,6 @@ def converter_of(module: nn.Module) -> Converter | None:
         return used_in_full(parts, shapes)
 
     return (lambda shapes: parts_of(tuple(shapes.items()))) if outer else None
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
 
 
 State = dict[str, Any]

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
@@ -206,10 +206,10 @@ def user_code(spec: str, seed: int) -> Iterator[None]:
 
 def _error_of_user(spec: str, error: BaseException) -> TargetError:
     what = traceback.format_exception_only(error)[-1].strip()
-    frames = _from_user_on(error.__traceback__)
-    if frames is None and not isinstance(
-        error, SyntaxError
-    ):  # the call itself failed: no frame of the user was entered
+    frames = error.__traceback__
+    while frames is not None and _leads_to_user(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next  # those of ckptfix, and of Python's import machinery
+    if frames is None and not isinstance(error, SyntaxError):  # the call itself failed: the user's code was not entered
         return TargetError(
             Opt("model", spec), f" cannot be called like this: {error}; give its arguments with ", Opt("model_args")
         )
@@ -218,14 +218,6 @@ def _error_of_user(spec: str, error: BaseException) -> TargetError:
         f" raised {what}",
         traceback_text="".join(traceback.format_exception(type(error), error, frames)),
     )
-
-
-def _from_user_on(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of ckptfix and of Python's import machinery that lead to the user's
-    code."""
-    while frames is not None and _leads_to_user(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    return frames
 
 
 def _leads_to_user(filename: str) -> bool:

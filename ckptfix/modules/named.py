@@ -259,8 +259,10 @@ def named_builder(spec: str) -> Builder | None:
     Raises ``TargetError``, which says in one line what to do, if the library is not installed, and for a name or
     arguments that mean nothing. So does the builder if the library does not build the model."""
     name = Name.of(spec)
-    found = None if name is None else _scheme(name.scheme)
-    if name is None or found is None:
+    if name is None:
+        return None
+    others = ((entry.load(), "") for entry in entry_points(group=_GROUP, name=name.scheme))
+    if (found := SCHEMES.get(name.scheme) or next(others, None)) is None:
         return None
     scheme, package = found
     with _failing_as(spec, f": {name.scheme} cannot be imported: "):
@@ -276,14 +278,6 @@ def named_builder(spec: str) -> Builder | None:
         except LookupError as error:
             raise TargetError(Opt("model", spec), f": {error}") from error
     return partial(_built, spec, build, name.arguments)
-
-
-def _scheme(name: str) -> tuple[Callable[[str], Builder], str] | None:
-    """Return a scheme of this package, or of another one, which is then installed; None if there is none of this
-    name."""
-    if name in SCHEMES:
-        return SCHEMES[name]
-    return next(((entry.load(), "") for entry in entry_points(group=_GROUP, name=name)), None)
 
 
 def _built(spec: str, build: Builder, given: Mapping[str, Any], *positional: Any, **more: Any) -> Any:

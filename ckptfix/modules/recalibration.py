@@ -48,7 +48,8 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
         with torch.no_grad(), _measuring(model, norms.values()):
             for batch in loader:
                 arguments, keywords = _arguments(batch, model)
-                size = _size(arguments, keywords)
+                tensors = [each for each in (*arguments, *keywords.values()) if isinstance(each, torch.Tensor)]
+                size = max(math.prod(tensors[0].shape[:1]), 1) if tensors else 1
                 batches, samples = batches + 1, samples + size
                 for norm in norms.values():
                     norm.momentum = size / samples  # the new batch's share: the average over all samples so far
@@ -132,9 +133,3 @@ def _placed(value: Any, model: nn.Module) -> Any:
     if first is None:
         return value
     return value.to(first.device, first.dtype) if value.is_floating_point() else value.to(first.device)
-
-
-def _size(arguments: Iterable[Any], keywords: Mapping[str, Any]) -> int:
-    """Return how many samples a batch has."""
-    tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
-    return max(math.prod(tensors[0].shape[:1]), 1) if tensors else 1
