@@ -81,7 +81,7 @@ def diff(run: Run, a: str, b: str) -> int:
 
         names = ("weights", "other_weights", "salvage", "values", "atol", "rtol")
         settings = {name: choices[name] for name in names if name in choices}
-        difference = compare_files(a, b, **settings, progress=console.progress)
+        difference = compare_files(a, b, **settings)
         if choices.get("output_format") == "json":
             write_output(json.dumps(difference_to_json(difference), indent=2, allow_nan=False) + "\n")
         elif not (console.quiet and difference.is_empty):

@@ -8,24 +8,24 @@ the rest   ties, entries that are not tensors, _metadata, what lies beside the s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 
 from ckptfix.bytes.checksums import is_sound
-from ckptfix.comparison.difference import Difference, Gap, Pair, Side, Texts, Ties
+from ckptfix.comparison.difference import Difference, Pair, Side, Texts, Ties
 from ckptfix.comparison.gap import EXACT, Tolerance, measure_gap, row_major_blocks
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import UsageError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.report.inspection import children, describe
-from ckptfix.report.style import size
 from ckptfix.values.walk import OVERLAP
 
 Form = tuple[str, tuple[int, ...]]
@@ -82,13 +82,6 @@ def _tail(key: str, length: int) -> tuple[str, ...]:
     return tuple(key.split(".")[-length:]) if length else ()
 
 
-Progress = Callable[[str], None]  # is told from time to time how far the comparison is, in words
-
-
-def _silent(text: str) -> None:
-    pass
-
-
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -99,7 +92,6 @@ def diff(
     values: bool = True,
     atol: float = 0.0,
     rtol: float = 0.0,
-    progress: Progress = _silent,
 ) -> Difference:
     """Compare two checkpoint files; neither is loaded whole, and none of their code runs.
 
@@ -111,23 +103,20 @@ def diff(
         raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of 0 or more")
     first = open_file(os.fspath(a), weights, salvage=salvage)
     second = open_file(os.fspath(b), other_weights or weights, salvage=salvage)
-    return compare(first, second, values=values, tolerance=Tolerance(atol, rtol), progress=progress)
+    return compare(first, second, values=values, tolerance=Tolerance(atol, rtol))
 
 
-def compare(
-    a: Checkpoint,
-    b: Checkpoint,
-    *,
-    values: bool = True,
-    tolerance: Tolerance = EXACT,
-    progress: Progress = _silent,
-) -> Difference:
+def compare(a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tolerance = EXACT) -> Difference:
     """Compare two open checkpoints; the settings are those of ``diff``."""
     pairs = [Pair(key, spec, b.specs[key]) for key, spec in a.specs.items() if key in b.specs]
     only_a = {key: spec for key, spec in a.specs.items() if key not in b.specs}
     only_b = {key: spec for key, spec in b.specs.items() if key not in a.specs}
     renamed = dict(find_renames(only_a, only_b)) if values else {}
-    gaps = _gaps([pair for pair in pairs if pair.a.shape == pair.b.shape], tolerance, progress) if values else []
+    comparable = [pair for pair in pairs if pair.a.shape == pair.b.shape] if values else []
+    task, gaps = Task(f"comparing {a.path}", sum(pair.a.nbytes for pair in comparable)), []
+    for pair in comparable:
+        gaps.append((pair, measure_gap(pair.a, pair.b, tolerance)))
+        task.advance(pair.a.nbytes)
     ties_a, ties_b = _ties(a, b, renamed)
     return Difference(
         a=_side(a, values),
@@ -148,15 +137,6 @@ def compare(
         close=sum(gap.is_close for _, gap in gaps),
         values_compared=values,
     )
-
-
-def _gaps(pairs: Sequence[Pair], tolerance: Tolerance, progress: Progress) -> list[tuple[Pair, Gap]]:
-    total, done, gaps = sum(pair.a.nbytes for pair in pairs), 0, []
-    for pair in pairs:
-        progress(f"compared {size(done)} of {size(total)}")
-        gaps.append((pair, measure_gap(pair.a, pair.b, tolerance)))
-        done += pair.a.nbytes
-    return gaps
 
 
 def _ties(a: Checkpoint, b: Checkpoint, renamed: Mapping[str, str]) -> tuple[Ties, Ties]:
