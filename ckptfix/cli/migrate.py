@@ -49,7 +49,8 @@ def migrate(run: Run, source: str, destination: str | None) -> int:
 def _migrate(
     console: Console, source: str, destination: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> int:
-    from ckptfix.cli.zoo_output import MigrationMeter, PageOfZoo, closing_lines, write_json
+    from ckptfix.cli.zoo_output import MigrationMeter, closing_lines, save_page, write_json
+    from ckptfix.report.page import page_file
     from ckptfix.zoo.job import Others
     from ckptfix.zoo.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
@@ -57,7 +58,9 @@ def _migrate(
 
     place, pattern = split_source(source)
     table, decided = tables(console, place, choices, given)
-    page = PageOfZoo(choices["report"]) if "report" in choices else None
+    page = page_file(choices["report"]) if "report" in choices else None
+    if page is not None:
+        page.refuse()  # now, and not after a night of work
     listed: Sequence[str] | None = choices.get("only")
     if "listed" in choices:
         listed = [*(listed or ()), *read_list(_read(choices["listed"]))]
@@ -97,7 +100,7 @@ def _migrate(
             for remark in migration.remarks if migration.chosen is None else ():
                 console.note(remark)
             if page is not None:
-                page.save(migration, typed(again), is_dry)
+                save_page(page, migration, typed(again), is_dry)
             if choices.get("output_format") == "json":
                 write_json(migration)
             else:

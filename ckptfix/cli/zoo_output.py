@@ -21,6 +21,7 @@ from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import Summary
 
 if TYPE_CHECKING:
+    from ckptfix.writing.atomic import OwnFile
     from ckptfix.zoo.migrating import Migration
 
 _EVERY = 10.0  # seconds between two lines if there is no terminal
@@ -204,32 +205,14 @@ def write_json(migration: Migration) -> None:
     write_output("\n]}\n")
 
 
-class PageOfZoo:
-    """``--report FILE`` of a migration."""
+def save_page(file: OwnFile, migration: Migration, command: str, dry_run: bool) -> None:
+    """Write the page of the whole zoo, also of what earlier runs have done."""
+    from ckptfix.cli.output import facts_of_run
+    from ckptfix.report.page import write_page
 
-    def __init__(self, file: str) -> None:
-        from ckptfix.report.page import page_file
-
-        self._file = page_file(file)
-        self._file.refuse()  # now, and not after a night of work
-
-    def save(self, migration: Migration, command: str, dry_run: bool) -> None:
-        """Write the page of the whole zoo, also of what earlier runs have done."""
-        from ckptfix.cli.output import facts_of_run
-        from ckptfix.report.page import write_page
-
-        renames = {
-            line["source"]: line["output"]
-            for line in migration.records()
-            if line["output"] not in (None, line["source"])
-        }
-        with self._file.writing() as out:
-            write_page(
-                out,
-                migration.source,
-                migration.records(),
-                migration.weights(),
-                facts={**facts_of_run(), "Command": command},
-                renames=renames,
-                dry_run=dry_run,
-            )
+    outputs = {line["source"]: line["output"] for line in migration.records() if line["output"] is not None}
+    renames = {source: output for source, output in outputs.items() if output != source}
+    facts = {**facts_of_run(), "Command": command}
+    lines = migration.records(), migration.weights()
+    with file.writing() as out:
+        write_page(out, migration.source, *lines, facts=facts, renames=renames, dry_run=dry_run)

@@ -203,31 +203,19 @@ class Files:
         self.own = {name: entry for name, entry in self.entries.items() if entry.fault is None and not is_apart(name)}
         self.looks = {name: looks for name in self.own if (looks := by_name(name)) is not None}
         self.parts: set[str] = set()  # the files that are part of a group
-        self._folders: defaultdict[str, list[Entry]] = defaultdict(list)
+        self.folders: defaultdict[str, list[Entry]] = defaultdict(list)
         # The numbered files by folder and set.
         self.shards: defaultdict[str, defaultdict[Numbering, list[Entry]]] = defaultdict(lambda: defaultdict(list))
         for name, entry in self.own.items():
             folder = name.rpartition("/")[0]
-            self._folders[folder].append(entry)
+            self.folders[folder].append(entry)
             if (numbering := Numbering.of(_last(name))) is not None:
                 self.shards[folder][numbering].append(entry)
         self._names = sorted(self.own)
 
-    def folders(self) -> list[str]:
-        """Return the folders that have files, in order."""
-        return sorted(self._folders)
-
     def named(self, folder: str, pattern: re.Pattern[str]) -> list[Entry]:
         """Return the files of a folder whose own names match."""
-        return [entry for entry in self._folders[folder] if pattern.fullmatch(_last(entry.name))]
-
-    def has_folder(self, folder: str) -> bool:
-        """Return whether a folder has files."""
-        return folder in self._folders
-
-    def has_parts(self, folder: str) -> bool:
-        """Return whether some files of a folder are already part of a group."""
-        return any(entry.name in self.parts for entry in self._folders[folder])
+        return [entry for entry in self.folders.get(folder, ()) if pattern.fullmatch(_last(entry.name))]
 
     def below(self, folder: str) -> list[Entry]:
         """Return the files of a folder and of all folders in it."""
@@ -239,7 +227,7 @@ def whole_folders(place: Place, files: Files) -> Iterator[Item]:
     """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
     files, and the shards of ranks."""
     ranks = _ranks(place, files)
-    chunks = {folder: found for folder in files.folders() if (found := _distributed(place, folder, files))}
+    chunks = {folder: found for folder in sorted(files.folders) if (found := _distributed(place, folder, files))}
     for optimizer in [folder for folder in chunks if _last(folder).startswith("optimizer")]:
         # accelerate saves it apart from the model, and the folder of both opens as one checkpoint
         above = optimizer.rpartition("/")[0]
@@ -248,7 +236,7 @@ def whole_folders(place: Place, files: Files) -> Iterator[Item]:
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
             for entry in files.named(above, OF_TRAINERS):
                 files.looks[entry.name] = Looks.OTHER
-    for folder in sorted({*files.folders(), *ranks, *chunks}):
+    for folder in sorted({*files.folders, *ranks, *chunks}):
         parts = chunks.get(folder) or _unpacked(place, folder, files) or files.named(folder, _RANK) or ranks.get(folder)
         if parts:
             yield _group(folder or ROOT, parts)
@@ -290,7 +278,7 @@ def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
     pickle = files.own.get(posixpath.join(folder, "data.pkl"))
     if pickle is None or b"torch" not in _head(place, pickle):
         return []
-    is_unpacked = posixpath.join(folder, "version") in files.own or files.has_folder(posixpath.join(folder, "data"))
+    is_unpacked = posixpath.join(folder, "version") in files.own or posixpath.join(folder, "data") in files.folders
     return files.below(folder) if is_unpacked else []
 
 
@@ -326,7 +314,7 @@ def numbered(files: Files) -> Iterator[Item]:
         # Data sets are numbered in the same way.
         named = chain.from_iterable(sets.values())
         shards = [entry for entry in named if files.looks.get(entry.name) is Looks.CHECKPOINT]
-        if shards and not files.has_parts(folder):
+        if shards and not any(entry.name in files.parts for entry in files.folders[folder]):
             yield _group(folder or ROOT, shards)
 
 

@@ -65,7 +65,10 @@ def treated(job: Job, path: Path, area: Workplace) -> Done:
             hashed = pool.submit(sha256_of_file, draft) if draft.is_file() and not are_several else None
             sha256 = digest_of(job, path)
             written_sha256 = hashed.result() if hashed is not None else ""
-    report = _with_name(job, replace(done.report, source=job.item.name), sha256)
+    report = replace(done.report, source=job.item.name)
+    name_hash = None if job.item.parts else wrong_hash(job.item.name, sha256)
+    if name_hash is not None and parsed_settings(job.treatment.settings).selects(name_hash.code):
+        report = replace(report, findings=(*report.findings, name_hash))
     staged: tuple[Staged, ...] = ()
     facts: dict[str, Any] = {}
     if not is_refused(job, report):
@@ -206,14 +209,6 @@ def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
     for finding, shown in zip(report.findings, data["findings"], strict=True):
         shown["accepted"] = finding not in report.fixed and report.is_accepted(finding)
     return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
-
-
-def _with_name(job: Job, report: Report, sha256: str) -> Report:
-    """Return the report, with the finding that the hash in the source's name does not match its content."""
-    finding = None if job.item.parts else wrong_hash(job.item.name, sha256)
-    if finding is None or not parsed_settings(job.treatment.settings).selects(finding.code):
-        return report
-    return replace(report, findings=(*report.findings, finding))
 
 
 def perform(job: Job, scratch: Path) -> Done:

@@ -125,7 +125,8 @@ class Plan(Struct, dict=True):
             self.destination,
             treatment,
             output,
-            self._digest(common, item),
+            # What the result depends on besides the bytes.
+            self.others.value if item.kind is Kind.OTHER else common.digest(version()),
             taken=tuple(self._taken(item, treatment, output)),
             others=self.others,
             dry_run=self.dry_run,
@@ -155,12 +156,6 @@ class Plan(Struct, dict=True):
 
     def _output(self, item: Item, treatment: Treatment) -> str:
         return free_name(item.name if item.kind is not Kind.FILE else treatment.output_name(item.name))
-
-    def _digest(self, treatment: Treatment, item: Item) -> str:
-        """Return what the result of an item depends on besides its bytes."""
-        if item.kind is Kind.OTHER:
-            return self.others.value
-        return treatment.digest(version())
 
 
 def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> Status:
