@@ -33,8 +33,14 @@ def joined(words: Iterable[Words], word: Callable[[Opt], str] = str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text with line feeds, escape codes and other invisible characters escaped."""
-    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    """Return the text as ``printable`` gives it, cut at its longest."""
+    return printable(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…")
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters, line breaks and lone surrogates as escapes (``\\x1b``)."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -377,7 +377,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "mends the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
         )
     for said in filter(None, map(narrowed, _cases(mismatch))):
-        yield Advice(f"{said[0].upper()}{said[1:]}.")
+        yield Advice(f"{_capital(said)}.")
     if recipes := _recipes(mismatch):
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
         yield Advice(

@@ -24,9 +24,10 @@ from msgspec import Struct, field
 
 from ckptfix.core.finding import Blocks, Finding, Level
 from ckptfix.core.report import Report
+from ckptfix.errors import printable
 from ckptfix.report.advice import Telling, message_with_count, remedies_text
 from ckptfix.report.key_lists import fold_keys
-from ckptfix.report.style import Paper, printable
+from ckptfix.report.style import Paper
 from ckptfix.report.terminal import headline
 from ckptfix.rules import OF_ATTACKS, RULES
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from msgspec import Struct
 
+from ckptfix.errors import printable
+
 if TYPE_CHECKING:
     from ckptfix.core.spec import TensorSpec
 
@@ -105,13 +107,6 @@ class Paper(Struct, frozen=True):
 
 def _text(piece: str | Span) -> str:
     return piece if isinstance(piece, str) else piece.text
-
-
-def printable(text: str) -> str:
-    """The text with control characters, line breaks and lone surrogates shown as escapes (``\\x1b``)."""
-    if text.isprintable():
-        return text
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def quantity(number: int) -> str:

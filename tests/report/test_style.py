@@ -2,7 +2,8 @@ import io
 
 import pytest
 
-from ckptfix.report.style import Paper, Span, printable
+from ckptfix.errors import printable
+from ckptfix.report.style import Paper, Span
 
 
 class Terminal(io.StringIO):

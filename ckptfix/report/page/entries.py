@@ -4,6 +4,7 @@ The report of a check or a repair becomes a record of the same form."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -139,40 +140,32 @@ def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
     try:
         return edit_lines(Plan.from_json({"ckptfix-plan": 1, "steps": [step]}).edits, _LINES)
     except PlanError:
-        counts: dict[str, int] = {}
-        for edit in edits:
-            counts[str(edit.get("edit"))] = counts.get(str(edit.get("edit")), 0) + 1
+        counts = Counter(str(edit.get("edit")) for edit in edits)
         return [f"{kind} ({count})" for kind, count in counts.items()]
 
 
 def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
     """Return the record of one report, in the form of a line of ``manifest.jsonl``."""
     ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, telling)]
+    likeness = report.likeness and {
+        "text": likeness_text(report.likeness),
+        "commands": list(likeness_commands(report.likeness, *compared(report, telling))),
+    }
     return {
         **report.to_json(fixes=False),
         "size": _size(report.source),
         "outcome": _outcome(report, telling),
         "command": ways[0]["command"] if ways else None,
         "decisions": ways,
-        "looks_like": _likeness(report, telling),
+        "looks_like": likeness,
         "error": None,
         "seconds": seconds,
     }
 
 
-def _likeness(report: Report, telling: Telling) -> dict[str, Any] | None:
-    """Return which known architecture the file is, in words, and the commands that go on from there."""
-    if report.likeness is None:
-        return None
-    return {
-        "text": likeness_text(report.likeness),
-        "commands": list(likeness_commands(report.likeness, *compared(report, telling))),
-    }
-
-
-def record_of_error(source: str, message: str, outcome: str = "unreadable") -> dict[str, Any]:
+def record_of_error(source: str, message: str) -> dict[str, Any]:
     """Return the record of a file that could not be checked."""
-    return {"source": source, "outcome": outcome, "error": message, "size": _size(source)}
+    return {"source": source, "outcome": "unreadable", "error": message, "size": _size(source)}
 
 
 def _outcome(report: Report, telling: Telling) -> str:

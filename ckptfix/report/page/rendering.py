@@ -16,9 +16,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from ckptfix.errors import printable
 from ckptfix.report.page.data import Layers, data_element, script_json
 from ckptfix.report.page.entries import COLUMNS, Entries
-from ckptfix.report.style import printable
 from ckptfix.rules import RULES
 from ckptfix.writing.atomic import OwnFile
 
