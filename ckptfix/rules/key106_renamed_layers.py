@@ -26,9 +26,11 @@ Such a file loads into nothing: every key is missing or unexpected. The maps are
 ## Fix safety
 Each key of the map has a label. `certain`: shapes and structure leave one map. `likely`: names and order decide
 between layers of equal shapes, or a layer is split or fused, and whether its rows are interleaved shows in no shape.
-`ambiguous`: other maps fit as well; nothing is applied to these keys. The fix is safe if every key of the map is
-certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing one. Otherwise it needs
-`--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for bit. Needs a target.
+`ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, with all queries first
+in some libraries and a row of the three for each head in others; nothing is applied to these keys. The fix is safe if
+every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing
+one. Otherwise it needs `--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for bit.
+Needs a target.
 
 `--source-model` names the model that the file was saved from, and proves the map: both models run on copies, in
 float64 and in eval mode, with the same random weights and statistics and on the same input. If the outputs are equal
@@ -198,9 +200,13 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=proof.unobservable,
         )
     if ambiguous:
+        are_fused = all(_is_split_or_fused(move, inference.source) for move in ambiguous.values())
+        why = (
+            "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
+        )
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(ambiguous), 'key')} of the target with several layers of the file that fit{elsewhere}",
+            f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
             keys=tuple(ambiguous),
             evidence={"alternatives": {key: _alternatives(move) for key, move in ambiguous.items()}},
             remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
@@ -209,6 +215,10 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
                 " --output-format json, and give it to --rename-map"
             ),
         )
+
+
+def _is_split_or_fused(match: Match, source: Specs) -> bool:
+    return len(match.parts) > 1 or match.parts[0].box != full(source[match.parts[0].source])
 
 
 def _has_map(context: Context) -> bool:

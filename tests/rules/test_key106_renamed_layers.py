@@ -303,6 +303,17 @@ def test_a_tensor_of_two_names_in_the_target():
     assert (rule.target, rule.label, found.missing) == ("image.embedding.weight", "certain", ())
 
 
+def test_a_layer_whose_rows_may_be_in_another_order_is_called_that(tmp_path):
+    body = {f"h.{at}.mlp.fc{n}.weight": torch.randn(8, 8) for at in range(4) for n in (1, 2)}
+    file = body | {f"h.{at}.attn.query_key_value.weight": torch.randn(24, 8) for at in range(4)}
+    target = body | {f"h.{at}.attn.{name}_proj.weight": torch.randn(8, 8) for at in range(4) for name in "qkv"}
+    torch.save(target, tmp_path / "reference.pth")
+    report = ckptfix.check(file, like=tmp_path / "reference.pth", values=False, rename_layers=True)
+    (doubt,) = (finding for finding in report.findings if finding.code == "KEY106")
+    assert doubt.fix is None
+    assert doubt.message.startswith("12 keys of the target split or fused, with rows in an unknown order")
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_a_layer_of_a_sorted_file_moves_no_other(at):
     model = within(body=transformer(*FUSED), net=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
