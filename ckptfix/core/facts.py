@@ -62,6 +62,7 @@ class Kind(Enum):
     # safetensors.
     HEADER_SIZE = "header-size"
     HEADER_PADDING = "header-padding"
+    HEADER_NOTES = "header-notes"
     DATA_CUT = "data-cut"
     DATA_SURPLUS = "data-surplus"
     BYTES_BEFORE = "bytes-before"
@@ -154,8 +155,8 @@ class Fact(Struct, frozen=True):
         return cls(kind, place, data)
 
 
-# An index that is wrong about shards that are complete.
-STALE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED})
+# What is wrong beside tensors that are whole, and right once the file is written anew.
+BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 
 # After these a tensor may be another one than was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})

@@ -197,6 +197,9 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.EXTRAS_LOST: "has lost tensors of {place}, which is left out",
     Kind.HEADER_SIZE: _header_size,
     Kind.HEADER_PADDING: ("is damaged: its header declares itself shorter than it is, without the padding after it"),
+    Kind.HEADER_NOTES: _names(
+        "has __metadata__ with values that are not texts ({}), which safetensors refuses (InvalidHeaderDeserialization)"
+    ),
     Kind.DATA_CUT: (
         "is cut short: its header describes {needed} bytes of tensors and {there} are there (MetadataIncompleteBuffer)"
     ),

@@ -27,7 +27,7 @@ from ckptfix.core.edits import (
     Rewrite,
     Tie,
 )
-from ckptfix.core.facts import STALE, Kind
+from ckptfix.core.facts import BESIDE, Kind
 from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
@@ -192,7 +192,7 @@ def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) ->
 def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:
     """Return the checkpoint after the edits of a step that are about the file, its container and its optimizers."""
     if any(isinstance(edit, Rewrite) for edit in step.edits):
-        kept = tuple(fact for fact in result.remarks if fact.kind not in STALE)
+        kept = tuple(fact for fact in result.remarks if fact.kind not in BESIDE)
         result = replace(result, damage=(), remarks=kept)
     if any(isinstance(edit, Disarm) for edit in step.edits):
         result = _disarmed(result)

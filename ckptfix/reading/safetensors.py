@@ -42,10 +42,12 @@ def read(content: Content) -> Document:
     notes = header.pop("__metadata__", {})
     if notes is None:
         notes = {}  # as the library takes it
-    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+    if not isinstance(notes, dict):
         raise UnreadableError(
             f"{content.path}: the header's __metadata__ is not a map of texts; the file is damaged: fetch it again"
         )
+    odd = [name for name, value in notes.items() if not isinstance(value, str)]
+    notes |= {name: json.dumps(notes[name]) for name in odd}
     nbytes = check_layout(content, header)
     last = len(content) - nbytes  # where the tensors begin if the padding of the header was left out of its length
     if start < last < start + ALIGNMENT and not last % ALIGNMENT and not bytes(content.buffer[start:last]).strip(b" "):
@@ -67,6 +69,8 @@ def read(content: Content) -> Document:
         state_dict[key] = replace(spec, storage=Storage(key, source))
     document = _restore(content.path, content.bounds, state_dict, notes)
     document.damage += damage
+    if odd:
+        document.remarks.append(Fact.of(Kind.HEADER_NOTES, keys=tuple(odd)))
     surplus = len(content) - end
     if surplus and not _is_appended(content, end):
         why = Fact.of(Kind.BYTES_BEFORE, surplus=surplus)

@@ -4,7 +4,8 @@
 What `--salvage` had to get over to open the file: an end that is missing, space that was reserved and never filled, a
 shard that is not there, a transfer in text mode, bytes before or after the checkpoint. The keys are the tensors that
 are lost, with their share of all numbers where that is known. Without `--salvage` such a file is refused, and the
-refusal names the same cause.
+refusal names the same cause. A stale index, and a `__metadata__` of safetensors with values that are not texts, leave
+all tensors whole: they are read as they are.
 
 ## Why it matters
 A load of the whole file fails, and the messages of torch (`failed finding central directory`, `unexpected EOF`,
@@ -36,7 +37,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import STALE, Kind
+from ckptfix.core.facts import BESIDE, Kind
 from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
@@ -47,7 +48,7 @@ from ckptfix.rules.rule import Context, Rule, rule
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
     checkpoint = context.checkpoint
-    if damage := (*checkpoint.damage, *checkpoint.remarked(*STALE)):
+    if damage := (*checkpoint.damage, *checkpoint.remarked(*BESIDE)):
         cause = clauses(damage)
         fix = Fix((Rewrite(cause),), Applicability.SAFE)
         evidence = {"damage": [clause(fact) for fact in damage]}

@@ -525,7 +525,6 @@ SAFETENSORS: dict[str, Crafted] = {
     "bytes and no tensor": lambda: safetensors({}, STORAGE),
     "no tensor": lambda: safetensors({}),
     "a list for a header": lambda: safetensors(b'[{"w":1}]'),
-    "notes that are no texts": lambda: safetensors({"__metadata__": {"a": 1}, **GOOD}, STORAGE),
     "notes that are a list": lambda: safetensors({"__metadata__": ["a"], **GOOD}, STORAGE),
 }
 

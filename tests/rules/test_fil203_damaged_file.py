@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 
 import ckptfix
 from ckptfix.core.edits import Fill
 from ckptfix.core.finding import Level
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.fil203_damaged_file import donor_fill
+from tests.attacks.crafted import STORAGE, safetensors
+from tests.attacks.test_hostile_files import GOOD
 from tests.checks import assert_same, bytes_of, check_noop
 from tests.rules.proposals import context
 
@@ -180,3 +184,21 @@ def test_noop(key: str, spec: TensorSpec, donor: dict[str, torch.Tensor] | None,
 def test_the_same_key_in_the_same_shape_is_taken(spec: TensorSpec | None) -> None:
     fill = donor_fill("weight", spec, context({}, None, DONOR))
     assert fill == Fill("weight", "float32", (3, 4), "donor", donor_key="weight")
+
+
+@pytest.mark.parametrize("is_shard", [False, True])
+def test_notes_that_are_not_texts_become_texts(tmp_path: Path, is_shard: bool) -> None:
+    """Scripts that write the header themselves put numbers there, and safetensors opens no such file."""
+    source, output = tmp_path / "model-00001-of-00001.safetensors", tmp_path / "out.safetensors"
+    source.write_bytes(safetensors({"__metadata__": {"epoch": 3, "by": "me", "ss": {"x": [1]}}, **GOOD}, STORAGE))
+    with pytest.raises(SafetensorError, match="InvalidHeaderDeserialization|expected a string"):
+        safe_open(source, "pt")
+    if is_shard:
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(GOOD, source.name)}))
+    report = ckptfix.repair(index if is_shard else source, output=output).report
+    assert [(one.code, one.level) for one in report.fixed] == [("FIL203", Level.WARNING)]
+    with safe_open(output, "pt") as written:
+        assert written.metadata().items() >= {"epoch": "3", "by": "me", "ss": '{"x": [1]}'}.items()
+        assert {key: bytes_of(written.get_tensor(key)) for key in written.keys()} == dict.fromkeys(GOOD, STORAGE)  # noqa: SIM118
+    assert not ckptfix.check(output).findings
