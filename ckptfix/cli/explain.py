@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ckptfix.core.report import Report
 
 UNKNOWN = 1  # the exit code for a text that is not known
-_MOST = 16_000_000  # bytes of stdin that are kept: the end of a log is where the error stands
+_MOST = 16_000_000  # bytes of a log that are kept: the error is at its end
 
 ARGUMENTS = {
     "explain": (
         Argument(
             "text",
             "TEXT",
-            "The message or the whole traceback, in quotes; without it, stdin is read.",
+            "The message or the whole traceback, in quotes, or a log file; without it, stdin is read.",
             required=False,
             many=True,
         ),
@@ -95,21 +95,24 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
 
 
 def _given(words: tuple[str, ...], console: Console) -> str:
-    """Return the text to be explained. Raises ``UsageError`` if there is none, or if it is the name of a file."""
-    if words and words != ("-",):
-        # A message is longer than any name, or has signs that no name has.
-        with suppress(OSError, ValueError):
-            if len(words) == 1 and Path(words[0]).is_file():
-                raise UsageError(
-                    f"{words[0]} is a file: give a log with `ckptfix explain < {words[0]}`; what is wrong with a"
-                    f" checkpoint, `ckptfix check {words[0]}` says"
-                )
+    """Return the text to be explained. Raises ``UsageError`` if there is none, or if a file is not a log."""
+    log: Path | None = None
+    with suppress(OSError, ValueError):  # a message is longer than any name, or has signs that no name has
+        log = Path(words[0]) if len(words) == 1 and Path(words[0]).is_file() else None
+    if words and words != ("-",) and log is None:
         given = " ".join(words)
     else:
-        if sys.stdin.isatty():
-            console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
-        raw = sys.stdin.buffer.read()[-_MOST:]
+        if log is not None:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _MOST))
+                raw = file.read(_MOST)
+        else:
+            if sys.stdin.isatty():
+                console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
+            raw = sys.stdin.buffer.read()[-_MOST:]
         is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # what Windows' shells redirect
+        if log is not None and b"\0" in raw[:512] and not is_wide:
+            raise UsageError(f"{log} is not a text; what is wrong with a checkpoint, `ckptfix check {log}` says")
         given = raw.decode("utf-16" if is_wide else "utf-8", "replace")
     if not given.strip():
         raise UsageError('no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')

@@ -65,6 +65,14 @@ def test_the_code_finds_the_weights_of_this_very_file(tmp_path, root, place, sai
     assert f'torch.load("file.pth", map_location="cpu"){place}' in done.stdout
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_log_file(tmp_path, encoding):
+    (tmp_path / "err.log").write_text(f"[rank0]: {MAGIC}\n", encoding)
+    done = run_here("explain", "err.log", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("foreign-pickle")
+
+
 def test_stdin_of_no_encoding_at_all(tmp_path):
     assert piped(b"\xff\x80 " + MAGIC.encode(), tmp_path).returncode == 0
 
@@ -114,7 +122,7 @@ def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):
     ("words", "complaint"),
     [
         (("",), "no text to explain"),
-        (("good.pth",), "good.pth is a file"),
+        (("good.pth",), "good.pth is not a text; what is wrong with a checkpoint, `ckptfix check good.pth` says"),
         ((MAGIC, "--file", "nowhere.pth"), "there is no such file"),
         ((MAGIC, "--file", "good.pth", "--model", "zoo:tiny", "--like", "good.pth"), "exclude each other"),
     ],
