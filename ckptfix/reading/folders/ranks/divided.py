@@ -91,7 +91,8 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     layout = mesh["_layout"]
     fields = layout.attributes
     if "axes" in fields:
-        return tuple(size for axis in fields["axes"] for size in sizes(axis.attributes["shape"]))
+        # Of an axis, torch keeps no size of 1, and several sizes if it flattened axes that are not beside each other.
+        return tuple(math.prod(sizes(axis.attributes["shape"])) for axis in fields["axes"])
     shape = fields["shape"] if "shape" in fields else layout.args[0]
     return (shape,) if isinstance(shape, int) else sizes(shape)
 

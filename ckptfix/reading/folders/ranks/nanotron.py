@@ -24,15 +24,13 @@ from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import NANOTRON
 from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, add_rank, tagged
+from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
 from ckptfix.reading.folders.ranks.partition import narrowed
 from ckptfix.reading.weights.document import Document
 
 NAME = NANOTRON
 
-_METADATA, _MODEL, _LATEST = "checkpoint_metadata.json", "model", "latest.txt"
-_FILE = re.compile(
-    r"model_(?P<leaf>.+?)(?:_pp-rank-\d{1,7}-of-\d{1,7}_tp-rank-(?P<rank>\d{1,7})-of-(?P<ranks>\d{1,7}))?\.safetensors"
-)
+_LATEST = "latest.txt"
 _NUMBER = re.compile(r"(\d+)")
 _LISTED = 4
 _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
@@ -40,7 +38,9 @@ _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
 def find(folder: Path) -> Path | None:
     """Return the folder of a save: this one, or that of the step in ``latest.txt``."""
-    return tagged(folder, _LATEST, lambda place: (place / _METADATA).is_file() and (place / _MODEL).is_dir())
+    return tagged(
+        folder, _LATEST, lambda place: (place / NANOTRON_METADATA).is_file() and (place / NANOTRON_MODEL).is_dir()
+    )
 
 
 def of_file(file: Path) -> tuple[Path, Reader] | None:
@@ -58,10 +58,10 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
 def _document(files: RankFiles) -> Document:
     found: dict[str, dict[int, Path]] = {}
     counts: dict[str, int] = {}
-    paths = [path for path in (files.folder / _MODEL).rglob("model_*.safetensors") if path.is_file()]
+    paths = [path for path in (files.folder / NANOTRON_MODEL).rglob("model_*.safetensors") if path.is_file()]
     for path in sorted(paths, key=lambda path: [_natural(part) for part in path.parts]):
-        if (match := _FILE.fullmatch(path.name)) is not None:
-            name = ".".join((*path.relative_to(files.folder / _MODEL).parts[:-1], match["leaf"]))
+        if (match := NANOTRON_PART.fullmatch(path.name)) is not None:
+            name = ".".join((*path.relative_to(files.folder / NANOTRON_MODEL).parts[:-1], match["leaf"]))
             add_rank(found.setdefault(name, {}), int(match["rank"] or 0), path)
             counts[name] = int(match["ranks"] or 1)
     lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}

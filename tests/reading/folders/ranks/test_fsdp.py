@@ -283,3 +283,21 @@ def test_a_flat_rank_that_was_copied_over_another_is_named(tmp_path: Path) -> No
     shutil.copy(folder / "model.rank_0.pth", folder / "model.rank_1.pth")
     with pytest.raises(UnreadableError, match=r"model\.rank_0\.pth, model\.rank_1\.pth are files of one rank"):
         ckptfix.open_checkpoint(folder)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (1, 3, 1)])
+def test_a_mesh_may_have_dimensions_of_one_rank(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """As that of a training with tensor parallelism over one rank, of which newer torches do not keep the size."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole, ranks = torch.arange(14.0).view(7, 2), torch.arange(3).view(shape)
+    for rank, part in enumerate(whole.chunk(3)):
+        mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        placed = DTensorSpec(mesh, (Shard(0),) * len(shape), tensor_meta=meta)
+        state = {"weight": DTensor(part.clone(), placed, requires_grad=False)}
+        torch.save(state, tmp_path / f"model_world_size_3_rank_{rank}.pt")
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()["weight"], whole)
