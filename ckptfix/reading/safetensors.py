@@ -55,7 +55,10 @@ def read(content: Content) -> Document:
         damage.append(Fact(Kind.HEADER_PADDING))
     end = start + nbytes
     specs = {key: _spec(record) for key, record in header.items()}
-    placed = [(start + header[key]["data_offsets"][0], spec) for key, spec in specs.items()]
+    placed = [
+        (start + record["data_offsets"][0], spec) for record, spec in zip(header.values(), specs.values(), strict=True)
+    ]
+    header.clear()  # as parsed, it is larger than all that is made of it
     zeros = unfilled_from(content, placed)
     if end > len(content):
         damage.append(Fact.of(Kind.DATA_CUT, needed=nbytes, there=len(content) - start))
