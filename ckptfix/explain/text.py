@@ -108,7 +108,8 @@ def messages(text: str) -> list[Message]:
     """Return the messages of a text in their order, each cleaned; a text without a traceback is one message."""
     found: list[Message] = []
     for part, relation in _parts(clean(text)):
-        part = part[:LONGEST_MESSAGE] if _is_about_error(part) else _end(part)
+        is_about_error = _HEADER.search(part) is not None or _EXCEPTION.match(part.lstrip()) is not None
+        part = part[:LONGEST_MESSAGE] if is_about_error else _end(part)
         lines = tuple(line for line in _message_lines(part) if line.strip() and not _RULE.fullmatch(line))
         if lines:
             found.append(Message(lines, relation if found else Relation.FIRST))
@@ -138,10 +139,6 @@ def _tracebacks(text: str, relation: Relation) -> Iterator[tuple[str, Relation]]
         relation = Relation.SEPARATE
 
 
-def _is_about_error(part: str) -> bool:
-    return _HEADER.search(part) is not None or _EXCEPTION.match(part.lstrip()) is not None
-
-
 def _end(log: str) -> str:
     """Return what counts of a log without a traceback: its end, or more if a long message begins before that."""
     begins = [begin for begin in map(log.rfind, _BEGINNINGS) if begin >= 0]
@@ -154,14 +151,11 @@ def _message_lines(part: str) -> list[str]:
     lines = part.split("\n")
     if not _HEADER.search(part):
         return lines
-    for number, line in enumerate(lines):
-        if number and _EXCEPTION.match(line):
-            return lines[number:]
+    later = list(enumerate(lines))[1:]
+    begins = [number for number, line in later if _EXCEPTION.match(line)]
     # An exception whose class is called otherwise stands on the first line that is not indented.
-    for number, line in enumerate(lines):
-        if number and line.strip() and not line[0].isspace() and not _HEADER.match(line):
-            return lines[number:]
-    return lines
+    begins = begins or [n for n, line in later if line.strip() and not line[0].isspace() and not _HEADER.match(line)]
+    return lines[begins[0] :] if begins else lines
 
 
 def _cleaned_line(line: str) -> str:

@@ -189,12 +189,6 @@ def _mismatch(model: nn.Module, state_dict: Mapping[str, Any], error: RuntimeErr
     return NotLoadedError(f"the strict load found {said or lines[-1]}", (*missing, *unexpected, *reshaped))
 
 
-class _Call(Struct, frozen=True):
-    path: str
-    module: nn.Module
-    inputs: tuple[Figures, ...]
-
-
 class Trace:
     """A context in which every module of the model is followed.
 
@@ -204,7 +198,7 @@ class Trace:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[str, nn.Module, tuple[Figures, ...]]] = []  # path, module, inputs
         self._origins: list[Origin] = []
 
     def __enter__(self) -> Trace:
@@ -222,9 +216,7 @@ class Trace:
     @property
     def running(self) -> tuple[str, str] | None:
         """Path and class of the innermost module that was entered and not left: after an error, the one that raised."""
-        if not self._calls:
-            return None
-        return self._calls[-1].path, type(self._calls[-1].module).__name__
+        return next(((path, type(module).__name__) for path, module, _ in reversed(self._calls)), None)
 
     @property
     def depth(self) -> int:
@@ -241,22 +233,22 @@ class Trace:
     def _entering(self, path: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = {**{f"input[{index}]": value for index, value in enumerate(args)}, **kwargs}
-            self._calls.append(_Call(path, module, _figures(given)))
+            self._calls.append((path, module, _figures(given)))
 
         return enter
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._calls:
-            call = self._calls.pop()
-            if call.module is module:
+            path, left, inputs = self._calls.pop()
+            if left is module:
                 break  # what lay above it raised, and the model caught that
         else:
             return
-        if any(figures.non_finite for figures in call.inputs):
+        if any(figures.non_finite for figures in inputs):
             return
         bad = next((figures for figures in _figures({"output": output}) if figures.non_finite), None)
         if bad is not None:
-            self._origins.append(Origin(call.path, type(module).__name__, bad, call.inputs, _weights(module)))
+            self._origins.append(Origin(path, type(module).__name__, bad, inputs, _weights(module)))
 
 
 def _weights(module: nn.Module) -> tuple[Figures, ...]:

@@ -19,6 +19,7 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError
+from ckptfix.reading.opening import open_file
 from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.rules import FOR_LOADING
 from ckptfix.smoke.forward import Pass, Subject, forward, load_strictly
@@ -106,12 +107,6 @@ class Reference(Struct, frozen=True):
             return cls(source, source, settings.weights, settings.member, settings.salvage)
         return None if asked is None else cls(asked, asked)
 
-    def open(self) -> Checkpoint:
-        """Return the checkpoint as it is. Raises ``UnreadableError`` if the file holds none."""
-        from ckptfix.reading.opening import open_file
-
-        return open_file(self.file, self.weights, salvage=self.salvage, member=self.member)
-
 
 def compare_with_reference(
     reference: Reference, tested: Checkpoint, build: Callable[[], nn.Module], run: Pass, base: Outcome
@@ -121,7 +116,7 @@ def compare_with_reference(
     label = reference.label
     try:
         model = build()
-        stored = reference.open()
+        stored = open_file(reference.file, reference.weights, salvage=reference.salvage, member=reference.member)
         from ckptfix.engine.diagnosis import diagnose  # all rules come with it, which few forward tests need
 
         theirs = diagnose(stored, target_from_module(model), _NAMES).result

@@ -169,7 +169,9 @@ def migrate(
         check_models(table.models() | (decided.models() if decided is not None else {}))
     summary = Summary(files=len(items), bytes=sum(item.size for item in items))
     with opened(new, dry_run) as workspace:
-        runs = engine(workspace.scratch) if engine else _local(workspace.scratch, jobs, memory, temporary)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        budget = Budget(memory or memory_at_hand(), temporary or room_at(workspace.scratch))
+        runs = engine(workspace.scratch) if engine else LocalEngine(jobs or cores, budget, workspace.scratch)
         known = {record.source: record for record in read_manifest(workspace.manifest)}
         workspace.weights.index()
         plan = Plan(
@@ -242,11 +244,6 @@ def _check_chosen(
     absent = sorted(item.name for item in items if item.fault == ABSENT) if listed else []
     if absent and (decided is not None or len(absent) == len(items)):
         raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
-
-
-def _local(scratch: Path, jobs: int | None, memory: int | None, temporary: int | None) -> Engine:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return LocalEngine(jobs or cores, Budget(memory or memory_at_hand(), temporary or room_at(scratch)), scratch)
 
 
 def _refuse_overlap(source: Place, destination: Place) -> None:

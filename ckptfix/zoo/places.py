@@ -251,10 +251,6 @@ class RemotePlace(Struct, frozen=True):
         """The part before ``://``."""
         return self.name.partition("://")[0]
 
-    def reach(self) -> None:
-        """Raise ``UsageError`` if no package knows such a URL; nothing is sent yet."""
-        self._reached()
-
     def walk(self) -> Iterator[Entry]:
         """Yield all files below the URL, sorted by name."""
         system, base = self._reached()
@@ -412,7 +408,7 @@ def open_place(text: str) -> Place:
     if is_local(text):
         return LocalPlace(text.rstrip("/") or "/")
     place = RemotePlace(text.rstrip("/") if not text.endswith("://") else text)
-    place.reach()
+    file_system(place.name)  # raises if no package knows such a URL; nothing is sent yet
     return place
 
 

@@ -117,7 +117,10 @@ def weights_to_json(report: Report) -> dict[str, Any]:
 
     A rule that names a tensor flags it, also where a fix has cured it: the figures are those of the repaired file,
     the flag says that there was something."""
-    flags = _flags(report)
+    flags: dict[str, dict[str, None]] = {}
+    for finding in (each for each in report.findings if each.code.startswith(ABOUT_VALUES)):
+        for key in finding.keys:
+            flags.setdefault(key, {})[finding.code] = None
     layers = []
     for key, figures in report.figures.items():
         dtype, shape = report.layout.get(key, ("", ()))
@@ -133,18 +136,7 @@ def weights_to_json(report: Report) -> dict[str, Any]:
                 "zeros": int(figures.zeros),
                 "nonfinite": int(figures.nonfinite),
                 "histogram": histogram(figures),
-                "flagged": flags.get(key, []),
+                "flagged": list(flags.get(key, ())),
             }
         )
     return {"version": WEIGHTS_VERSION, "source": report.source, "layers": layers}
-
-
-def _flags(report: Report) -> dict[str, list[str]]:
-    flags: dict[str, list[str]] = {}
-    for finding in report.findings:
-        if finding.code.startswith(ABOUT_VALUES):
-            for key in finding.keys:
-                codes = flags.setdefault(key, [])
-                if finding.code not in codes:
-                    codes.append(finding.code)
-    return flags
