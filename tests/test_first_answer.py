@@ -105,6 +105,17 @@ def test_the_values_of_ordinary_weights_need_no_numpy(name: str, folder: Path):
     assert within(modules, ["numpy", "statistics", "torch"]) == []
 
 
+def test_an_optimizer_that_is_in_step_needs_no_matching_of_names(tmp_path: Path):
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model.module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pth")
+    modules = imported("check", "--no-values", "a.pth", cwd=tmp_path)
+    assert "ckptfix.rules.opt101_stale_optimizer" in modules
+    assert within(modules, [*SLOW, "hashlib", "ckptfix.maps.inference", "ckptfix.maps.folding"]) == []
+
+
 def test_a_rule_that_cannot_say_anything_is_not_imported(folder: Path):
     modules = imported("check", "--no-values", "a.safetensors", cwd=folder)
     assert "ckptfix.rules.key102_wrapper_prefix" in modules

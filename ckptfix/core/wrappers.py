@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 
 # The attribute under which DataParallel, DistributedDataParallel and AveragedModel keep the model; users use the name
 # too.
@@ -44,6 +45,7 @@ def _may_have_segment(path: str) -> bool:
     return "._" in path or path.startswith("_")
 
 
+@lru_cache(maxsize=1 << 14)  # the recipes of an optimizer's groups ask a hundred times for each key
 def bare(key: str) -> str:
     """Return the key without reserved segments and without ``module``: the same for every wrapping."""
     if MODULE not in key and not _may_have_segment(key):

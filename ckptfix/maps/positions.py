@@ -91,6 +91,8 @@ def namings(
     is_mixed = len({frozenset(row) for row in rows if row}) > 1
 
     def named(recipe: Recipe) -> Iterator[tuple[Hashable, Naming]]:
+        if recipe.order and len(recipe.order) != len(sizes):
+            return
         made = recipe.groups(layout)
         order = list(chain.from_iterable(keys for _, keys in made))
         is_like = [len(keys) for _, keys in made] == list(sizes)

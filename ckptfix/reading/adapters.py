@@ -4,7 +4,6 @@ Only names and shapes are read, and the configuration; what a layer changes is f
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -160,6 +159,8 @@ class Adapter(Struct, frozen=True):
         noted = _noted(self.checkpoint, "ss_sd_model_hash")
         if not re.fullmatch("[0-9a-f]{8}", noted) or not Path(path).is_file():
             return None
+        import hashlib  # it loads OpenSSL, which a first answer does not need
+
         some = bytes(Content.of_file(path).buffer[1 << 20 : (1 << 20) + (1 << 16)])
         return hashlib.sha256(some).hexdigest().startswith(noted) if some else None
 

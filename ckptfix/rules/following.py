@@ -202,15 +202,12 @@ def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
     """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
     a script's own are not looked for in more orders of a sorted file than can agree."""
     new = change.of_model({key: spec.shape for key, spec in change.result().items()})
-    found = [(scope, naming) for scope in scopes(change) for naming in namings(optimizer, scope.layout, new, True)]
+    known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
+    found = [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, True)]
     signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
     if signed or len(change.model_orders) > ORDERS:
         return signed or found
-    return [
-        (scope, naming)
-        for scope in scopes(change)
-        for naming in namings(optimizer, scope.layout, new, scope.is_of_form)
-    ]
+    return [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, scope.is_of_form)]
 
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
@@ -220,10 +217,9 @@ def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
     return [old[key] for key in within(old)] != within(list(old.values()))
 
 
-def is_listed_anew(optimizer: Optimizer, change: Change, known: Sequence[Naming]) -> bool:
+def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
     """Return whether a script that lists parameters by name, in whatever groups, may have made an optimizer, and lists
-    them in another order under the names of the result. What a trainer has signed is not such a script's; ``known``
-    are the readings."""
+    them in another order under the names of the result. What a trainer has signed is not such a script's."""
     if stored_names(optimizer) is not None or max(optimizer.sizes) == 1 or not any(map(optimizer.row, optimizer.ids)):
         return False
     layouts = [scope.layout for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
@@ -233,10 +229,10 @@ def is_listed_anew(optimizer: Optimizer, change: Change, known: Sequence[Naming]
         for within in ORDERS_BY_NAME
         if are_listed_anew(change, layout.shapes, within)
     ]
-    recipes = filter(None, (naming.recipe for naming in known))
-    if any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes):
+    if not any(may_list(optimizer, shapes) for shapes in orders):
         return False
-    return any(may_list(optimizer, shapes) for shapes in orders)
+    recipes = filter(None, (naming.recipe for naming in readings(optimizer, change)))
+    return not any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes)
 
 
 ORDERS = 20  # of a sorted file's parameters, tried for groups of a script's own, or if the names are known

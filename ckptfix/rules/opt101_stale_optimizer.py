@@ -180,11 +180,11 @@ def _out_of_step(
 ) -> Iterator[Finding]:
     """Yield what an optimizer needs; ``sets`` are the state_dicts that it may be of, if not that which is repaired."""
     found = ways(optimizer, change)
-    known = readings(optimizer, change)
-    is_moved = is_listed_anew(optimizer, change, known)
+    is_moved = is_listed_anew(optimizer, change)
     if found and all(way.is_unchanged for way in found) and not is_moved:
         yield from _frozen(rule, context, found[0])
         return
+    known = readings(optimizer, change)
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
     settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
     is_odd = not found and bool(plan.edits) and not known and not _may_be_of(optimizer, change)

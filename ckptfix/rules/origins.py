@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, islice, permutations, product
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +19,13 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
 from ckptfix.core.parts import Part
-from ckptfix.core.plan import Plan
+from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import concepts, kind, segments
 from ckptfix.maps.recipes import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.key106_renamed_layers import renamed_layers
 
 Shape = tuple[int, ...]
 
@@ -75,13 +73,20 @@ def trace(plan: Plan, keys: Iterable[str], is_asked: bool = True) -> dict[str, O
         for edit in step.edits:
             if isinstance(edit, Tie):
                 after[edit.key] = after.get(edit.to, NEW)
-        if step.rule == renamed_layers.code and not is_asked and 2 * len(step.edits) < len(origins):
+        if not is_asked and 2 * len(step.edits) < len(origins) and _is_inferred(step):
             for edit in step.edits:
                 name = edit.to if isinstance(edit, Rename) else edit.key if isinstance(edit, Assemble) else ""
                 if name and not any(_words(source) & _words(name) for source in after[name].sources):
                     after[name] = NEW
         origins = after
     return origins
+
+
+def _is_inferred(step: Step) -> bool:
+    """Return whether the edits of a step are a map of layers that was inferred."""
+    from ckptfix.rules.key106_renamed_layers import renamed_layers  # it brings the matching of names
+
+    return step.rule == renamed_layers.code
 
 
 def _words(key: str) -> set[str]:
@@ -299,6 +304,8 @@ class Change(Struct, frozen=True, dict=True):
 def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:
     if target is None or target.converts is None:
         return False
+    from importlib.metadata import PackageNotFoundError, version  # it brings email, which a first answer does not need
+
     with suppress(PackageNotFoundError):
         return model_config(checkpoint).get("transformers_version") == version("transformers")
     return False
