@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.limits import Bounds, shown, unique_keys
 from ckptfix.bytes.sources import BLOCK, Content, TornBytes, unfilled_from
-from ckptfix.core.dtypes import BY_SAFETENSORS, DType
+from ckptfix.core.dtypes import BY_SAFETENSORS
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
-from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clause
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
@@ -48,13 +48,12 @@ def read(content: Content) -> Document:
         )
     odd = [name for name, value in notes.items() if not isinstance(value, str)]
     notes |= {name: json.dumps(notes[name]) for name in odd}
-    nbytes = check_layout(content, header)
+    specs, nbytes = check_layout(content, header)
     last = len(content) - nbytes  # where the tensors begin if the padding of the header was left out of its length
     if start < last < start + ALIGNMENT and not last % ALIGNMENT and not bytes(content.buffer[start:last]).strip(b" "):
         start = last
         damage.append(Fact(Kind.HEADER_PADDING))
     end = start + nbytes
-    specs = {key: _spec(record) for key, record in header.items()}
     placed = [
         (start + record["data_offsets"][0], spec) for record, spec in zip(header.values(), specs.values(), strict=True)
     ]
@@ -68,7 +67,11 @@ def read(content: Content) -> Document:
         damage.append(Fact.of(Kind.UNFILLED, nbytes=len(content), zeros=len(content) - zeros))
     state_dict: OrderedDict[str, Any] = OrderedDict()
     for (begin, spec), key in zip(placed, specs, strict=True):
-        source = _source(content, begin, spec.nbytes, end if zeros is None else zeros)
+        filled = end if zeros is None else zeros
+        present = max(0, min(spec.nbytes, len(content) - begin, filled - begin))
+        source = content.source(begin, present)
+        if present < spec.nbytes:
+            source = TornBytes(content.path, spec.nbytes, present, source)
         state_dict[key] = replace(spec, storage=Storage(key, source))
     document = _restore(content.path, content.bounds, state_dict, notes)
     document.damage += damage
@@ -106,19 +109,6 @@ def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> boo
         content.buffer[at : min(at + BLOCK, stop)] != content.buffer[at + surplus : min(at + BLOCK, stop) + surplus]
         for at in range(begin, stop, BLOCK)
     )
-
-
-def _spec(record: Mapping[str, Any]) -> TensorSpec:
-    dtype = BY_SAFETENSORS[record["dtype"]]
-    shape = shape_of(dtype, record["shape"])
-    return TensorSpec(dtype.name, shape, contiguous_strides(shape))
-
-
-def _source(content: Content, start: int, nbytes: int, end: int) -> ByteSource:
-    """Return the bytes of a tensor, as far as they are there."""
-    present = max(0, min(nbytes, len(content) - start, end - start))
-    source = content.source(start, present)
-    return source if present == nbytes else TornBytes(content.path, nbytes, present, source)
 
 
 def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
@@ -211,7 +201,7 @@ def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], i
         raise UnreadableError(
             f"{path}: {clause(damage)}: a file that is cut short in its header, or no safetensors; fetch it again"
         ) from error
-    start = size - check_layout(content, {key: value for key, value in header.items() if key != "__metadata__"})
+    start = size - check_layout(content, {key: value for key, value in header.items() if key != "__metadata__"})[1]
     # A space that could be padding or data leaves it open where the tensors begin, and with it whether the file is cut.
     padding = bytes(content.buffer[behind : max(start, behind + 1)])
     is_padded = behind <= start < behind + ALIGNMENT and start % ALIGNMENT == 0
@@ -227,26 +217,27 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def check_layout(content: Content, header: Mapping[str, Any]) -> int:
-    """Return the size of all tensors, once dtypes, shapes and offsets agree and leave no gap and no overlap."""
+def check_layout(content: Content, header: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], int]:
+    """Return the tensors without their bytes, in the order of the header, and the size of all of them, once dtypes,
+    shapes and offsets agree and leave no gap and no overlap."""
     path = content.path
-    position = 0
+    position, specs = 0, {}
     for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):
         begin, end = record["data_offsets"]
-        needed = _nbytes(path, key, record)
-        if end - begin != needed:
+        specs[key] = spec = _spec(path, key, record)
+        if end - begin != spec.nbytes:
             raise _violated(
                 path,
                 key,
                 "the size is that of dtype and shape",
-                f"{record['dtype']} {_shown_shape(record['shape'])} needs {needed} bytes and its data_offsets give "
-                f"{end - begin}",
+                f"{record['dtype']} {_shown_shape(record['shape'])} needs {spec.nbytes} bytes and its data_offsets "
+                f"give {end - begin}",
             )
         if begin != position:
             fault = "overlap the tensor before" if begin < position else "leave a gap"
             raise _violated(path, key, "no overlap, no holes", f"its data_offsets {fault} at byte {begin}")
         position = end
-    return position
+    return {key: specs[key] for key in header}, position
 
 
 def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:
@@ -261,7 +252,8 @@ def _shown_shape(shape: list[int]) -> str:
     return f"[{', '.join(map(str, shape[:8]))}{', …' if len(shape) > 8 else ''}]"
 
 
-def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
+def _spec(path: str, key: str, record: Mapping[str, Any]) -> TensorSpec:
+    """Return a tensor without its bytes, in the shape that torch gives one of its dtype."""
     name, shape = record["dtype"], record["shape"]
     dtype = BY_SAFETENSORS.get(name)
     if dtype is None:
@@ -276,12 +268,8 @@ def _nbytes(path: str, key: str, record: Mapping[str, Any]) -> int:
         raise _violated(
             path, key, "sub-byte elements fill whole bytes", f"{name} {_shown_shape(shape)} ends a row inside of a byte"
         )
-    return TensorSpec(dtype.name, shape_of(dtype, shape)).nbytes
-
-
-def shape_of(dtype: DType, shape: list[int]) -> tuple[int, ...]:
-    """Return the shape that torch gives a tensor of a dtype."""
-    return (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
+    sizes = (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
+    return TensorSpec(dtype.name, sizes, contiguous_strides(sizes))
 
 
 def _begin(path: str, key: str, record: Any) -> tuple[int, int]:

@@ -29,7 +29,6 @@ class LiveBytes:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
         return self.storage.nbytes()
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -157,7 +156,10 @@ class Builder:
             storage, offset = spec.storage.source.storage, spec.offset
         else:
             region, offset = self._regions.of(spec)
-            storage = self._storage(region)
+            if id(region) not in self._loaded:
+                mapped = self._map(region) if region.storage in self.mapped else None
+                self._loaded[id(region)] = self._read(region) if mapped is None else mapped
+            storage = self._loaded[id(region)]
         dtype = torch_dtype(spec.dtype)
         if spec.quantizer is not None:
             return self._quantized(spec, storage, offset, dtype)
@@ -166,12 +168,6 @@ class Builder:
         if spec.math_bits:
             torch._utils.set_tensor_metadata(tensor, dict(spec.math_bits))  # type: ignore[no-untyped-call]  # how torch.load sets conj and neg
         return tensor
-
-    def _storage(self, region: Region) -> torch.UntypedStorage:
-        if id(region) not in self._loaded:
-            storage = self._map(region) if region.storage in self.mapped else None
-            self._loaded[id(region)] = self._read(region) if storage is None else storage
-        return self._loaded[id(region)]
 
     def _map(self, region: Region) -> torch.UntypedStorage | None:
         """Map the bytes of a region; None if they are not a range of a file, or not placed as their elements need."""
@@ -190,15 +186,15 @@ class Builder:
     def _read(self, region: Region) -> torch.UntypedStorage:
         buffer = torch.empty(region.nbytes, dtype=torch.uint8)
         view, position = bytes_of(buffer), 0
-        for block in self._blocks(region):
+        blocks = (
+            stream(region.storage.source, region.start, region.stop)
+            if self.alarm is None
+            else proved_stream(region.storage, region.start, region.stop, self.alarm)
+        )
+        for block in blocks:
             view[position : position + block.nbytes] = block
             position += block.nbytes
         return buffer.untyped_storage()
-
-    def _blocks(self, region: Region) -> Iterator[memoryview]:
-        if self.alarm is None:
-            return stream(region.storage.source, region.start, region.stop)
-        return proved_stream(region.storage, region.start, region.stop, self.alarm)
 
     def _quantized(
         self, spec: TensorSpec, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype

@@ -494,17 +494,6 @@ def _inst(machine: PickleMachine) -> Any:
     return machine.instantiate(machine.pop(), args)
 
 
-def _new_object(machine: PickleMachine, with_kwargs: bool) -> Any:
-    kwargs = machine.pop() if with_kwargs else None
-    args = machine.pop()
-    return machine.instantiate(machine.pop(), args, kwargs)
-
-
-def _stack_global(machine: PickleMachine) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.push_global(module, name)
-
-
 def _set_item(machine: PickleMachine) -> None:
     value, key = machine.pop(), machine.pop()
     machine.bounds.step(2, 0)  # it takes as long as three others
@@ -599,13 +588,13 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"j": lambda m: m.push(m.memo.recall(m.unsigned(4))),
     # Objects
     b"c": lambda m: m.push_global(_name(m), _name(m)),
-    b"\x93": _stack_global,
+    b"\x93": lambda m: m.push_global(name=m.pop(), module=m.pop()),
     b"R": lambda m: m.reduce(),
     b"b": lambda m: m.build(),
     b"i": lambda m: m.push(_inst(m)),
     b"o": lambda m: m.push(_obj(m)),
-    b"\x81": lambda m: m.push(_new_object(m, with_kwargs=False)),
-    b"\x92": lambda m: m.push(_new_object(m, with_kwargs=True)),
+    b"\x81": lambda m: m.push(m.instantiate(args=m.pop(), function=m.pop())),
+    b"\x92": lambda m: m.push(m.instantiate(kwargs=m.pop(), args=m.pop(), function=m.pop())),
     b"\x82": lambda m: m.push_global("copyreg", f"extension {m.unsigned(1)}"),
     b"\x83": lambda m: m.push_global("copyreg", f"extension {m.unsigned(2)}"),
     b"\x84": lambda m: m.push_global("copyreg", f"extension {m.unsigned(4)}"),

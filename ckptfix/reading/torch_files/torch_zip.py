@@ -237,6 +237,7 @@ class Archive(TorchArchive):
         self.found = listing.found
         self.gone: list[str] = []
         self._unpacked = Expansion(content.path)
+        self._has_checksums = any(info.CRC for info in members.values())
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a member; its place is the local header's word, checked against the file."""
@@ -367,10 +368,6 @@ class Archive(TorchArchive):
 
         With set_crc32_options(False) torch writes zero for all members. A single zero is a checksum like any other."""
         return self.members[name].CRC if self._has_checksums else None
-
-    @cached_property
-    def _has_checksums(self) -> bool:
-        return any(info.CRC for info in self.members.values())
 
 
 def open_archive(content: Content, main: str = "data.pkl") -> Archive:
