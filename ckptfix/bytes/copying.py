@@ -172,8 +172,11 @@ class Copier:
                 del self._ranges[:ended]
             else:
                 self._ranges.clear()
-        if self._begin // FLUSHED < end // FLUSHED:
-            self._begin_to_flush(self._begin // FLUSHED * FLUSHED, end)
+        start = self._begin // FLUSHED * FLUSHED
+        if start + FLUSHED <= end and self._descriptor is not None and hasattr(os, "posix_fadvise"):  # macOS has none
+            # Let the disk begin with these bytes: a repair of 1 GB takes 13 to 16 % longer if all of them are left for
+            # the end. Linux begins to write what it is told to forget, and keeps it as long as it is not written.
+            os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         self._begin_at(end)
 
     def _write_window(self) -> None:
@@ -183,13 +186,6 @@ class Copier:
             return
         while done < self._filled:
             done += os.write(self._descriptor, window[done : done + EDGE - (self._begin + done) % EDGE])
-
-    def _begin_to_flush(self, start: int, end: int) -> None:
-        """Let the disk begin with these bytes, without waiting for it: a repair of 1 GB takes 13 to 16 % longer if all
-        of them are left for the end."""
-        if self._descriptor is not None and hasattr(os, "posix_fadvise"):  # macOS has none
-            # Linux begins to write what it is told to forget, and keeps it as long as it is not written.
-            os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def _reads_back(self) -> bool:
         assert self._descriptor is not None, "a file was read back that cannot be"

@@ -53,6 +53,7 @@ _SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base
 _PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
 # Flux as XLabs names it: what its double blocks have for images and for texts.
 _XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])(?=\.(?:up|down)\.)")
+_XLABS_SIDES = {"1": "img", "2": "txt"}
 _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
@@ -247,13 +248,20 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
 def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any] | None = None) -> Adapter:
     """Return the adapter whose tensors a checkpoint holds, by their names; one without layers if there is none."""
     is_peft = config is not None  # that of a file of peft, in which no names begin with a component of a pipeline
-    config = config or _noted_config(checkpoint)
+    try:
+        noted = json.loads(_noted(checkpoint, "lora_adapter_metadata") or "null")  # which diffusers writes
+    except (ValueError, RecursionError):
+        noted = None
+    config = config or (noted if isinstance(noted, dict) else None)
     found: dict[tuple[str, str], dict[str, str]] = {}
     embeddings: set[tuple[str, str]] = set()
     names: set[str] = set()
     saved: dict[str, str] = {}
     for key in checkpoint.specs:
-        match = _TENSOR.fullmatch(_XLABS.sub(_of_xlabs, _PROCESSOR.sub(_of_processor, key)))
+        # Old releases of diffusers kept a layer in the processor of an attention.
+        own = _PROCESSOR.sub(lambda found: f".{found[1]}{'.0' if found[1] == 'to_out' else ''}.lora.", key)
+        own = _XLABS.sub(lambda of: f"diffusion_model.{of[1]}.{_XLABS_SIDES[of[3]]}_attn.{of[2]}.lora", own)
+        match = _TENSOR.fullmatch(own)
         if match is None:
             # With bias="all", peft saves the biases of the modules that modules_to_save has replaced.
             if (path and ".original_module." not in key) or ".modules_to_save." in key:
@@ -286,15 +294,6 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         plain = ".".join(part for part in parts if part != "base_layer")
         layers.append(AdapterLayer(plain, prefix, parts.count("base_layer"), keys, (prefix, module) in embeddings))
     return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft)
-
-
-def _of_processor(match: re.Match[str]) -> str:
-    """Return the place of a layer that old releases of diffusers kept in the processor of an attention."""
-    return f".{match[1]}{'.0' if match[1] == 'to_out' else ''}.lora."
-
-
-def _of_xlabs(match: re.Match[str]) -> str:
-    return f"diffusion_model.{match[1]}.{'img' if match[3] == '1' else 'txt'}_attn.{match[2]}.lora"
 
 
 def adapter_paths(texts: Iterable[str]) -> tuple[str, ...]:
@@ -346,15 +345,6 @@ def _noted(checkpoint: Checkpoint, name: str) -> str:
     """Return a text of the header of a safetensors file."""
     notes = (remark for remark in checkpoint.remarked(Kind.NOTE) if remark.place == name)
     return next((str(remark.data["text"]) for remark in notes), "")
-
-
-def _noted_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the configuration that diffusers writes into the header."""
-    try:
-        parsed = json.loads(_noted(checkpoint, "lora_adapter_metadata") or "null")
-    except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:

@@ -59,16 +59,14 @@ def name_text(text: str) -> str | None:
 @cache
 def signatures() -> tuple[Signature, ...]:
     """Return how known files begin, in the order in which they are tried."""
-    return tuple(
-        Signature(entry["what"], remedy(entry["remedy"]), _pattern(entry["begins"]), entry.get("at", 0))
-        for entry in _known()["files"]
-    )
-
-
-def _pattern(text: str) -> re.Pattern[bytes]:
-    for short, pattern in _SHORT.items():
-        text = text.replace(short, pattern)
-    return re.compile(text.encode("ascii"), re.DOTALL)
+    made = []
+    for entry in _known()["files"]:
+        begins = entry["begins"]
+        for short, pattern in _SHORT.items():
+            begins = begins.replace(short, pattern)
+        compiled = re.compile(begins.encode("ascii"), re.DOTALL)
+        made.append(Signature(entry["what"], remedy(entry["remedy"]), compiled, entry.get("at", 0)))
+    return tuple(made)
 
 
 def name_bundle(names: Collection[str], table: str) -> str | None:
