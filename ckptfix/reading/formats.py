@@ -47,14 +47,21 @@ FORMATS = (
 )
 
 
-def may_be_wrapped(content: Content) -> bool:
-    """Return whether something may lie around the checkpoint: an archive, a compressed stream, or an HTTP answer."""
-    if not sniffing.is_zip(content):
-        return sniffing.may_be_packed(content)
-    # Of the zip archives, only the last format is taken without a look at the names in it.
-    return not any(form.sniff(content) for form in FORMATS if form.sniff is not sniffing.is_zip) and not is_torch_save(
-        member_names(content)
-    )
+def open_content(path: str, member: str | None = None) -> Content:
+    """Return the bytes of the checkpoint in a file, out of the archives and compressed streams around it; ``member``
+    picks one of several files in an archive."""
+    content = Content.of_file(path)
+    if sniffing.is_zip(content):
+        # Of the zip archives, only the last format is taken without a look at the names in it.
+        known = any(form.sniff(content) for form in FORMATS if form.sniff is not sniffing.is_zip)
+        may_be_wrapped = not known and not is_torch_save(member_names(content))
+    else:
+        may_be_wrapped = sniffing.may_be_packed(content)
+    if member is None and not may_be_wrapped:
+        return content
+    from ckptfix.reading.archives.wrapped import unwrap
+
+    return unwrap(content, member)
 
 
 def read_document(content: Content, salvage: bool) -> Document:

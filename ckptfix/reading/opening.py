@@ -24,7 +24,7 @@ from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
 from ckptfix.reading import sniffing
 from ckptfix.reading.folders.rank_shards import may_be_rank
-from ckptfix.reading.formats import may_be_wrapped, read_document
+from ckptfix.reading.formats import open_content, read_document
 from ckptfix.reading.weights.containers import LazyTensors, open_document
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.prefixed_sets import with_pick
@@ -164,11 +164,7 @@ def open_file(
         path = weights_url(path)
     elif member is None and (document := _read_ranks(path, salvage)) is not None:
         return open_document(document, weights, salvage=salvage, narrow=narrow)
-    content = Content.of_file(path)
-    if member is not None or may_be_wrapped(content):
-        from ckptfix.reading.archives.wrapped import unwrap
-
-        content = unwrap(content, member)
+    content = open_content(path, member)
     document = _read_index(content, salvage) or read_document(content, salvage)
     checkpoint = open_document(document, weights, salvage=salvage, narrow=narrow)
     return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint

@@ -34,7 +34,7 @@ from ckptfix.reading.folders.shard_index import (
     name_unpacked,
     parse_index,
 )
-from ckptfix.reading.formats import may_be_wrapped, read_document
+from ckptfix.reading.formats import open_content, read_document
 from ckptfix.reading.weights.containers import open_document
 from ckptfix.reading.weights.document import Document
 
@@ -308,11 +308,7 @@ class _Merge:
 
 
 def _open_shard(path: str, salvage: bool) -> Checkpoint:
-    content = Content.of_file(path)
-    if may_be_wrapped(content):
-        from ckptfix.reading.archives.wrapped import unwrap
-
-        content = unwrap(content)
+    content = open_content(path)
     return replace(open_document(read_document(content, salvage), salvage=True), member=content.member)
 
 
