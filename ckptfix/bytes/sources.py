@@ -202,6 +202,12 @@ def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) ->
 _BUFFERS: deque[memoryview] = deque(maxlen=4)
 
 
+def blocks_of(data: memoryview) -> Iterator[memoryview]:
+    """Yield bytes in memory in the same blocks as ``stream``."""
+    for start in range(0, data.nbytes, BLOCK):
+        yield data[start : start + BLOCK]
+
+
 PIECE = 64 << 10  # bytes that are copied at once: so few that no fresh memory is asked for them
 
 

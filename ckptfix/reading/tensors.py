@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import BLOCK, are_equal, located, stream
+from ckptfix.bytes.sources import are_equal, blocks_of, located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
@@ -360,8 +360,7 @@ def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
     if is_range(spec):
         yield from stream(spec.storage.source, *spec.extent)
         return
-    data = row_major_bytes(spec, path)
-    yield from (data[start : start + BLOCK] for start in range(0, data.nbytes, BLOCK))
+    yield from blocks_of(row_major_bytes(spec, path))
 
 
 def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:
