@@ -297,31 +297,7 @@ class Omit(Edit, frozen=True, tag="omit"):
 
 
 # Every edit by its name in JSON.
-EDITS: Mapping[str, type[Edit]] = {
-    str(edit.__struct_config__.tag): edit
-    for edit in (
-        Rename,
-        RenameModule,
-        Drop,
-        Fill,
-        Replace,
-        Zero,
-        Tie,
-        Cast,
-        Dequantise,
-        Assemble,
-        MergeAdapter,
-        Adapt,
-        Fold,
-        Plain,
-        Retag,
-        Rewrite,
-        Disarm,
-        Regroup,
-        Moments,
-        Omit,
-    )
-}
+EDITS: Mapping[str, type[Edit]] = {str(edit.__struct_config__.tag): edit for edit in Edit.__subclasses__()}
 
 
 def renames(new: Mapping[str, str]) -> tuple[Edit, ...]:

@@ -116,9 +116,11 @@ class Finding(Struct, frozen=True):
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``, ``4 mismatches``."""
+    """Return a number and its noun, for messages: ``1 key``, ``3 keys``, ``2 entries``, ``4 matrices``."""
     if number == 1:
         return f"1 {noun}"
+    if noun.endswith("matrix"):
+        return f"{number} {noun[:-1]}ces"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{number} {noun[:-1]}ies"
     return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

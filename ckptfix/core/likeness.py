@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 
 
 class Fit(Enum):
@@ -91,23 +91,8 @@ class Likeness(Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """Return the likeness as plain JSON data."""
-        return {
-            "names": list(self.names),
-            "fit": self.fit.value,
-            "versions": dict(self.versions),
-            "prefix": self.prefix,
-            "outside": self.outside,
-            "sizes": dict(self.sizes),
-            "matching": self.matching,
-            "tensors": self.tensors,
-            "missing": list(self.missing),
-            "added": list(self.added),
-            "differing": list(self.differing),
-            "renamed": dict(self.renamed),
-            "others": [other.to_json() for other in self.others],
-            "target": self.target,
-            "model": self.model,
-        }
+        others = [other.to_json() for other in self.others]
+        return {**to_builtins(self), "others": others, "target": self.target, "model": self.model}
 
 
 KNOWN = "known:"  # what a target begins with that comes from the table of known architectures

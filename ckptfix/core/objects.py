@@ -24,10 +24,6 @@ class Global(Struct, frozen=True, eq=False):
 _NO_PAIRS: Mapping[Any, Any] = MappingProxyType({})
 
 
-def _no_pairs() -> Mapping[Any, Any]:
-    return _NO_PAIRS
-
-
 class Opaque(Struct, eq=False):
     """An object whose class stays closed: the class's name, the arguments it was made with, and what was put in
     afterwards.
@@ -38,7 +34,7 @@ class Opaque(Struct, eq=False):
 
     cls: Global
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=_no_pairs)
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: _NO_PAIRS)
     state: Any = None
     _items: list[Any] | None = None
     _pairs: dict[Any, Any] | None = None

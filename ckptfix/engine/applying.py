@@ -36,27 +36,11 @@ from ckptfix.engine.changes import CHANGES, Supplies, adapted, changed, filled, 
 from ckptfix.errors import PlanError
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE
+from ckptfix.rules.fil102_not_weights_only import CONVERSIONS
 from ckptfix.writing.plain import plain_root
 
 # What was noticed while reading and is cured by writing plain data.
-CONVERTED_REMARKS = frozenset(
-    {
-        Kind.PROTOCOL,
-        Kind.NUMPY_WEIGHTS,
-        Kind.TENSOR_SUBCLASS,
-        Kind.NON_STRING_KEY,
-        Kind.PLAIN_PICKLE,
-        Kind.TORCHSCRIPT,
-        Kind.TORCH_PACKAGE,
-        Kind.TORCH_EXPORT,
-        Kind.UNPACKED_FOLDER,
-        Kind.TORCH_TAR,
-        Kind.ODD_LAYOUT,
-        Kind.ODD_METADATA,
-        Kind.PYTHON2_TEXT,
-        Kind.UNINITIALIZED,
-    }
-)
+CONVERTED_REMARKS = frozenset({*CONVERSIONS, Kind.NON_STRING_KEY, Kind.UNINITIALIZED})
 
 
 def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:

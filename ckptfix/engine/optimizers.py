@@ -154,17 +154,14 @@ def _reshaped(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     count = TensorSpec("uint8", shape).numel
     result: dict[str, Any] = {}
     for name, value in row.items():
+        is_of_blocks = name == "step" or BLOCKWISE.fullmatch(name)
         if isinstance(value, Mapping):
             result[name] = _reshaped(value, shape)
-        elif isinstance(value, TensorSpec) and value.shape and value.numel == count and not _is_of_blocks(name):
+        elif isinstance(value, TensorSpec) and value.shape and value.numel == count and not is_of_blocks:
             result[name] = replace(value, shape=shape, strides=contiguous_strides(shape))
         else:
             result[name] = value
     return result
-
-
-def _is_of_blocks(name: str) -> bool:
-    return name == "step" or BLOCKWISE.fullmatch(name) is not None
 
 
 def _assembled_rows(

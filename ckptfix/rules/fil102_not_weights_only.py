@@ -66,7 +66,8 @@ from ckptfix.reading.weights.quantized_modules import (
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.writing.plain import plain_root
 
-_BEFORE = {
+# What was noticed while reading and is converted: what it was, and what it becomes.
+CONVERSIONS = {
     Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
     Kind.PLAIN_PICKLE: ("{}", "torch.save"),
     Kind.TORCHSCRIPT: ("{}", "state_dict"),
@@ -226,8 +227,8 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from _left_alone(rule, conversions)
     conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
-        if remark.kind in _BEFORE and not is_low_bit_moment(str(remark.data.get("name"))):
-            before, after = _BEFORE[remark.kind]
+        if remark.kind in CONVERSIONS and not is_low_bit_moment(str(remark.data.get("name"))):
+            before, after = CONVERSIONS[remark.kind]
             conversions.append(Plain(remark.place, before.format(clause(remark)), after))
     if not conversions:
         return

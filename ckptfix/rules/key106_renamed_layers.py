@@ -136,12 +136,13 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         is_done = any(step.rule == rule.code for step in context.plan.steps)
         if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
             fitting = twin.prove(context.before or checkpoint, [context.plan])
+            remedies = OTHER_MAP if context.settings.rename or context.settings.rename_map else OTHER_MODELS
             yield rule.finding(
                 Level.WARNING if fitting.is_refuted else Level.NOTE,
                 f"the keys are those of the target; {fitting}",
                 keys=fitting.open,
                 evidence=_figures(fitting),
-                remedies=() if not fitting.is_refuted else OTHER_MAP if _has_map(context) else OTHER_MODELS,
+                remedies=remedies if fitting.is_refuted else (),
             )
         return
     proof: Equivalence | None = None
@@ -204,11 +205,15 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
         why = (
             "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
         )
+        fitting_layers = {
+            key: list(dict.fromkeys((*(part.source for part in move.parts), *move.alternatives)))
+            for key, move in ambiguous.items()
+        }
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
             keys=tuple(ambiguous),
-            evidence={"alternatives": {key: _alternatives(move) for key, move in ambiguous.items()}},
+            evidence={"alternatives": fitting_layers},
             remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
             or advise(
                 "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
@@ -219,10 +224,6 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _is_split_or_fused(match: Match, source: Specs) -> bool:
     return len(match.parts) > 1 or match.parts[0].box != full(source[match.parts[0].source])
-
-
-def _has_map(context: Context) -> bool:
-    return bool(context.settings.rename or context.settings.rename_map)
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:
@@ -503,7 +504,3 @@ def _edits(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
         else:
             yield Assemble(key, spec.dtype, shape_of(move.parts), move.parts)
     yield from starmap(Rename, companions(new, checkpoint.specs).items())
-
-
-def _alternatives(move: Match) -> list[str]:
-    return list(dict.fromkeys([part.source for part in move.parts] + list(move.alternatives)))

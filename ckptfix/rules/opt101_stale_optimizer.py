@@ -150,11 +150,11 @@ _COMMON = frozenset("opt optim optimizer optimizers optimiser state states dict 
 def _owners(name: str, sets: list[str]) -> list[str]:
     """Return the state_dicts that the name of an optimizer speaks of: ``optG`` of ``G``, ``d_optim`` of ``netD``."""
     words = _words(name)
-    return [one for one in sets if words == (own := _words(one)) or any(_begins(a, b) for a in words for b in own)]
-
-
-def _begins(one: str, other: str) -> bool:
-    return one.startswith(other) or other.startswith(one)
+    return [
+        one
+        for one in sets
+        if words == (own := _words(one)) or any(a.startswith(b) or b.startswith(a) for a in words for b in own)
+    ]
 
 
 def _words(name: str) -> set[str]:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 
 from msgspec import Struct
 
@@ -49,6 +49,14 @@ def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> It
         if keys := [key for key in found if bool(cures[key]) is is_cured]:
             edits = tuple(dict.fromkeys(edit for key in keys for edit in cures[key]))
             yield keys, Fix(edits, Applicability.UNSAFE, asked=True) if edits else None
+
+
+def replaced_apart(
+    rule: Rule, context: Context, found: Collection[str], is_sound: Callable[[str, TensorStatistics], bool]
+) -> Iterator[tuple[list[str], Fix | None]]:
+    """Yield the same for keys whose cure are other values; ``is_sound`` is what the rule thinks of them for a key."""
+    replacements = Replacements(context)
+    return cured_apart(found, {key: replacements.of(rule.code, key, partial(is_sound, key)) for key in found})
 
 
 OF_TWINS = "VAL301"  # the rule that stands for all that a sound twin can cure, whichever rule found it broken

@@ -46,7 +46,6 @@ from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed
-from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
 
@@ -171,14 +170,10 @@ def _message(tensors: Mapping[str, TensorStatistics]) -> str:
 def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
     counts = {"nan": figures.nan, "pos_inf": figures.pos_inf, "neg_inf": figures.neg_inf, "numel": figures.numel}
     evidence = {**counts, "first_index": _coordinates(spec.shape, figures.first_nonfinite)}
-    channels = channels_with(spec, _not_finite)
+    channels = channels_with(spec, lambda values: ~np.isfinite(values))
     if channels:
         evidence |= {"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])}
     return evidence
-
-
-def _not_finite(values: Array) -> Array:
-    return ~np.isfinite(values)
 
 
 def _coordinates(shape: tuple[int, ...], index: int | None) -> list[int] | None:

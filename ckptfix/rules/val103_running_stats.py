@@ -29,7 +29,7 @@ torch/nn/modules/batchnorm.py; https://github.com/pytorch/pytorch/issues/110361"
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
@@ -50,31 +50,31 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
         if key.rpartition(".")[2] == "running_var"
     ]
     counts_batches = any(norm.batches for norm in norms)
-    swapped = "negative running_var, and no negative running_mean: the two look swapped"
-    for level, wrong, what in (
-        (Level.ERROR, [norm for norm in norms if norm.is_swapped], swapped),
+    defects: tuple[tuple[Level, Callable[[_RunningStatistics], bool], str], ...] = (
         (
             Level.ERROR,
-            [norm for norm in norms if norm.is_negative and not norm.is_swapped],
+            lambda norm: norm.is_swapped,
+            "negative running_var, and no negative running_mean: the two look swapped",
+        ),
+        (
+            Level.ERROR,
+            lambda norm: norm.is_negative and not norm.is_swapped,
             "negative running_var: NaN in eval mode",
         ),
-        (
-            Level.WARNING,
-            [norm for norm in norms if norm.is_zero and not norm.is_off],
-            "running_var of zero in every channel",
-        ),
-        (Level.NOTE, [norm for norm in norms if norm.is_zero and norm.is_off], "running_var and weight are zero"),
-        (Level.NOTE, [norm for norm in norms if norm.is_partly_zero], "running_var of zero in some channels"),
-        (Level.WARNING, [norm for norm in norms if norm.is_contradictory], "batches counted, but fresh statistics"),
-        (Level.NOTE, [norm for norm in norms if norm.is_half_fresh], "only one of mean and variance ever moved"),
+        (Level.WARNING, lambda norm: norm.is_zero and not norm.is_off, "running_var of zero in every channel"),
+        (Level.NOTE, lambda norm: norm.is_zero and norm.is_off, "running_var and weight are zero"),
+        (Level.NOTE, lambda norm: norm.is_partly_zero, "running_var of zero in some channels"),
+        (Level.WARNING, lambda norm: norm.is_contradictory, "batches counted, but fresh statistics"),
+        (Level.NOTE, lambda norm: norm.is_half_fresh, "only one of mean and variance ever moved"),
         (
             Level.NOTE,
-            [norm for norm in norms if counts_batches and norm.moved_uncounted],
+            lambda norm: counts_batches and norm.moved_uncounted,
             "statistics moved, but no batch counted, as other norms of the file did",
         ),
-        (Level.NOTE, [norm for norm in norms if norm.is_unused], "never updated: mean 0, variance 1, no batch counted"),
-    ):
-        if wrong:
+        (Level.NOTE, lambda norm: norm.is_unused, "never updated: mean 0, variance 1, no batch counted"),
+    )
+    for level, is_defect, what in defects:
+        if wrong := list(filter(is_defect, norms)):
             yield from _findings(rule, level, wrong, f"of {len(norms)} norms: {what}", context)
 
 

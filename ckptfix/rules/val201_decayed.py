@@ -54,10 +54,9 @@ from typing import Any
 from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
-from ckptfix.core.edits import Replace
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Figures, Rule, rule
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 from ckptfix.values.roles import (
@@ -116,21 +115,18 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     if grown:
         yield rule.finding(
             Level.NOTE,
-            f"{counted_matrices(grown)} a tiny scale from the start, as far as the file says",
+            f"{_have(grown)} a tiny scale from the start, as far as the file says",
             keys=tuple(matrix.key for matrix in grown),
             evidence={"tensors": {matrix.key: matrix.evidence(statistics) for matrix in grown}},
         )
-    replacements = Replacements(context)
     by_key = {matrix.key: matrix for matrix in found}
-    cures = {matrix.key: replacements.of(rule.code, matrix.key, matrix.is_cured_by) for matrix in found}
-    for keys, fix in cured_apart(by_key, cures):
+    for keys, fix in replaced_apart(rule, context, by_key, lambda key, figures: by_key[key].is_cured_by(figures)):
         some = [by_key[key] for key in keys]
         worst = min(some, key=lambda matrix: matrix.share)
         corroboration = {matrix.key: witness.on(matrix.key, matrix.share) for matrix in some}
         yield rule.finding(
             Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
-            f"{counted_matrices(some)} decayed to {worst.share:.1g} of the expected scale"
-            f"{corroboration[worst.key].in_words}",
+            f"{_have(some)} decayed to {worst.share:.1g} of the expected scale{corroboration[worst.key].in_words}",
             keys=tuple(dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics)))),
             evidence={
                 "tensors": {
@@ -436,12 +432,16 @@ def light_decay(
             if corroboration.is_untouched and predicted < LIGHT:
                 is_proven = max(share, predicted) < PROVEN and corroboration.agrees
                 (proven if is_proven else light)[key] = corroboration
-    for keys, fix in cured_apart(proven, {key: _replacement(rule, key, context) for key in proven}):
+
+    def is_large(key: str, figures: TensorStatistics) -> bool:
+        return not figures.nonfinite and figures.rms >= PROVEN * usual_rms(context.checkpoint.specs[key])
+
+    for keys, fix in replaced_apart(rule, context, proven, is_large):
         some = {key: proven[key] for key in keys}
         worst = min(some.values(), key=lambda corroboration: corroboration.observed)
         yield rule.finding(
             Level.WARNING,
-            f"{counted_matrices(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
+            f"{_have(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
             keys=tuple(some),
             evidence=_evidence(some, matrices),
             fix=fix,
@@ -450,20 +450,14 @@ def light_decay(
     if light:
         yield rule.finding(
             Level.NOTE,
-            f"{counted_matrices(light)} seen no gradient, by the moments of the optimizer: only weight decay acted",
+            f"{_have(light)} seen no gradient, by the moments of the optimizer: only weight decay acted",
             keys=tuple(light),
             evidence=_evidence(light, matrices),
         )
 
 
-def counted_matrices(found: Sized) -> str:
-    """Return the subject of a message, with its verb."""
-    return "1 weight matrix has" if len(found) == 1 else f"{len(found)} weight matrices have"
-
-
-def _replacement(rule: Rule, key: str, context: Context) -> tuple[Replace, ...]:
-    least = PROVEN * usual_rms(context.checkpoint.specs[key])
-    return Replacements(context).of(rule.code, key, lambda figures: not figures.nonfinite and figures.rms >= least)
+def _have(found: Sized) -> str:
+    return f"{counted(len(found), 'weight matrix')} {'has' if len(found) == 1 else 'have'}"
 
 
 def _evidence(some: Mapping[str, Corroboration], matrices: Mapping[str, TensorStatistics]) -> dict[str, object]:

@@ -39,7 +39,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere, replaces
+from ckptfix.rules.replacing import from_elsewhere, replaced_apart, replaces
 from ckptfix.rules.rule import Context, Figures, Rule, rule
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
@@ -84,9 +84,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     if reported:
         norms = norms_after(context.checkpoint, reported)
         companions = [key for matrix in reported for key in _zero_companions(norms.get(matrix), statistics)]
-        replacements = Replacements(context)
-        cures = {key: replacements.of(rule.code, key, _is_sound) for key in dict.fromkeys((*reported, *companions))}
-        for keys, fix in cured_apart(cures, cures):
+        for keys, fix in replaced_apart(rule, context, dict.fromkeys((*reported, *companions)), _is_sound):
             some = [key for key in keys if key in reported]
             hold = "holds" if len(some) == 1 else "hold"
             if some:
@@ -111,7 +109,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
 
 
-def _is_sound(figures: TensorStatistics) -> bool:
+def _is_sound(key: str, figures: TensorStatistics) -> bool:
     return not figures.all_zero and not figures.nonfinite
 
 

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import FAINT
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with
 
@@ -64,7 +63,7 @@ def _dead(key: str, context: Context) -> tuple[int, ...]:
         may_be_dead = figures.has_faint_rows or figures.zeros >= length
         if length < FEWEST or not may_be_dead or kind(key, spec) == "embedding" or figures.absmax < FAINT:
             return ()
-        found = channels_with(spec, _faint, length)
+        found = channels_with(spec, lambda values: abs(values) < FAINT, length)
         is_padding = len(found) == 1 and len(spec.shape) == 2  # an embedding of another name
         return () if is_padding else found
     bias = key.removesuffix("weight") + "bias"
@@ -72,15 +71,5 @@ def _dead(key: str, context: Context) -> tuple[int, ...]:
         return ()
     if context.checkpoint.specs[bias].shape != spec.shape or not statistics[bias].zeros or statistics[bias].all_zero:
         return ()
-    without_bias = set(channels_with(context.checkpoint.specs[bias], _zeros))
-    return tuple(channel for channel in channels_with(spec, _zeros) if channel in without_bias)
-
-
-def _faint(values: Array) -> Array:
-    faint: Array = abs(values) < FAINT
-    return faint
-
-
-def _zeros(values: Array) -> Array:
-    zeros: Array = values == 0
-    return zeros
+    dead = [channels_with(each, lambda values: values == 0) for each in (spec, context.checkpoint.specs[bias])]
+    return tuple(sorted({*dead[0]} & {*dead[1]}))

@@ -25,10 +25,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
 
@@ -42,12 +42,10 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of one value; replace them where that was asked for."""
     statistics = context.statistics
     found = [key for key in statistics if _is_constant(key, statistics[key], context)]
-    replacements = Replacements(context)
-    cures = {key: replacements.of(rule.code, key, _is_sound) for key in found}
-    for keys, fix in cured_apart(found, cures):
+    for keys, fix in replaced_apart(rule, context, found, _is_sound):
         yield rule.finding(
             Level.WARNING,
-            f"{'1 weight matrix is' if len(keys) == 1 else f'{len(keys)} weight matrices are'} of a single value",
+            f"{counted(len(keys), 'weight matrix')} {'is' if len(keys) == 1 else 'are'} of a single value",
             keys=tuple(keys),
             evidence={
                 "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}
@@ -57,7 +55,7 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _is_sound(figures: TensorStatistics) -> bool:
+def _is_sound(key: str, figures: TensorStatistics) -> bool:
     return not (figures.is_constant or figures.nonfinite or figures.all_zero)
 
 

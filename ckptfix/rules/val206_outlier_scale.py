@@ -22,12 +22,11 @@ torch/nn/init.py and torch/nn/modules/linear.py (the default start)"""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 from ckptfix.core.buffers import split_key
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Figures, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, median, usual_rms
 
@@ -47,15 +46,16 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     medians = _medians(scales, specs)
     found = [key for key in medians if _is_outlier(key, statistics[key], medians[key], context)]
-    replacements = Replacements(context)
-    cures = {key: replacements.of(rule.code, key, partial(_is_sound, specs[key], medians[key])) for key in found}
-    for keys, fix in cured_apart(found, cures):
+
+    def is_sound(key: str, figures: TensorStatistics) -> bool:
+        return not (_is_large(figures, specs[key], medians[key]) or figures.nonfinite or figures.all_zero)
+
+    for keys, fix in replaced_apart(rule, context, found, is_sound):
         worst = max(_scale(statistics[key], specs[key]) / medians[key] for key in keys)
-        is_one = len(keys) == 1
-        which = "1 weight matrix is" if is_one else f"{len(keys)} weight matrices are"
+        verb, whose = ("is", "its") if len(keys) == 1 else ("are", "their")
         yield rule.finding(
             Level.WARNING,
-            f"{which} up to {worst:.2g} times as large as {'its' if is_one else 'their'} kind",
+            f"{counted(len(keys), 'weight matrix')} {verb} up to {worst:.2g} times as large as {whose} kind",
             keys=tuple(keys),
             evidence={
                 "tensors": {
@@ -105,10 +105,6 @@ def _scale(figures: TensorStatistics, spec: TensorSpec) -> float:
 
 def _is_large(figures: TensorStatistics, spec: TensorSpec, usual: float) -> bool:
     return _scale(figures, spec) > max(OF_KIND * usual, OF_START)
-
-
-def _is_sound(spec: TensorSpec, usual: float, figures: TensorStatistics) -> bool:
-    return not (_is_large(figures, spec, usual) or figures.nonfinite or figures.all_zero)
 
 
 def _is_outlier(key: str, figures: TensorStatistics, usual: float, context: Context) -> bool:

@@ -35,7 +35,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, cured_apart, from_elsewhere
+from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
@@ -56,12 +56,10 @@ SHOWN = 8  # how many channels are named
 def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors with huge values; replace them if that was asked for."""
     found = {key: figures for key, figures in context.statistics.items() if _is_huge(key, figures, context)}
-    replacements = Replacements(context)
-    cures = {key: replacements.of(rule.code, key, partial(_is_believed, key)) for key in found}
     levels = {key: _level(key, figures, context) for key, figures in found.items()}
     for level in (Level.ERROR, Level.WARNING, Level.NOTE):
         some = [key for key in found if levels[key] is level]
-        for keys, fix in cured_apart(some, cures):
+        for keys, fix in replaced_apart(rule, context, some, _is_believed):
             yield rule.finding(
                 level,
                 f"{counted(len(keys), 'tensor')} with values up to {max(found[key].absmax for key in keys):.2g}",

@@ -32,7 +32,7 @@ import re
 from collections.abc import Iterator
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Finding, Level, advise
+from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule, rule
@@ -70,7 +70,7 @@ def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
     for what, keys in found.items():
         yield rule.finding(
             Level.WARNING,
-            f"{'1 weight matrix' if len(keys) == 1 else f'{len(keys)} weight matrices'} with {what}",
+            f"{counted(len(keys), 'weight matrix')} with {what}",
             keys=tuple(keys),
             evidence={
                 "tensors": {

@@ -25,12 +25,11 @@ https://huggingface.co/docs/safetensors/torch_shared_tensors (ties that are stor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.replacing import Replacements, cured_apart
+from ckptfix.rules.replacing import replaced_apart
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
@@ -75,9 +74,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
             worse.append(key)
     place = next(iter(twins.values())).place
     if broken:
-        replacements = Replacements(context)
-        cures = {key: replacements.of(rule.code, key, partial(_is_sound, key)) for key in broken}
-        for keys, fix in cured_apart(broken, cures):
+        for keys, fix in replaced_apart(rule, context, broken, _is_sound):
             yield rule.finding(
                 Level.ERROR,
                 f"{counted(len(keys), 'key')} broken here and sound in {place or 'the twin beside it'}",

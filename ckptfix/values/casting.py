@@ -124,7 +124,7 @@ def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, i
 
 def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> TensorSpec | None:
     """Return the tensor of codes times their scales, which are multiplied when it is read; None if they do not fit."""
-    if not _may_be_read(spec, scales):
+    if any(each.storage is None or each.parts or each.quantizer is not None for each in (spec, scales)):
         return None
     content: ScaledBytes | UnpackedBytes
     if edit.scheme in (MXFP4, MXFP4_TURNED) and (shape := unpacked_shape(spec, scales)):
@@ -144,10 +144,6 @@ def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
     if (codes.dtype, scales.dtype, codes.shape) != ("uint8", "uint8", (*scales.shape, PACK)) or len(scales.shape) != 3:
         return ()
     return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
-
-
-def _may_be_read(*specs: TensorSpec) -> bool:
-    return all(spec.storage is not None and not spec.parts and spec.quantizer is None for spec in specs)
 
 
 class ScaledBytes:

@@ -53,13 +53,13 @@ class Encoding(Struct, frozen=True, dict=True):
     def decode(self) -> Callable[[Array], Array]:
         """What makes an array of float32 or float64 of a 1-d array of units, without a copy if it can."""
         if self.part in ("float64", "float32"):
-            return _as_is
+            return lambda units: units
         if self.part == "bfloat16":
             return _upper_half
         if self.part == "bool":
-            return _truth
+            return lambda units: (units != 0).astype(np.float64)
         if self.part in _INTEGERS:
-            return _widened
+            return lambda units: units.astype(np.float64)
         if self.part == "float16":
             with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
                 return _table(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
@@ -167,22 +167,9 @@ def encoding(dtype: str) -> Encoding | None:
     return Encoding(_INTEGERS[dtype], 1, 0.0, dtype) if dtype in _INTEGERS else None
 
 
-def _as_is(units: Array) -> Array:
-    return units
-
-
 def _upper_half(units: Array) -> Array:
     shifted: Array = np.left_shift(units, 16, dtype=np.uint32)
     return shifted.view(np.float32)
-
-
-def _truth(units: Array) -> Array:
-    truth: Array = units != 0
-    return truth.astype(np.float64)
-
-
-def _widened(units: Array) -> Array:
-    return units.astype(np.float64)
 
 
 def _table(values: Array) -> Callable[[Array], Array]:
