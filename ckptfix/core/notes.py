@@ -26,9 +26,11 @@ class _Unstorable(Exception):
 
 
 class _Encoder:
-    """Writes values as JSON; one account of ``REPEATED`` for all that a note holds."""
+    """Writes values as JSON; one account of ``REPEATED`` for all that a note holds. ``lost`` are the places of those
+    that JSON cannot hold."""
 
     def __init__(self) -> None:
+        self.lost: list[str] = []
         self.left = REPEATED
         self.seen: set[int] = set()
 
@@ -61,6 +63,23 @@ class _Encoder:
             return {TAG: type(value).__name__, "value": base64.b64encode(value).decode("ascii")}
         raise _Unstorable
 
+    def around(self, value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...] = ()) -> Any:
+        """Return the tree down to the state_dict, member by member: a tensor beside it costs only its own branch."""
+        if not path:
+            return None
+        encoded = []
+        for name, member in value.items() if isinstance(value, dict) else enumerate(value):
+            if name == path[0]:
+                encoded.append([name, self.around(member, path[1:], (*at, name))])
+            else:
+                try:
+                    encoded.append([self.encode(name), self.encode(member)])
+                except _Unstorable:
+                    self.lost.append(path_name((*at, name)))
+                    if not isinstance(value, dict):
+                        encoded.append([name, None])  # those after it keep their places
+        return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
+
 
 def _written(value: Any) -> Any:
     """Return a text or number that JSON can hold: no half surrogate pair, no number of thousands of digits."""
@@ -79,11 +98,15 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
 
     ``root`` is the plain object tree with None in the place of the state_dict. Entries of the state_dict that are no
     tensors go along."""
-    lost: list[str] = []
-    entries = {key: value for key, value in checkpoint.entries.items() if not isinstance(value, TensorSpec)}
     note: dict[str, Any] = {}
-    encoder = _Encoder()
-    kept_entries = _encode_members(entries, "", lost, encoder)
+    encoder, kept_entries = _Encoder(), dict[str, Any]()
+    lost = encoder.lost
+    for key, value in checkpoint.entries.items():
+        if not isinstance(value, TensorSpec):
+            try:
+                kept_entries[key] = encoder.encode(value)
+            except _Unstorable:
+                lost.append(key)
     if kept_entries:
         note["entries"] = kept_entries
     state_dict: Any = root
@@ -93,42 +116,11 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
     lost += [path_name((*checkpoint.container, key)) for key in map(str, apart) if key not in checkpoint.entries]
     if checkpoint.container:
         note["path"] = list(checkpoint.container)
-        note["root"] = _encode_around(root, checkpoint.container, (), lost, encoder)
+        note["root"] = encoder.around(root, checkpoint.container)
     ties = len({spec.view for spec in checkpoint.specs.values()}) < len(checkpoint.specs)
     if ties or kept_entries:
         note["order"] = [key for key in checkpoint.entries if key in checkpoint.specs or key in kept_entries]
     return note, lost
-
-
-def _encode_around(
-    value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...], lost: list[str], encoder: _Encoder
-) -> Any:
-    """Return the tree down to the state_dict, member by member: a tensor beside it costs only its own branch."""
-    if not path:
-        return None
-    members = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    encoded = []
-    for name, member in members:
-        if name == path[0]:
-            encoded.append([name, _encode_around(member, path[1:], (*at, name), lost, encoder)])
-        else:
-            try:
-                encoded.append([encoder.encode(name), encoder.encode(member)])
-            except _Unstorable:
-                lost.append(path_name((*at, name)))
-                if not isinstance(value, dict):
-                    encoded.append([name, None])  # those after it keep their places
-    return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
-
-
-def _encode_members(members: Mapping[str, Any], at: str, lost: list[str], encoder: _Encoder) -> dict[str, Any]:
-    encoded = {}
-    for name, value in members.items():
-        try:
-            encoded[name] = encoder.encode(value)
-        except _Unstorable:
-            lost.append(f"{at}{name}")
-    return encoded
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
@@ -246,16 +247,9 @@ class Regions:
         if len(regions) == 1 and not regions[0].start:
             return regions[0], spec.offset
         start, _ = spec.extent
-        region = regions[_last_at(regions, start)] if len(regions) > 1 else regions[0]
+        region = regions[max(bisect_right(regions, start, key=lambda region: region.start) - 1, 0)]
         # An offset that is no whole number of bytes keeps its remainder.
         return region, (start - region.start) // spec.itemsize * spec.per_byte + spec.offset % spec.per_byte
-
-
-def _last_at(regions: list[Region], start: int) -> int:
-    """Return the index of the last region that begins at or before ``start``."""
-    from bisect import bisect_right
-
-    return max(bisect_right(regions, start, key=lambda region: region.start) - 1, 0)
 
 
 def _merge(views: list[TensorSpec]) -> list[Region]:

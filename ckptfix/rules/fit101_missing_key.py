@@ -35,8 +35,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from msgspec import Struct, field
-
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
@@ -379,36 +377,28 @@ def _stems(key: str) -> Iterator[str]:
     return (key[:at] for at in range(last, len(key)) if key[at] in "._")
 
 
-class _Sum(Struct):
-    """The tensors below a module on one side."""
-
-    numel: int = 0
-    keys: list[str] = field(default_factory=list)
-
-
 def _rearranged(
     left: Mapping[str, Shape], gone: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Mapping[str, Shape], Mapping[str, Shape]]]:
     """Yield the innermost modules in which as many elements are left over as missing, in other shapes."""
-    mine, theirs = _sums(left), _sums(gone)
-    equal = {path for path, own in mine.items() if path in theirs and own.numel == theirs[path].numel > 1}
-    outer = {above for path in equal for above in _paths(path)}
+    mine, theirs = _below(left), _below(gone)
+    ours, wanted = (
+        {path: sum(map(math.prod, each.values())) for path, each in side.items()} for side in (mine, theirs)
+    )
+    equal = {path for path, numel in ours.items() if 1 < numel == wanted.get(path)}
+    innermost = equal - {above for path in equal for above in _paths(path)}
     for path in mine:
-        if path in equal and path not in outer:
-            shapes = ({key: left[key] for key in mine[path].keys}, {key: gone[key] for key in theirs[path].keys})
-            if sorted(shapes[0].values()) != sorted(shapes[1].values()):
-                yield path, *shapes
+        if path in innermost and sorted(mine[path].values()) != sorted(theirs[path].values()):
+            yield path, mine[path], theirs[path]
 
 
-def _sums(tensors: Mapping[str, Shape]) -> dict[str, _Sum]:
-    """By the path of each module that has some of the tensors somewhere below it."""
-    sums: dict[str, _Sum] = defaultdict(_Sum)
+def _below(tensors: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
+    """Return the tensors below each module, by its path."""
+    found: dict[str, dict[str, Shape]] = defaultdict(dict)
     for key, shape in tensors.items():
-        numel = math.prod(shape)
         for path in _paths(key):
-            sums[path].numel += numel
-            sums[path].keys.append(key)
-    return sums
+            found[path][key] = shape
+    return found
 
 
 def _paths(name: str) -> Iterator[str]:
