@@ -50,7 +50,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
 from ckptfix.errors import TargetError
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 # The known transient buffers whose values depend on more than a size.
 _ROTARY = frozenset(
@@ -59,12 +59,10 @@ _ROTARY = frozenset(
 _AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at its buffers
 
 
-@rule
-def transient_buffer(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Drops or fills buffers that the target can work out for itself."""
-    if context.target is None:
-        return
-    checkpoint, target = context.checkpoint, context.target
+    checkpoint = context.checkpoint
     if stale := [key for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
         yield rule.finding(
             Level.ERROR,

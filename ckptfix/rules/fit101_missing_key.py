@@ -44,7 +44,7 @@ from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
 from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
 from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
@@ -55,12 +55,9 @@ _SINGULAR = advise(
 )
 
 
-@rule
-def missing_key(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists what is missing; fills it where that was asked for, and counts what was filled apart from the rest."""
-    if context.target is None:
-        return
-    target = context.target
     filled: list[str] = []
     unfilled: list[str] = []
     edits: list[Edit] = []

@@ -36,11 +36,12 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import value_at
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.target import Target
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 # In the keys of low-rank adapters, beside or around the layers that they change.
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
@@ -70,12 +71,10 @@ def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
     return advise(_MERGE if any(".base_layer." in key for key in keys) else _MERGE_INTO_BASE)
 
 
-@rule
-def unexpected_key(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists what the target has no place for."""
-    if context.target is None:
-        return
-    checkpoint, target = context.checkpoint, context.target
+    checkpoint = context.checkpoint
     members = value_at(checkpoint.root, checkpoint.container)
     apart = [str(key) for key, value in members.items() if is_of_training(value)] if isinstance(members, dict) else []
     if apart and context.settings.format != "safetensors":

@@ -72,7 +72,7 @@ from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 from ckptfix.values.adapted_tensors import is_adaptable
 
 _TRANSPOSED = advise(
@@ -84,16 +84,14 @@ MOST_AXES = 6  # axes of a tensor up to which all orders are tried
 _DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
 
 
-@rule
-def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Shows both shapes; drops the keys where that was asked for."""
-    if context.target is None:
-        return
     evidence: dict[str, Any] = {}
     reshapes = []
-    quantised = wanted_layers(context.checkpoint.specs, context.target)  # codes have the shape of their packing
+    quantised = wanted_layers(context.checkpoint.specs, target)  # codes have the shape of their packing
     codes = {key for layer in quantised.values() for key in layer.parts.values()}
-    for key, slot in context.target.slots.items():
+    for key, slot in target.slots.items():
         entry = context.checkpoint.entries.get(key)
         if key not in context.checkpoint.entries or slot.shape is None or key in codes:
             continue
@@ -115,7 +113,7 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             },
             fix=Fix(tuple(reshapes), Applicability.SAFE),
         )
-    for axes, keys in _turned(evidence, context.checkpoint, context.target).items():
+    for axes, keys in _turned(evidence, context.checkpoint, target).items():
         turned = {key: evidence.pop(key) for key in keys}
         yield rule.finding(
             Level.ERROR,
@@ -136,7 +134,7 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
     tensors = {key: spec.shape for key, spec in context.checkpoint.specs.items()}
     stored = grid_of_config(model_config(context.checkpoint), tensors) if shapes else None
     fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(context.checkpoint, key)]
-    known = cases(shapes, context.target, tensors, given, stored, fixed)
+    known = cases(shapes, target, tensors, given, stored, fixed)
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     if (parts := _parts(shapes)) and VOCAB in {case.name for case in known}:
         yield rule.finding(
@@ -151,7 +149,7 @@ def shape_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
             blocks=Blocks.FILLING,
         )
         return
-    is_other = is_of_another_model(context.checkpoint, context.target, known_keys)
+    is_other = is_of_another_model(context.checkpoint, target, known_keys)
     used = of_use(given, known, {edit.recipe for edit in context.plan.edits if isinstance(edit, Adapt)})
     for case in known:
         edits = adapt_edits(case, given, context.checkpoint.specs, used)

@@ -41,7 +41,7 @@ from ckptfix.core.edits import Cast
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 from ckptfix.values.roles import is_layers_own
 
 # The largest finite number of each float dtype, as `torch.finfo(dtype).max` gives it.
@@ -72,14 +72,12 @@ _REMEDIES = {
 }
 
 
-@rule
-def dtype_mismatch(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists tensors of another dtype, apart by what a load does with them."""
-    if context.target is None:
-        return
-    casts = list(_casts(context.checkpoint, context.target))
+    casts = list(_casts(context.checkpoint, target))
     for sort, level, what in _SORTS:
-        alike = tuple(cast for cast in casts if _sort(cast, context, context.target) == sort)
+        alike = tuple(cast for cast in casts if _sort(cast, context, target) == sort)
         if not alike:
             continue
         dtypes = Counter(f"{cast.before} → {cast.dtype}" for cast in alike)

@@ -40,17 +40,15 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, cou
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.reading.tensors import have_same_bytes
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 
-@rule
-def tie(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Supplies a tied key from its twin, and reports twins that differ."""
-    if context.target is None:
-        return
     # A file of tied layers has one of them, and the target may have both: then the model of the file says which.
-    groups = (*context.target.ties, *(context.twin.ties if context.twin is not None else ()))
-    if ties := list({edit.key: edit for edit in _ties(context.checkpoint, context.target, groups)}.values()):
+    groups = (*target.ties, *(context.twin.ties if context.twin is not None else ()))
+    if ties := list({edit.key: edit for edit in _ties(context.checkpoint, target, groups)}.values()):
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(ties), 'key')} missing whose tied twin is in the file",
@@ -60,7 +58,7 @@ def tie(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     if not context.settings.values:
         return
-    if unequal := list(_unequal(context.checkpoint, context.target)):
+    if unequal := list(_unequal(context.checkpoint, target)):
         kept = {keys[-1]: list(keys[:-1]) for keys in unequal}
         yield rule.finding(
             Level.ERROR,

@@ -40,15 +40,13 @@ from ckptfix.core.parts import Part, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.reading.folders.rank_shards import FLAT
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 
-@rule
-def flat_parameters(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Takes the weights out of flat parameters, and gives flattened ones their shapes."""
-    checkpoint, target = context.checkpoint, context.target
-    if target is None:
-        return
+    checkpoint = context.checkpoint
     edits: list[Assemble] = []
     taken, odd, unordered = [], {}, []
     for flat, names in _held(checkpoint, target).items():

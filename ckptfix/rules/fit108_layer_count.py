@@ -40,8 +40,9 @@ from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation
 from ckptfix.core.edits import Adapt, Drop, Edit, Rename
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.target import Target
 from ckptfix.errors import Opt, UsageError
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
 
@@ -54,13 +55,11 @@ class Stack(NamedTuple):
     new: int
 
 
-@rule
-def layer_count(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Names the stacks; drops, moves and copies layers where that was asked for."""
-    if context.target is None:
-        return
     file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})
-    model = _stacks({key: slot.shape for key, slot in context.target.slots.items()})
+    model = _stacks({key: slot.shape for key, slot in target.slots.items()})
     given = {text: each for text in context.settings.adapt if (each := adaptation(text)).name == DEPTH}
     used = []
     for path, (old, layer) in file.items():

@@ -47,7 +47,7 @@ from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, F
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 from ckptfix.values.adapted_tensors import NORM, PRUNING, SPECTRAL_NORM, WEIGHT_NORM, is_adaptable
 
 _FORMS = (
@@ -62,12 +62,10 @@ _FORMS = (
 _PART = re.compile(r"(?:(?P<module>.+)\.)?(?:parametrizations\.(?P<new>[^.]+)\..+|(?P<old>[^.]+)_(?:[guv]|orig|mask))")
 
 
-@rule
-def reparametrised_weight(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Proposes to compute the weights that the target wants from their parts in the file."""
-    if context.target is None:
-        return
-    if whole := list(_whole(context.checkpoint.specs, context.target)):
+    if whole := list(_whole(context.checkpoint.specs, target)):
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(whole), 'weight')} that the target has in parts (weight_norm)",
@@ -76,8 +74,8 @@ def reparametrised_weight(rule: Rule, context: Context) -> Iterator[Finding]:
             fix=Fix(tuple(edit for pair in whole for edit in pair), Applicability.SAFE),
             blocks=Blocks.FILLING,
         )
-    folds = list(_folds(context.checkpoint.entries, context.target))
-    raw = dict(_raw(context.checkpoint.specs, context.target))
+    folds = list(_folds(context.checkpoint.entries, target))
+    raw = dict(_raw(context.checkpoint.specs, target))
     if not folds and not raw:
         return
     edits: list[Edit] = []

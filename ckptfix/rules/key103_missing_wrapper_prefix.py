@@ -31,14 +31,14 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, two_sets
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 
-@rule
-def missing_wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Give keys the wrapper segments that the target has, and an AveragedModel its counter."""
-    checkpoint, target = context.checkpoint, context.target
-    if target is None or two_sets(checkpoint.entries):
+    checkpoint = context.checkpoint
+    if two_sets(checkpoint.entries):
         return
     new = _new_names(checkpoint, target)
     fills = tuple(_fresh_counters(checkpoint, target, new))

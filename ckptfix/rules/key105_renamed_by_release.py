@@ -53,7 +53,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.target import Target
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule_for_target
 
 _FIELDS = {
     "module": r"(?:.+\.)?",
@@ -105,12 +105,10 @@ REWRITES = (
 )
 
 
-@rule
-def renamed_by_release(rule: Rule, context: Context) -> Iterator[Finding]:
+@rule_for_target
+def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Renames what the target wants under the name of another release."""
-    if context.target is None:
-        return
-    found = list(_renames(context.checkpoint, context.target))
+    found = list(_renames(context.checkpoint, target))
     arrivals = Counter(rename.to for rename, _ in found)
     found = [(rename, what) for rename, what in found if arrivals[rename.to] == 1]
     if not found:

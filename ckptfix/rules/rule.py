@@ -98,6 +98,17 @@ def rule(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
     return made
 
 
+def rule_for_target(generator: Callable[[Rule, Context, Target], Iterator[Finding]]) -> Rule:
+    """Make a generator ``(rule, context, target) -> findings`` the rule of its module, which says nothing without a
+    target."""
+
+    def propose(context: Context) -> Iterator[Finding]:
+        return generator(made, context, context.target) if context.target is not None else iter(())
+
+    made = _of_module(generator.__module__, propose)
+    return made
+
+
 def found_later(module: str) -> Rule:
     """Return a rule that says nothing of names and values: what it finds shows when the file is run, or hashed, and the
     room that does so makes the finding (``ckptfix.smoke``, ``ckptfix.zoo``)."""
