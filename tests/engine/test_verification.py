@@ -84,7 +84,6 @@ def test_another_quantiser_is_found(tmp_path):
 def test_tensors_of_many_blocks_are_compared_block_by_block(name, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptfix.bytes.sources.BLOCK", 64)
     monkeypatch.setattr("ckptfix.bytes.sources._BUFFERS", deque())
-    monkeypatch.setattr("ckptfix.reading.tensors.BLOCK", 64)
     tensor = (torch.arange(40 * 30) % 251).to(STRIDED[name]).reshape(40, 30)
     checkpoint = opened(saved({"t": tensor.t(), "part": tensor[:, 1::2], "plain": tensor}, tmp_path))
     for form in ("zip", "legacy", "safetensors"):

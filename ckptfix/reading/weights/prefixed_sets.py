@@ -116,9 +116,10 @@ def _in_place(keys: Collection[str], name: str, mangled: dict[str, str]) -> dict
     }
 
 
-def copied_under(keys: Collection[str]) -> tuple[str, ...]:
-    """Return the prefixes under which most of the keys that stand beside them stand once more."""
-    sizes = _sizes(keys)
+def copied_under(keys: Collection[str], sizes: Mapping[str, int] | None = None) -> tuple[str, ...]:
+    """Return the prefixes under which most of the keys that stand beside them stand once more; ``sizes`` are those of
+    all prefixes, if they are known."""
+    sizes = _sizes(keys) if sizes is None else sizes
     # Where it has a third of all keys or less, its twins are no more than half of those beside it.
     large = [prefix for prefix, size in sizes.items() if 3 * size > len(keys)]
     known = set(keys) if large else ()
@@ -147,7 +148,7 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
             may_be_alike = few >= ALIKE * many and 2 * (few + many) > len(specs)
             if may_be_alike and _are_alike(_under(specs, leader), _under(specs, prefix)):
                 return (leader[:-1], prefix[:-1])
-    copies = copied_under(specs)
+    copies = copied_under(specs, sizes)
     if not copies and (names := {bare(key) for key in specs}) != specs.keys():
         copies = copied_under(names)
     if len(copies) != 1 or not is_follower(copies[0][:-1]):
