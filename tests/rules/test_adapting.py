@@ -327,6 +327,19 @@ def test_dinov2_of_transformers_computes_in_float32():
         propose(shape_mismatch, transformers_vit(64).state_dict(), transformers_vit(96), adapt=("pos_embed=dinov2",))
 
 
+@pytest.mark.parametrize(("old", "new"), [((6, 6), (8, 8)), ((6, 4), (8, 10))], ids=["square", "not square"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)], ids=["channels before the grid", "channels last"])
+def test_a_table_that_is_a_grid_shows_its_sides(order, old, new):
+    """As those of SAM and of Swin's absolute positions."""
+    before, after = (torch.randn(1, 24, *grid) for grid in (old, new))
+    weights = {"patch_embed.proj.weight": torch.randn(24, 3, 4, 4), "blocks.0.attn.qkv.weight": torch.randn(72, 24)}
+    target = target_from_checkpoint(open_state_dict({**weights, "pos_embed": after.permute(order).contiguous()}))
+    file = {**weights, "pos_embed": before.permute(order).contiguous()}
+    made = repaired(shape_mismatch, file, target, adapt=("pos_embed=timm",))["pos_embed"]
+    expected = nn.functional.interpolate(before, new, mode="bicubic", antialias=True)
+    assert torch.equal(made, expected.permute(order))
+
+
 NOT_SQUARE = "pos_embed=timm:ROWSxCOLUMNS:ROWSxCOLUMNS"
 
 

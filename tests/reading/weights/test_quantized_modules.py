@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.ao import quantization
 from torch.ao.nn import quantized
+from torch.ao.nn.quantized import reference
 
 import ckptfix
 from ckptfix.core.finding import Level
@@ -60,11 +61,22 @@ def static() -> nn.Module:
     return made
 
 
+def of_reference(**how: Any) -> nn.Module:
+    """A model as the tools for other hardware get it: float weights, and how to quantise them."""
+    return nn.Sequential(reference.Linear.from_float(nn.Linear(4, 3), how))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dynamic linear": lambda: dynamic(nn.Linear(4, 3), nn.LayerNorm(3)),
     "dynamic linear without bias": lambda: dynamic(nn.Linear(4, 3, bias=False)),
     "dynamic linear in halves": lambda: dynamic(nn.Linear(4, 3), dtype=torch.float16),
     "linear per channel": lambda: dynamic(nn.Linear(4, 3), how={nn.Linear: quantization.per_channel_dynamic_qconfig}),
+    "reference per tensor": lambda: of_reference(
+        qscheme=torch.per_tensor_affine, dtype=torch.quint8, scale=2.0, zero_point=3
+    ),
+    "reference per channel": lambda: of_reference(
+        qscheme=torch.per_channel_affine, dtype=torch.qint8, scale=torch.ones(3), zero_point=torch.zeros(3), axis=0
+    ),
     "embedding": lambda: dynamic(
         nn.Embedding(8, 16), how={nn.Embedding: quantization.float_qparams_weight_only_qconfig}
     ),
