@@ -164,17 +164,33 @@ def _embedding(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """``_save_weight_qparams`` of the reference modules; scale, zero point and axis are buffers too."""
-    buffers = attributes["_buffers"]
-    scheme = attributes["weight_qscheme"]
+    """``_save_weight_qparams`` of the reference modules; scale, zero point and axis are buffers too. TorchScript has no
+    list of buffers, and numbers for the scheme and the dtype."""
+    buffers = attributes.get("_buffers")
+    scheme = _numbered(_SCHEMES, attributes["weight_qscheme"])
     yield "weight_qscheme", scheme
-    yield "weight_dtype", attributes.get("weight_dtype")
+    yield "weight_dtype", _numbered(_DTYPES, attributes.get("weight_dtype"))
     names = ["weight_scale", "weight_zero_point"] if scheme is not None else []
     if isinstance(scheme, Global) and scheme.name == "per_channel_affine":
         names.append("weight_axis")
     for name in names:
-        if name in buffers:
+        if isinstance(buffers, dict) and name in buffers:
             yield name, buffers[name]
+
+
+# By their numbers in c10/core/QScheme.h and c10/core/ScalarType.h.
+_SCHEMES = {
+    0: "per_tensor_affine",
+    1: "per_channel_affine",
+    2: "per_tensor_symmetric",
+    3: "per_channel_symmetric",
+    4: "per_channel_affine_float_qparams",
+}
+_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 12: "qint8", 13: "quint8", 14: "qint32"}
+
+
+def _numbered(names: Mapping[int, str], number: Any) -> Any:
+    return Global("torch", names[number]) if type(number) is int and number in names else number
 
 
 def _scale(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from torch.ao.nn.quantized import reference
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.core.objects import Global, Opaque
-from ckptfix.reading.weights.quantized_modules import quantized_version
+from ckptfix.reading.weights.quantized_modules import packed_entries, quantized_version
 from tests.reading.files import opened, saved
 from tests.reading.state_dicts import same
 
@@ -63,6 +63,8 @@ def static() -> nn.Module:
 
 def of_reference(**how: Any) -> nn.Module:
     """A model as the tools for other hardware get it: float weights, and how to quantise them."""
+    import torch.ao.quantization.fx._decomposed  # noqa: F401  # the operators that TorchScript compiles it with
+
     return nn.Sequential(reference.Linear.from_float(nn.Linear(4, 3), how))
 
 
@@ -195,6 +197,14 @@ def test_an_odd_state_gives_nothing(module):
     from ckptfix.reading.weights.modules import is_module, module_state_dict
 
     assert not is_module(module) or list(module_state_dict(module, "f")) == []
+
+
+@pytest.mark.parametrize("buffers", [5, ["weight_scale"], {"weight_scale": 5}], ids=["number", "list", "odd entry"])
+def test_odd_notes_of_a_reference_module_stay_what_they_are(buffers):
+    module = holder("Linear", weight_qscheme=[], weight_dtype={}, _buffers=buffers)
+    found = dict(packed_entries(module, {}))
+    assert found.pop("weight_scale", 5) == 5
+    assert found == {"weight_qscheme": [], "weight_dtype": {}}
 
 
 def test_a_scale_beyond_float32_is_infinite():
