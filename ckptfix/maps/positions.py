@@ -92,7 +92,7 @@ def namings(
 
     def named(recipe: Recipe) -> Iterator[tuple[Hashable, Naming]]:
         if recipe.order and len(recipe.order) != len(sizes):
-            return
+            return  # it has as many groups for every model, also empty ones
         made = recipe.groups(layout)
         order = list(chain.from_iterable(keys for _, keys in made))
         is_like = [len(keys) for _, keys in made] == list(sizes)

@@ -457,6 +457,7 @@ def light_decay(
 
 
 def _have(found: Sized) -> str:
+    """Return the subject of a message, with its verb: ``2 weight matrices have``."""
     return f"{counted(len(found), 'weight matrix')} {'has' if len(found) == 1 else 'have'}"
 
 
