@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Flag, IntEnum, auto
+from enum import Enum, Flag, IntEnum, auto
 from typing import Any
 
 from msgspec import Struct, field
@@ -27,6 +27,14 @@ class Level(IntEnum):
     NOTE = 0
     WARNING = 1
     ERROR = 2
+
+
+class Subject(Enum):
+    """What a finding is about."""
+
+    NAMES = auto()  # or shapes, or what else the file says before its values are read
+    VALUES = auto()
+    FORWARD = auto()  # what the model made of the values
 
 
 class Fix(Struct, frozen=True):
@@ -103,6 +111,7 @@ class Finding(Struct, frozen=True):
     remedies: tuple[Remedy, ...] = ()
     blocks: Blocks = Blocks.NOTHING
     is_accepted: bool = False
+    subject: Subject = Subject.NAMES
 
     @property
     def is_fixable(self) -> bool:

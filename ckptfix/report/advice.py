@@ -20,9 +20,6 @@ from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
 
-# The rules that find the values of a tensor broken, and not its name or its shape.
-ABOUT_VALUES = ("VAL", "FIL2", "RUN")
-
 
 class Mode(Enum):
     """What the user asked for."""

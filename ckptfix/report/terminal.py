@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
-from ckptfix.core.finding import Finding, counted
+from ckptfix.core.finding import Finding, Subject, counted
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import ABOUT_VALUES, Mode, Telling, advice_lines, compared, mark, message_with_count
+from ckptfix.report.advice import Mode, Telling, advice_lines, compared, mark, message_with_count
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
@@ -166,7 +166,7 @@ def _defects(findings: list[Finding]) -> tuple[str | Span, ...]:
 
 
 def _kind(finding: Finding) -> int:
-    if finding.code.startswith(ABOUT_VALUES):
+    if finding.subject is not Subject.NAMES:
         return 0
     return 2 if finding.is_fixable and not finding.needs_unsafe else 1
 

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import is_torn
-from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, Subject
 from ckptfix.core.lazy import torch
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec, TensorStatistics
@@ -74,6 +74,7 @@ class Rule(Struct, frozen=True):
     name: str
     manual: str
     propose: Callable[[Context], Iterator[Finding]]
+    subject: Subject = Subject.NAMES
 
     def finding(
         self,
@@ -89,7 +90,10 @@ class Rule(Struct, frozen=True):
         """Return a finding of this rule; one that is accepted has neither a fix nor remedies."""
         if is_accepted:
             fix, remedies = None, ()
-        return Finding(self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks, is_accepted)
+        told = evidence or {}
+        return Finding(
+            self.code, self.name, level, message, keys, told, fix, remedies, blocks, is_accepted, self.subject
+        )
 
 
 def rule(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
@@ -115,7 +119,12 @@ def found_later(module: str) -> Rule:
     return _of_module(module, lambda context: iter(()))
 
 
+_SUBJECTS = {"val": Subject.VALUES, "fil2": Subject.VALUES, "run": Subject.FORWARD}
+
+
 def _of_module(module: str, propose: Callable[[Context], Iterator[Finding]]) -> Rule:
     """``ckptfix.rules.key106_renamed_layers`` is KEY106 renamed-layers, and its docstring is the manual."""
     code, _, name = module.rpartition(".")[2].partition("_")
-    return Rule(code.upper(), name.replace("_", "-"), (sys.modules[module].__doc__ or "").strip(), propose)
+    manual = (sys.modules[module].__doc__ or "").strip()
+    subject = next((of for family, of in _SUBJECTS.items() if code.startswith(family)), Subject.NAMES)
+    return Rule(code.upper(), name.replace("_", "-"), manual, propose, subject)

@@ -36,6 +36,9 @@ A `BatchNorm2d` whose `running_var` was saved after a divergence:
 
 from __future__ import annotations
 
+from ckptfix.core.finding import FILE, Remedy
 from ckptfix.rules.rule import found_later
 
 forward_non_finite = found_later(__name__)
+
+FROM_ANOTHER_COPY = Remedy((("replace", ("VAL",)), ("fill", FILE)), "takes them from another copy")

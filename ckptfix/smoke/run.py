@@ -19,7 +19,7 @@ from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.core.wording import first_names
 from ckptfix.engine.delivery import ForwardTest
 from ckptfix.rules.run101_forward_fails import forward_fails
-from ckptfix.rules.run102_forward_non_finite import forward_non_finite
+from ckptfix.rules.run102_forward_non_finite import FROM_ANOTHER_COPY, forward_non_finite
 from ckptfix.rules.run103_forward_in_training import forward_in_training
 from ckptfix.rules.run104_forward_devices_differ import forward_devices_differ
 from ckptfix.rules.run105_forward_odd_input import forward_odd_input
@@ -312,7 +312,7 @@ def _non_finite(outcome: Outcome) -> Finding:
             keys = tuple(outcome.origin.key(name) for name in tensors if name in ("running_mean", "running_var"))
         remedies = (
             Remedy((("recalibrate", Placeholder("data.npy")),), "measures the running statistics again"),
-            Remedy((("replace", ("VAL",)), ("fill", FILE)), "takes them from another copy"),
+            FROM_ANOTHER_COPY,
         )
     return forward_non_finite.finding(
         level,

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
-from ckptfix.core.finding import Level, Placeholder, Remedy
+from ckptfix.core.finding import Level, Placeholder, Remedy, Subject
 from ckptfix.core.options import CHECK, Scope, flag_text, option_words, scope_of, settings_of
 from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
@@ -325,7 +325,7 @@ def is_refused(job: Job, report: Report) -> bool:
     """Return whether no file may be written: the forward test failed, and the user did not accept what it found, or
     for another reason that the report has."""
     if report.failed_forward:
-        found = [each for each in report.remaining if each.code.startswith("RUN") and each.level > Level.NOTE]
+        found = [each for each in report.remaining if each.subject is Subject.FORWARD and each.level > Level.NOTE]
         if not found or not all(map(report.is_accepted, found)):
             return True
     return bool(refusal(report, parsed_settings(job.treatment.settings)))

@@ -7,10 +7,11 @@ from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.report.advice import Mode, Telling
 from ckptfix.report.style import Paper
 from ckptfix.report.terminal import concise_lines, full_lines, headline
+from ckptfix.rules.val101_non_finite import non_finite
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 SOUND = "resnet.pth: nothing wrong in the file itself (not compared with a model: add --model or --like)"
-NAN = Finding("VAL101", "non-finite", Level.ERROR, "1 tensor is not finite", keys=("a.weight",))
+NAN = non_finite.finding(Level.ERROR, "1 tensor is not finite", ("a.weight",))
 
 
 def full(report, **telling):

@@ -1,9 +1,10 @@
 import json
 import struct
 
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.report.page.data import weights_to_json
+from ckptfix.rules import RULES
 from tests.report.samples import report
 
 SAMPLE = struct.pack("<4f", -2.0, 0.0, 0.1, 1.5)
@@ -15,7 +16,7 @@ LAYOUT = {"a": ("float32", (2, 3)), "b": ("float16", (4,))}
 
 
 def finding(code, *keys):
-    return Finding(code, "x", Level.ERROR, "m", keys=keys)
+    return next(rule for rule in RULES if rule.code == code).rule.finding(Level.ERROR, "m", keys)
 
 
 def test_nothing_read_nothing_said():
