@@ -63,7 +63,12 @@ ROTATED = ({"wq", "q_proj"}, {"wk", "k_proj"})
 
 
 BY_HEAD = frozenset({"query_key_value", "linear_qkv", "wqkv"})
-"""Names of Megatron, GPT-NeoX, BLOOM, Falcon and InternLM2, and of ChatGLM, which has all queries first."""
+"""Names of Megatron, GPT-NeoX, BLOOM, Falcon and InternLM2."""
+
+CHATGLM = ("transformer", "encoder")  # where ChatGLM has its layers; it uses such a name with all queries first
+
+KEY_FIRST = ("qkv_proj", "self_attn_layer_norm")
+"""Modules that metaseq's OPT has beside each other: keys, values, queries. Those of vLLM have the queries first."""
 
 
 class Match(Struct, frozen=True):
@@ -96,6 +101,10 @@ class Inference(Struct, frozen=True):
     @property
     def missing(self) -> list[str]:
         return [key for key in self.target if key not in self.matches]
+
+    def lacking(self, tied: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """Return the keys of the target without a source, those left out that are tied to one with a source."""
+        return [key for key in self.missing if self.matches.keys().isdisjoint(tied.get(key, ()))]
 
     @property
     def unused(self) -> list[str]:
@@ -146,16 +155,19 @@ def cached(source: tuple[tuple[str, Shape], ...], target: tuple[tuple[str, Shape
 
 def infer_tied(source: Shapes, target: Shapes, tied: Mapping[str, tuple[str, ...]]) -> Inference:
     """Return the map; ``tied`` has for each name of a tied tensor all of its names. A tensor that could be either of
-    two names is the one that both are names of."""
+    two names is the one that both are names of. Nothing is certain if a layer is left over on either side: shapes do
+    not say whether it is that one which the other side lacks."""
     inference = cached(tuple(source.items()), tuple(target.items()))
     found = inference.matches
     doubtful = {key for key in target if key not in found or found[key].label is Label.AMBIGUOUS}
     groups = [tied[key] for key in inference.missing if key in tied and doubtful.issuperset(tied[key])]
-    others = {name for names in groups for name in names[1:]}
-    if not others:
+    if others := {name for names in groups for name in names[1:]}:
+        once = tuple((key, shape) for key, shape in target.items() if key not in others)
+        inference = replace(cached(tuple(source.items()), once), target=target)
+    if not inference.unused and not inference.lacking(tied):
         return inference
-    once = tuple((key, shape) for key, shape in target.items() if key not in others)
-    return replace(cached(tuple(source.items()), once), target=target)
+    likely = {key: replace(each, label=min(each.label, Label.LIKELY)) for key, each in inference.matches.items()}
+    return replace(inference, matches=likely)
 
 
 def converted(source: Shapes, target: Shapes, converters: Converters) -> Inference | None:
@@ -294,7 +306,9 @@ def _match(key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: S
     ):
         label = Label.AMBIGUOUS
     is_fused = len(parts) > 1 or parts[0].numel != prod(source[parts[0].source])
-    if is_fused and any(_is_unnamed_gate(part.source, key) or _is_by_head(part.source, key) for part in parts):
+    if is_fused and any(
+        _is_unnamed_gate(part.source, key) or _is_unordered({part.source: source, key: target}) for part in parts
+    ):
         label = Label.AMBIGUOUS
     return Match(parts, label, tuple(dict.fromkeys(other for _, _, others in found for other in others)))
 
@@ -305,10 +319,14 @@ def _is_unnamed_gate(source: str, key: str) -> bool:
     return {*named[0], *named[1]} <= {"gate", "up"} and max(map(len, named)) == 1
 
 
-def _is_by_head(source: str, key: str) -> bool:
+def _is_unordered(names: Mapping[str, Shapes]) -> bool:
     """Tell whether query, key and value are fused under a name that some libraries use for one after the other, and
-    others for a row of the three of each head or group: no shape says which."""
-    return not BY_HEAD.isdisjoint({module(segments(source)), module(segments(key))})
+    others for a row of the three of each head or group, or for another order: no shape says which."""
+    fused, beside = KEY_FIRST
+    paths = {name: segments(name) for name in names}
+    if fused in map(module, paths.values()):
+        return any(".".join((*parent(paths[name])[:-1], beside, "weight")) in specs for name, specs in names.items())
+    return any(module(path) in BY_HEAD and path[:2] != CHATGLM for path in paths.values())
 
 
 def _may_be_permuted(source: str, key: str) -> bool:

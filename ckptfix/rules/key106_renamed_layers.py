@@ -24,8 +24,9 @@ the file only are `certain`, whatever their names and order; those whose values 
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
 
 ## Fix safety
-Each key of the map has a label. `certain`: shapes and structure leave one map. `likely`: names and order decide
-between layers of equal shapes, or a layer is split or fused, and whether its rows are interleaved shows in no shape.
+Each key of the map has a label. `certain`: shapes and structure leave one map, and neither side has a layer more than
+the other. `likely`: names and order decide between layers of equal shapes, or a layer is split or fused, and whether
+its rows are interleaved shows in no shape.
 `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, with all queries first
 in some libraries and a row of the three for each head in others; nothing is applied to these keys. The fix is safe if
 every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing
@@ -159,7 +160,7 @@ def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
     taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
     elsewhere = f"; {taken} of their names are in the file, for other layers" if taken else ""
     if applied:
-        missing = [key for key in inference.missing if not inference.matches.keys() & set(target.tie_of.get(key, ()))]
+        missing = inference.lacking(target.tie_of)
         is_whole = not missing and not inference.unused
         is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
         rules = (inference.maps[0] if inference.maps else fold(inference)).rules

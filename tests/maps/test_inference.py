@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ckptfix.core.parts import check_bijection
-from ckptfix.maps.inference import infer
+from ckptfix.maps.inference import infer, infer_tied
 from ckptfix.maps.trees import Label
 
 Specs = dict[str, tuple[int, ...]]
@@ -745,17 +745,36 @@ def test_a_gate_and_what_it_gates_fused_under_a_name_that_does_not_say_the_order
     assert labels["layers.1.down_proj.weight"] > Label.AMBIGUOUS
 
 
-@pytest.mark.parametrize(("name", "label"), [
-    ("qkv_proj", Label.LIKELY), ("Wqkv", Label.LIKELY),
-    ("query_key_value", Label.AMBIGUOUS), ("wqkv", Label.AMBIGUOUS), ("linear_qkv", Label.AMBIGUOUS),
-])  # fmt: skip
+@pytest.mark.parametrize(("front", "name", "norm", "label"), [
+    ("h", "qkv_proj", "norm1", Label.LIKELY), ("h", "Wqkv", "norm1", Label.LIKELY),
+    ("h", "query_key_value", "norm1", Label.AMBIGUOUS), ("h", "wqkv", "norm1", Label.AMBIGUOUS),
+    ("h", "linear_qkv", "norm1", Label.AMBIGUOUS), ("h", "qkv_proj", "self_attn_layer_norm", Label.AMBIGUOUS),
+    ("transformer.encoder.layers", "query_key_value", "norm1", Label.LIKELY),
+    ("language_model.encoder.layers", "query_key_value", "norm1", Label.AMBIGUOUS),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("is_back", [False, True], ids=["split", "fused"])
-def test_queries_keys_and_values_that_some_libraries_fuse_by_head(name, label, is_back):
-    ours = stack("h", [{f"attn.{name}.weight": (16, 8), "attn.dense.weight": (8, 8)}] * 3)
+def test_queries_keys_and_values_that_some_libraries_fuse_in_another_order(front, name, norm, label, is_back):
+    ours = {f"attn.{name}.weight": (16, 8), "attn.dense.weight": (8, 8), f"{norm}.weight": (8,)}
+    ours = stack(front, [ours] * 3)
     block = {"q_proj.weight": (8, 8), "k_proj.weight": (4, 8), "v_proj.weight": (4, 8), "out_proj.weight": (8, 8)}
     theirs = stack("layers", [{f"self_attn.{key}": shape for key, shape in block.items()}] * 3)
     matches = infer(*((theirs, ours) if is_back else (ours, theirs))).matches
     assert {match.label for match in matches.values() if len(match.parts) > 1 or match.parts[0].numel < 64} == {label}
+
+
+def _stages(name: str, last: str, at: range) -> Specs:
+    return {key: shape for n in at for key, shape in linear(f"{name}.{n}.{last}", 8 << n, 4 << n).items()}
+
+
+@pytest.mark.parametrize("lacking", ["", "file", "model"])
+def test_nothing_is_certain_beside_a_layer_that_is_left_over(lacking):
+    """Shapes leave one map only if it is known that both sides have the same layers."""
+    source = _stages("a", "conv", range(4 - (lacking == "file"))) | {"embed.weight": (99, 5)}
+    target = _stages("b", "proj", range(4 - (lacking == "model"))) | {"words.weight": (99, 5), "head.weight": (99, 5)}
+    tied = dict.fromkeys(("words.weight", "head.weight"), ("words.weight", "head.weight"))
+    found = infer_tied(source, target, tied).matches
+    assert len(found) > 6
+    assert {each.label for each in found.values()} == {Label.LIKELY if lacking else Label.CERTAIN}
 
 
 def test_the_norms_of_stages_are_a_list_though_there_are_three():

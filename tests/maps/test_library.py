@@ -355,19 +355,25 @@ def test_stable_diffusion(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@proves("flux_diffusers")
-def test_flux():
+@proves("flux_diffusers", "hunyuanvideo_diffusers")
+@pytest.mark.parametrize("name", ["flux_diffusers", "hunyuanvideo_diffusers"])
+def test_diffusion_transformers(name: str):
     """Diffusers' own function, which knows one width only, makes the same; the halves of one layer are exchanged."""
     from accelerate import init_empty_weights
-    from diffusers import FluxTransformer2DModel
-    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers as convert
+    from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel
+    from diffusers.loaders import single_file_utils as theirs
 
     with init_empty_weights():
-        model = FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True)
+        if name == "flux_diffusers":
+            model: Any = FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True)
+            convert: Any = theirs.convert_flux_transformer_checkpoint_to_diffusers
+        else:
+            model = HunyuanVideoTransformer3DModel(num_layers=2, num_single_layers=2, num_refiner_layers=2)
+            convert = theirs.convert_hunyuan_video_transformer_to_diffusers
     state = {key: torch.randn(len(value), *[2] * (value.ndim - 1)) for key, value in model.state_dict().items()}
-    original = moved(state, "flux_diffusers")
+    original = moved(state, name)
     assert_equal(convert(dict(original)), state)
-    assert_equal(moved(original, "flux_diffusers"), state)
+    assert_equal(moved(original, name), state)
     half = len(state["norm_out.linear.bias"]) // 2
     assert torch.equal(original["final_layer.adaLN_modulation.1.bias"][:half], state["norm_out.linear.bias"][half:])
 
