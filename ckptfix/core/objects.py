@@ -102,9 +102,10 @@ _LEADS_ON = (TensorSpec, dict, list, tuple, Opaque)
 
 def _members(value: Any) -> Collection[Any]:
     if isinstance(value, dict):
-        # torch hangs `_metadata`, and others what they like, on an OrderedDict.
+        # torch hangs `_metadata`, and others what they like, on an OrderedDict. Keys are all tensors, or none is.
         attributes = getattr(value, "__dict__", None)
-        return [*value.values(), *attributes.values()] if attributes else value.values()
+        keys = value if isinstance(next(iter(value), None), TensorSpec) else ()
+        return [*keys, *value.values(), *(attributes or {}).values()] if attributes or keys else value.values()
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, Opaque):

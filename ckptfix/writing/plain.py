@@ -6,7 +6,6 @@ dict of what it held, under its name. Nothing is dropped, and every conversion i
 
 from __future__ import annotations
 
-import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -153,8 +152,9 @@ class _Plainer:
         if isinstance(value, dict):
             made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
             self._done[id(value)] = (value, made)
+            is_by_tensor = all(isinstance(key, TensorSpec) for key in value)
             for key, item in value.items():
-                plain = self._key(key, path)
+                plain = key if is_by_tensor else self._key(key, path)
                 if plain in made:
                     raise UnreadableError(
                         f"{self.checkpoint.path}: two keys at {path_name(path)} are both {plain!s:.60} once they are "
@@ -257,7 +257,6 @@ def _class_name(value: Any) -> str:
 
 _LONGEST_RANGE = 10_000
 _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
-_OPTIMIZER = r"torch\.optim\.(?!lr_scheduler|swa_utils)\w+\.\w+"
 
 
 def today(name: Global) -> str:
@@ -281,7 +280,7 @@ def natural_form(value: Opaque) -> Any:
     if name.startswith("omegaconf."):
         attributes = value.attributes
         return attributes.get("_content", attributes.get("_val", dict(attributes)))
-    if re.fullmatch(_OPTIMIZER, name) and (made := _optimizer(value.attributes)):
+    if (made := _optimizer(value.attributes)) is not None:
         return made
     held = [part for part in (value.args, value.kwargs, value.items, value.pairs, value.state) if part]
     if value.pairs and not value.items and (not value.state or value.attributes):

@@ -236,6 +236,31 @@ def test_a_value_has_the_form_that_a_reader_would_write(value, expected, tmp_pat
     assert written(value, tmp_path) == expected
 
 
+class Own(torch.optim.SGD):
+    """An optimizer whose class torch does not have."""
+
+
+@pytest.mark.parametrize("method", [torch.optim.SGD, Own, functools.partial(torch.optim.Adafactor, beta2_decay=-0.8)])
+def test_an_optimizer_of_any_class_becomes_its_state_dict(method, tmp_path):
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = method(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.arange(3.0)
+    optimizer.step()
+    got, expected = written(optimizer, tmp_path), optimizer.state_dict()
+    assert (got["param_groups"], got["state"].keys()) == (expected["param_groups"], expected["state"].keys())
+    method(parameters, lr=1.0).load_state_dict(got)
+
+
+def test_a_dict_keyed_by_parameters_is_carried(tmp_path):
+    weights = {name: nn.Parameter(torch.full((2,), float(number))) for number, name in enumerate("ab")}
+    path = saved({"state_dict": {"a": weights["a"]}, "x": {key: name for name, key in weights.items()}}, tmp_path)
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    got = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert [(key.tolist(), name) for key, name in got["x"].items()] == [([0, 0], "a"), ([1, 1], "b")]
+    assert got["state_dict"]["a"].data_ptr() == next(iter(got["x"])).data_ptr()
+
+
 def test_an_optimizer_becomes_its_state_dict(tmp_path):
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.5}]

@@ -25,6 +25,7 @@ import zoneinfo
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Kind
@@ -79,6 +80,7 @@ HEALTHY = {
     "containers": [collections.defaultdict(list), collections.deque([1]), collections.Counter("aa")],
     "paths and names": [pathlib.PurePosixPath("a"), uuid.uuid4(), argparse.Namespace(a=1), logging.getLogger("x")],
     "functions made of functions": [functools.partial(torch.nn.LayerNorm, eps=1e-6), operator.itemgetter(1)],
+    "what torch's documentation saves beside a model": [PowerSGDState(None), powerSGD_hook, torch.no_grad()],
     "patterns and iterators": [re.compile("a+"), iter([1]), type(None)],
     "types": [typing.Literal["a"], typing.Callable[[int], str], dict[str, int], int | str, list[int]],
     "enums": [Color.RED, Color.RED | Color.BLUE, re.IGNORECASE | re.MULTILINE],
