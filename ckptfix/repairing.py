@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -23,9 +24,10 @@ from ckptfix.bytes.files import is_url
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
-from ckptfix.core.finding import Blocks, Level, counted
+from ckptfix.core.finding import Blocks, Level, Placeholder, counted
 from ckptfix.core.lazy import nn
-from ckptfix.core.report import Report
+from ckptfix.core.options import CHECK, REPAIR
+from ckptfix.core.report import Call, Report
 from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, donor_of, report_on, with_fitting_set
 from ckptfix.engine.validation import checked_settings
@@ -35,8 +37,6 @@ from ckptfix.report.display import log_edits, report_lines, report_rows
 
 # What only some of these need is imported where they need it: the first answer is to come at once.
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from typing_extensions import Unpack
 
     from ckptfix.core.likeness import Likeness
@@ -110,9 +110,11 @@ def check(
     donor, measure = donor_of(target, checked), _measure(model, model_args, checked)
     diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=_twin(model, model_args, checked))
     report = report_on(checkpoint, target, diagnosis, checked)
+    given = {"like": like, "model_args": model_args, **settings, **({"values": None} if unread else {})}
+    call = _call(CHECK, source, model, given, checked)
     remarks = ("the values behind a URL are read only with --values, which fetches the whole file",) if unread else ()
     likeness = _likeness(checkpoint, target)
-    return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *remarks), likeness=likeness)
+    return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *remarks), likeness=likeness, call=call)
 
 
 def repair(
@@ -151,6 +153,8 @@ def repair(
             raise UsageError(f"{source}: only a file on this machine can be repaired; {download_advice(str(source))}")
         output, beside, in_place = None, False, False
     checked = checked_settings(settings, model, like)
+    places = {"output": output, "beside": beside, "in_place": in_place, "backup": backup, "plan": plan}
+    call = _call(REPAIR, source, model, {**places, "like": like, "model_args": model_args, **settings}, checked)
     before = state_of(source) if in_place else None
     checkpoint = open_source(source, checked)
     destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
@@ -172,7 +176,8 @@ def repair(
             diagnosis = diagnose(checkpoint, target, checked, donor, measure, twin=twin, draft=drafts.attempt)
         else:
             diagnosis = carry_out(plan, checkpoint, target, checked, donor, measure, drafts.attempt)
-        report = replace(report_on(checkpoint, target, diagnosis, checked), likeness=_likeness(checkpoint, target))
+        report = report_on(checkpoint, target, diagnosis, checked)
+        report = replace(report, likeness=_likeness(checkpoint, target), call=call)
         is_changed = differs(checkpoint, diagnosis.plan, checked)
         if not is_changed and (only_changes or output is None):
             destination = None
@@ -200,7 +205,9 @@ def repair_state_dict(
     """Repair a state_dict in memory, or that of a container such as ``torch.load`` returns. Tensors that no edit
     touches are not copied; the argument is not changed."""
     repaired = repair(state_dict, model, like=like, model_args=model_args, **settings)
-    return repaired.state_dict(), repaired.report
+    call = repaired.report.call
+    report = replace(repaired.report, call=call and replace(call, function="repair_state_dict"))
+    return repaired.state_dict(), report
 
 
 def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[RepairSettings]) -> Repair:
@@ -210,7 +217,31 @@ def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[RepairSe
     repaired = repair(source, model, **settings)
     _refuse_misfit(repaired.report)
     _log_choice(repaired.report)
-    return repaired
+    call = repaired.report.call
+    loading = call and replace(call, function="load", places=tuple(reversed(call.places)))
+    return replace(repaired, report=replace(repaired.report, call=loading))
+
+
+def _call(
+    function: str, source: Source, model: nn.Module | str | None, given: Mapping[str, Any], settings: Settings
+) -> Call:
+    """Return the call of a function. What was not asked for is left out, and a list of texts has one form: it may have
+    been given as one text."""
+    told = {}
+    for name, value in given.items():
+        if value not in (None, False, (), []):
+            told[name] = _told(getattr(settings, name, value) if name != "rename_map" else value, name)
+    off = {name: False for name in ("values", "smoke") if given.get(name) is False}
+    name = "state_dict" if isinstance(source, Mapping) else "checkpoint"
+    return Call(function, (_told(source, name), *(() if model is None else (_told(model, "model"),))), told | off)
+
+
+def _told(value: object, name: str) -> object:
+    """Return an argument of a call, or a placeholder for what has no literal."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_literal = isinstance(value, (str, int, float, tuple, list)) or (name == "model_args" and isinstance(value, dict))
+    return value if is_literal else Placeholder(name)
 
 
 def _arguments(model: nn.Module | str | None, given: Arguments, checkpoint: Checkpoint) -> Arguments:

@@ -1,14 +1,21 @@
-"""Holds every command that a test makes ckptfix print against the real parser of the command line."""
+"""Holds every command that a test makes ckptfix print against the real parser of the command line, and every call
+against the functions of the library."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import click
 
+import ckptfix
 from ckptfix.core import wording as shell
+from ckptfix.core.options import CHECK, REPAIR, settings_of
+from ckptfix.core.report import Call
 
 
 def parse(words: list[str]) -> None:
@@ -35,3 +42,21 @@ def watch() -> None:
         return text
 
     shell.typed = typed
+    from ckptfix.report import advice  # only now, for it imports ``typed``
+
+    call_text = advice.call_text
+
+    def checked_call(call: Call, command: str, choices: Mapping[str, Any]) -> str:
+        text = call_text(call, command, choices)
+        (statement,) = ast.parse(text).body
+        assert isinstance(statement, ast.Expr), text
+        assert isinstance(statement.value, ast.Call), text
+        name = text.removeprefix("ckptfix.").partition("(")[0]
+        known = {
+            *inspect.signature(getattr(ckptfix, name)).parameters,
+            *settings_of(CHECK if name == CHECK else REPAIR),
+        }
+        assert {str(each.arg) for each in statement.value.keywords} <= known, text
+        return text
+
+    advice.call_text = checked_call

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 REPORT_VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away
 
 
+class Call(Struct, frozen=True):
+    """A call of a function of the library: its arguments by place, and those by name. An object that has no literal,
+    such as a model, is a placeholder with the name of its parameter."""
+
+    function: str
+    places: tuple[object, ...]
+    given: Mapping[str, Any] = {}
+
+
 class Report(Displayed, Struct, frozen=True):
     """The account of one file.
 
@@ -38,8 +47,8 @@ class Report(Displayed, Struct, frozen=True):
     shape of each of these; ``place`` is the path of the state_dict in the container of the result, and
     ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). ``accepted`` are the
     rules, or beginnings of their codes, whose findings the user accepts. ``is_refused`` says that the result must not
-    be written, ``is_dry_run`` that nothing was to be. The figures and what follows them are no part of the JSON form.
-    """
+    be written, ``is_dry_run`` that nothing was to be; ``call`` is how the library was called. The figures and what
+    follows them are no part of the JSON form."""
 
     source: str
     format: str
@@ -64,6 +73,7 @@ class Report(Displayed, Struct, frozen=True):
     accepted: tuple[str, ...] = ()
     is_refused: bool = False
     is_dry_run: bool = False
+    call: Call | None = None
 
     def __repr__(self) -> str:
         left = sum(finding.level > Level.NOTE for finding in self.remaining)

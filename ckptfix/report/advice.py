@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Dequantise, Drop, Fill, Fold, Rename, RenameModule, Replace
 from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
-from ckptfix.core.report import Report
+from ckptfix.core.report import Call, Report
 from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
@@ -32,16 +34,33 @@ class Telling(Struct, frozen=True):
     """How to tell a report.
 
     ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
-    names; the commands of the advice repeat them."""
+    names; the commands of the advice repeat them. ``call`` is what the user called in Python, where no command is of
+    use: the model may be an object."""
 
     mode: Mode = Mode.CHECK
     verbose: bool = False
     choices: Mapping[str, Any] = field(default_factory=dict)
+    call: Call | None = None
 
     @property
     def limit(self) -> int | None:
         """The most lines that a key list takes, None for all."""
         return None if self.verbose else 12
+
+    def option(self, name: str, value: object = None) -> str:
+        """Return an option as the user writes it."""
+        return flag_text(Opt(name, value)) if self.call is None else str(Opt(name, value))
+
+    @property
+    def target(self) -> str:
+        """The options that name what a file has to fit."""
+        return f"{self.option('model')} or {self.option('like')}"
+
+    def command(self, command: str, source: str, choices: Mapping[str, Any]) -> str:
+        """Return a command with these choices, or the call that does the same."""
+        if self.call is None:
+            return typed(command_words(command, source, choices))
+        return call_text(self.call, command, choices)
 
 
 def message_with_count(finding: Finding) -> str:
@@ -52,7 +71,7 @@ def message_with_count(finding: Finding) -> str:
     return f"{finding.message} ({counted(number, 'key')})"
 
 
-def mark(finding: Finding, report: Report) -> str:
+def mark(finding: Finding, report: Report, telling: Telling) -> str:
     """``[fixed]``, ``[fixable]`` or nothing."""
     if finding in report.fixed:
         return "[would be fixed]" if report.is_withheld else "[fixed]"
@@ -60,7 +79,7 @@ def mark(finding: Finding, report: Report) -> str:
         return "[accepted]"
     if finding.needs_unsafe:
         switches = [name for remedy in finding.remedies for name, value in remedy.options if value is True]
-        return f"[fixable with --{(switches or ['unsafe_fixes'])[0].replace('_', '-')}]"
+        return f"[fixable with {telling.option((switches or ['unsafe_fixes'])[0], True)}]"
     return "[fixable]" if finding.is_fixable else ""
 
 
@@ -82,7 +101,7 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
             share = percent(report.coverage.untrained, report.coverage.parameters)
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
             if report.is_refused:
-                flag = flag_text(Opt("allow_untrained", True))
+                flag = telling.option("allow_untrained", True)
                 yield f"  name the model that the file belongs to; {flag} writes this one all the same"
         return
     yield (Span("left:", "strong"),)
@@ -93,10 +112,11 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
         if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding, telling):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
-    for number, (words, price) in enumerate(suggested(report, telling)):
+    for number, (choices, price) in enumerate(_ways(report, telling)):
         if not number and (download := _download(report.source)):
             yield ("first: ", Span(download, "command"))
-        yield ("   or: " if number else "  run: ", Span(typed(words), "command"))
+        command = telling.command(REPAIR, _here(report.source), choices)
+        yield ("   or: " if number else "  run: ", Span(command, "command"))
         if price:
             yield ("       ", Span(price, "warning"))
 
@@ -123,12 +143,19 @@ def _written_again(report: Report, choices: Mapping[str, Any]) -> Mapping[str, A
 
 def next_command(report: Report, telling: Telling) -> str:
     """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
-    return typed(next(suggested(report, telling), ((), ""))[0])
+    found = next(_ways(report, telling), None)
+    return "" if found is None else telling.command(REPAIR, _here(report.source), found[0])
 
 
 def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the commands that cure what remains, word by word, each with its price: the recommended one, then those
     with another choice."""
+    for choices, price in _ways(report, telling):
+        yield command_words(REPAIR, _here(report.source), choices), price
+
+
+def _ways(report: Report, telling: Telling) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the options of a repair that cures what remains, each time with the price."""
     remedies, choices = recommended(report), _effective(report, telling.choices)
     # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
@@ -147,7 +174,7 @@ def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
         for chosen in (remedies, *_other_choices(report, remedies)):
-            yield command_for(_here(report.source), again, chosen), price_text(report, chosen)
+            yield with_remedies(again, chosen), price_text(report, chosen)
 
 
 def recommended(report: Report) -> list[Remedy]:
@@ -210,12 +237,15 @@ def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Reme
                     yield [other if remedy is first else remedy for remedy in remedies]
 
 
-def compared(report: Report, telling: Telling) -> tuple[str, str, Mapping[str, Any]]:
-    """Return the command, file and options that compare a file, or what was written of it, with a known model."""
+def comparing(report: Report, telling: Telling) -> tuple[Callable[[Mapping[str, Any]], str], Mapping[str, Any]]:
+    """Return what makes the command that compares a file, or what was written of it, with a known model, and the
+    options of it."""
     if report.output is None:
-        return CHECK if telling.mode is Mode.CHECK else REPAIR, report.source, telling.choices
+        command = CHECK if telling.mode is Mode.CHECK else REPAIR
+        return partial(telling.command, command, report.source), telling.choices
     is_kept = report.written_as == "pth" and telling.choices.get("weights") == report.container
-    return CHECK, report.output, {"weights": report.container} if is_kept else {}
+    after = replace(telling, call=telling.call and Call(CHECK, (report.output,)))
+    return partial(after.command, CHECK, report.output), {"weights": report.container} if is_kept else {}
 
 
 def _download(source: str) -> str:
@@ -257,15 +287,28 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
 
 def _text(finding: Finding, telling: Telling) -> str:
     if remedies := remedies_of(finding):
-        return remedies_text(remedies)
+        return remedies_text(remedies, as_arguments=telling.call is not None)
     if finding.is_fixable:
         return "not in the plan" if "apply" in telling.choices else ""
     return f"no automatic repair; see ckptfix rule {finding.code}"
 
 
-def command_for(source: str, choices: Mapping[str, Any], remedies: Iterable[Remedy] = ()) -> tuple[str, ...]:
-    """Return the words of the repair of ``source`` with these choices and the options of these remedies."""
-    return command_words(REPAIR, source, with_remedies(choices, remedies))
+def call_text(call: Call, command: str, choices: Mapping[str, Any]) -> str:
+    """Return the call of the library that does what a command would, in the place of an earlier call."""
+    # A check says what a repair would do, and a repair writes a file only if it is told so.
+    function = command if call.function == CHECK else call.function
+    beside = {"beside": True} if function == REPAIR != call.function else {}
+    given = {name: value for name, value in {**beside, **choices}.items() if value is not None}
+    words = [*map(_literal, call.places), *(f"{name}={_literal(value)}" for name, value in given.items())]
+    return f"ckptfix.{function}({', '.join(words)})"
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, tuple) and len(value) == 1:
+        return _literal(value[0])
+    if isinstance(value, Placeholder) and "=" not in value.name:  # else it is a text of which a part is to be given
+        return value.name
+    return repr(str(value) if isinstance(value, Placeholder) else list(value) if isinstance(value, tuple) else value)
 
 
 def with_remedies(choices: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
@@ -289,10 +332,7 @@ def remedy_text(remedy: Remedy, *, as_arguments: bool = False) -> str:
         return remedy.text
     if not as_arguments:
         return f"{' '.join(flag_text(Opt(name, value)) for name, value in remedy.options)} {remedy.text}"
-    shown = (
-        f"{name}={value}" if isinstance(value, Placeholder) else str(Opt(name, value)) for name, value in remedy.options
-    )
-    return f"{', '.join(shown)} {remedy.text}"
+    return f"{', '.join(f'{name}={_literal(value)}' for name, value in remedy.options)} {remedy.text}"
 
 
 def remedies_text(remedies: Iterable[Remedy], *, as_arguments: bool = False) -> str:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Form, Row, show_as
 from ckptfix.core.edits import Edit
+from ckptfix.core.options import CHECK
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
-from ckptfix.core.report import Report
+from ckptfix.core.report import Call, Report
 from ckptfix.report.style import Line, Paper
+
+if TYPE_CHECKING:
+    from ckptfix.report.advice import Telling
 
 # What makes the words is imported when somebody wants to see them.
 
@@ -23,11 +28,18 @@ def text_lines(lines: Iterable[Line]) -> list[str]:
 
 def report_lines(report: Report) -> list[str]:
     """Return what the terminal shows of a report."""
-    from ckptfix.report.advice import Mode, Telling
     from ckptfix.report.terminal import full_lines
 
-    is_repair = bool(report.edits or report.output)
-    return text_lines(full_lines(report, Telling(Mode.REPAIR if is_repair else Mode.CHECK)))
+    return text_lines(full_lines(report, _telling(report)))
+
+
+def _telling(report: Report) -> Telling:
+    from ckptfix.report.advice import Mode, Telling
+
+    call = report.call
+    if call is None:
+        return Telling(Mode.REPAIR if report.edits or report.output else Mode.CHECK)
+    return Telling(Mode.CHECK if call.function == CHECK else Mode.REPAIR, choices=call.given, call=call)
 
 
 def report_rows(report: Report) -> Iterator[Row]:
@@ -35,7 +47,7 @@ def report_rows(report: Report) -> Iterator[Row]:
     from ckptfix.report.advice import mark, message_with_count
 
     for finding in report.findings:
-        done = mark(finding, report).strip("[]")
+        done = mark(finding, report, _telling(report)).strip("[]")
         yield (finding.code, finding.level.name.lower(), message_with_count(finding), done)
 
 
@@ -55,9 +67,10 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
 
 def _lines(shown: Checkpoint | Plan | RenameMap) -> list[str]:
     if isinstance(shown, Checkpoint):
+        from ckptfix.report.advice import Telling
         from ckptfix.report.inspection import inspection_lines
 
-        return text_lines(inspection_lines(shown))
+        return text_lines(inspection_lines(shown, telling=Telling(call=Call(CHECK, (shown.path,)))))
     from ckptfix.report.edits import edit_lines, map_lines
 
     return [repr(shown), *(edit_lines(shown.edits) if isinstance(shown, Plan) else map_lines(shown))]

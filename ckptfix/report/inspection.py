@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
 from ckptfix.reading.weights.modules import is_module
+from ckptfix.report.advice import Telling
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, elements, size, spec_text
@@ -26,7 +28,6 @@ from ckptfix.writing.plain import NATIVE, known_form
 # From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word.
 BLOAT = 1.25
 
-_SHOWN = 12
 _NAMES = (Kind.PAYLOAD, Kind.UNTRUSTED)
 _NODES = 100_000  # objects that are looked at for their classes
 _VALUE_LENGTH = 60
@@ -92,14 +93,12 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
 
 
 def inspection_lines(
-    checkpoint: Checkpoint,
-    file_size: int | None = None,
-    verbose: bool = False,
-    choices: Mapping[str, Any] | None = None,
+    checkpoint: Checkpoint, file_size: int | None = None, telling: Telling | None = None
 ) -> Iterator[Line]:
-    """Yield the facts for people. ``choices`` are the options that a printed command repeats."""
+    """Yield the facts for people."""
+    telling = telling or Telling()
+    limit = telling.limit
     facts = inspect_checkpoint(checkpoint, file_size)
-    limit = None if verbose else _SHOWN
     yield (
         Span(f"{facts['source']}: ", "strong"),
         f"{facts['format']}, {counted(facts['tensors'], 'tensor')}, {elements(facts['numel'])}",
@@ -111,11 +110,11 @@ def inspection_lines(
         yield f"written by: {facts['producer']}"
     yield f"state_dict: {'the file itself' if facts['container'] == '.' else facts['container']}"
     if (likeness := likeness_of(checkpoint)) is not None:
-        yield from likeness_lines(likeness, CHECK, checkpoint.path, choices or {})
+        yield from likeness_lines(likeness, partial(telling.command, CHECK, checkpoint.path), telling.choices)
     for candidate in facts["candidates"]:
         if (name := candidate["name"]) != facts["container"]:
             held = f"{counted(candidate['tensors'], 'tensor')}, {elements(candidate['numel'])}"
-            yield f"  also: {name} ({held}; --weights {name})"
+            yield f"  also: {name} ({held}; {telling.option('weights', name)})"
     yield "dtypes: " + _listed(
         f"{name} {counted(entry['tensors'], 'tensor')} ({elements(entry['numel'])})"
         for name, entry in facts["dtypes"].items()
@@ -143,7 +142,7 @@ def inspection_lines(
     )
     specs = checkpoint.specs
     # The table is what the command is for, so it gets more room than a list in a report.
-    table = folded_lines(specs, None if verbose else 40, lambda key: spec_text(specs[key]))
+    table = folded_lines(specs, None if telling.verbose else 40, lambda key: spec_text(specs[key]))
     yield from _section("keys", table, None)
 
 

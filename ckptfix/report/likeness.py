@@ -9,8 +9,6 @@ from typing import Any
 
 from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
-from ckptfix.core.options import command_words
-from ckptfix.core.wording import typed
 from ckptfix.report.style import Line, Span
 
 _FEW = 2  # other models of the same structure that are named; of more there is the number
@@ -24,22 +22,25 @@ _SIZES: Mapping[str, Callable[[int], str]] = {
 }
 
 
-def likeness_lines(likeness: Likeness, command: str, source: str, choices: Mapping[str, Any]) -> Iterator[Line]:
+Command = Callable[[Mapping[str, Any]], str]  # gives the command, or the call, with these options
+
+
+def likeness_lines(likeness: Likeness, command: Command, choices: Mapping[str, Any]) -> Iterator[Line]:
     """Yield what a file is like, and the commands that go on from there."""
     text = likeness_text(likeness)
     yield ("looks like: ", Span(text, "strong") if likeness.is_named else text)
-    for number, line in enumerate(likeness_commands(likeness, command, source, choices)):
+    for number, line in enumerate(likeness_commands(likeness, command, choices)):
         yield ("       or: " if number else "  compare: ", Span(line, "command"))
 
 
-def likeness_commands(likeness: Likeness, command: str, source: str, choices: Mapping[str, Any]) -> Iterator[str]:
+def likeness_commands(likeness: Likeness, command: Command, choices: Mapping[str, Any]) -> Iterator[str]:
     """Yield the command that compares a file with the known model, and the one that builds it if its library is there;
     nothing for a model that is only near. Of several models in one file, each has its own."""
     for each in (likeness, *likeness.others) if likeness.is_named else ():
         own = {**choices, "weights": each.prefix.rstrip(".")} if likeness.others else choices
-        yield typed(command_words(command, source, {**own, "like": each.target}))
+        yield command({**own, "like": each.target})
         if (model := each.model) is not None and _is_installed(model.partition(":")[0]):
-            yield typed(command_words(command, source, {**own, "model": model}))
+            yield command({**own, "model": model})
 
 
 def _is_installed(library: str) -> bool:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, Subject, counted
+from ckptfix.core.options import REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import Mode, Telling, advice_lines, compared, mark, message_with_count
+from ckptfix.report.advice import Mode, Telling, advice_lines, comparing, mark, message_with_count
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
@@ -32,7 +33,7 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     """Yield the whole account of one file."""
     yield headline(report, telling)
     place = "" if report.container == "." else f", state_dict at {report.container}"
-    target = f"target {report.target}" if report.target else "no target to compare with (--model or --like)"
+    target = f"target {report.target}" if report.target else f"no target to compare with ({telling.target})"
     size = f"{counted(report.tensors, 'tensor')}, {elements(report.numel)}"
     yield (Span(f"  {report.format}{place}: {size}; {target}", "faint"),)
     for finding in report.findings:
@@ -42,7 +43,10 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
     if report.edits:
         yield (Span("would do:" if report.is_withheld else "done:", "strong"),)
         yield from (f"  {line}" for line in edit_lines(report.edits, telling.limit))
-    yield _coverage_line(report.coverage, telling.mode is Mode.REPAIR and not report.is_withheld)
+    if report.coverage is None:
+        yield f"coverage: unknown without a target ({telling.target})"
+    else:
+        yield _coverage_line(report.coverage, telling.mode is Mode.REPAIR and not report.is_withheld)
     if report.smoke is not None:
         yield _smoke_line(report.smoke)
         yield from (f"  {check}" for check in report.smoke.checks)
@@ -50,12 +54,14 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield ("written: ", Span(report.output, "strong"))
     elif report.is_dry_run:
         yield "written: nothing (dry run)"
-    elif telling.mode is Mode.REPAIR:
+    elif telling.mode is Mode.REPAIR and (telling.call is None or telling.call.function == REPAIR):
         is_clean = report.exit_code == 0 and not report.edits and not report.is_refused
-        yield f"written: nothing{', as there is nothing to repair; -o FILE writes it all the same' if is_clean else ''}"
+        way = "-o FILE" if telling.call is None else "output=FILE"
+        reason = f", as there is nothing to repair; {way} writes it all the same" if is_clean else ""
+        yield f"written: nothing{reason}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:
-        yield from likeness_lines(report.likeness, *compared(report, telling))
+        yield from likeness_lines(report.likeness, *comparing(report, telling))
     yield from advice_lines(report, telling)
     if report.output is not None and report.written_as:
         yield ("load it with: ", Span(loading_code(report, telling.choices), "strong"))
@@ -101,7 +107,7 @@ def concise_lines(report: Report, telling: Telling) -> Iterator[Line]:
             f"{report.source}: ",
             Span(finding.code, finding.level.name.lower()),
             f" {finding.name}: {message_with_count(finding)}",
-            *_marked(finding, report),
+            *_marked(finding, report, telling),
         )
 
 
@@ -147,7 +153,7 @@ def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
         what = f"weights under {report.container}" if report.container != "." else "weights"
         exception = ", except for checksums and NaN" if are_read else ""
         limits += [f"{first_names(list(report.unexamined), _NAMES)} not examined{exception}"]
-    limits += ["not compared with a model: add --model or --like"]
+    limits += [f"not compared with a model: add {telling.target}"]
     return (Span(f"nothing wrong in the {what}", "good"), f" ({'; '.join(limits)}){notes}")
 
 
@@ -222,7 +228,7 @@ def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterat
         Span(finding.name, "strong"),
         " ",
         Span(level, level),
-        *_marked(finding, report),
+        *_marked(finding, report, telling),
     )
     yield f"  {finding.message}"
     evidence = plain(finding.evidence)
@@ -281,14 +287,12 @@ def _figure(value: Any) -> str:
     return str(value)
 
 
-def _marked(finding: Finding, report: Report) -> tuple[str | Span, ...]:
-    text = mark(finding, report)
+def _marked(finding: Finding, report: Report, telling: Telling) -> tuple[str | Span, ...]:
+    text = mark(finding, report, telling)
     return (" ", Span(text, "good")) if text else ()
 
 
-def _coverage_line(coverage: Coverage | None, is_done: bool) -> Line:
-    if coverage is None:
-        return "coverage: unknown without a target (--model or --like)"
+def _coverage_line(coverage: Coverage, is_done: bool) -> Line:
     share = percent(coverage.parameters_from_file, coverage.parameters)
     buffers = percent(coverage.buffers_from_file, coverage.buffers) if coverage.buffers else "none"
     parameters = f"{quantity(coverage.parameters)} parameters (by number of elements)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,3 +74,55 @@ def test_the_library_logs_what_it_renames_and_fills(caplog):
         "state_dict: rename 1 key: module.{…} → {…}",
         "state_dict: fill 1 key (2 elements) from the initial values of the target (not trained): bias  float32[2]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "added", "following"),
+    [
+        pytest.param("ckptfix.repair('a.pth', model)", {}, None, id="nothing left"),
+        pytest.param(
+            "ckptfix.check('a.pth', model)",
+            {"more": torch.ones(2)},
+            "ckptfix.repair('a.pth', model, beside=True, unsafe_fixes=True)",
+            id="a check writes nothing",
+        ),
+        pytest.param(
+            "ckptfix.repair('a.pth', model, output='b.pth')",
+            {"more": torch.ones(2)},
+            "ckptfix.repair('a.pth', model, output='b.pth', unsafe_fixes=True)",
+            id="what was given stays",
+        ),
+        pytest.param(
+            "ckptfix.repair(Path('a.pth'), ignore='VAL', values=False, dry_run=True, in_place=True)",
+            {"num_batches_tracked": torch.tensor(1)},
+            "ckptfix.repair('a.pth', in_place=True, ignore='VAL', values=False)",
+            id="after a dry run",
+        ),
+        pytest.param(
+            "ckptfix.repair_state_dict(state_dict, model, ignore=[])[1]",
+            {"more": torch.ones(2)},
+            "ckptfix.repair_state_dict(state_dict, model, unsafe_fixes=True)",
+            id="in memory",
+        ),
+        pytest.param(
+            "ckptfix.load(model, 'a.pth')",
+            {"bn.running_var": torch.tensor([torch.nan, 1.0])},
+            "ckptfix.load(model, 'a.pth', reset_running_stats=True)",
+            id="load",
+        ),
+    ],
+)
+def test_the_call_that_is_shown_goes_on_from_the_one_before(call, added, following, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(OrderedDict(bn=nn.BatchNorm1d(2), fc=nn.Linear(2, 2)))
+    state_dict = {f"module.{key}": value.clone() for key, value in model.state_dict().items()}
+    state_dict |= {f"module.{key}": value for key, value in added.items()}
+    torch.save(state_dict, "a.pth")
+    names = {"ckptfix": ckptfix, "model": model, "state_dict": state_dict, "Path": Path}
+    shown = str(eval(call, names))
+    assert "--" not in shown
+    calls = [line.partition("run: ")[2] for line in shown.splitlines() if "ckptfix." in line]
+    assert calls == ([] if following is None else [following])
+    if following is not None:
+        done = eval(following, names)
+        assert "nothing left to do" in str(done[1] if isinstance(done, tuple) else done)

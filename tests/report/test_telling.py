@@ -27,12 +27,12 @@ from tests.report.samples import EXTRA, MISMATCH, PREFIX, report
     ],
 )
 def test_mark(finding, fixed, text):
-    assert mark(finding, report(finding, fixed=(finding,) if fixed else ())) == text
+    assert mark(finding, report(finding, fixed=(finding,) if fixed else ()), Telling()) == text
 
 
 def test_what_is_not_written_only_would_be_fixed():
     for held in ({"is_dry_run": True}, {"is_refused": True}):
-        assert mark(PREFIX, report(PREFIX, fixed=(PREFIX,), **held)) == "[would be fixed]"
+        assert mark(PREFIX, report(PREFIX, fixed=(PREFIX,), **held), Telling()) == "[would be fixed]"
 
 
 def test_verbose_lifts_the_limit():

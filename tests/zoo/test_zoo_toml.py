@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfix.core.options import command_words
 from ckptfix.errors import UsageError
-from ckptfix.report.advice import command_for
 from ckptfix.zoo.zoo_toml import Table, Treatment, plain_table, read_table
 
 
@@ -93,7 +93,7 @@ def test_arguments_are_those_of_repair(tmp_path):
 def test_the_command_of_one_file(tmp_path):
     treatment = table_of(tmp_path, EXAMPLE.replace('like = "good.pth"', 'model = "m:f"')).treatment_of("resnet50.pth")
     assert " ".join(
-        command_for("old/resnet50.pth", {**treatment.choices, "output": "new/x.pth", "unsafe_fixes": True})
+        command_words("repair", "old/resnet50.pth", {**treatment.choices, "output": "new/x.pth", "unsafe_fixes": True})
     ) == (
         "ckptfix repair old/resnet50.pth --model m:f --no-values --ignore val203 --unsafe-fixes --fill target"
         " --timeout 20 --output new/x.pth --format pth"

@@ -15,7 +15,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import Mode, Telling, compared, remedies_text, suggested
+from ckptfix.report.advice import Mode, Telling, comparing, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.key_lists import folded_lines
@@ -149,7 +149,7 @@ def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[st
     ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, telling)]
     likeness = report.likeness and {
         "text": likeness_text(report.likeness),
-        "commands": list(likeness_commands(report.likeness, *compared(report, telling))),
+        "commands": list(likeness_commands(report.likeness, *comparing(report, telling))),
     }
     return {
         **report.to_json(fixes=False),
