@@ -135,7 +135,8 @@ class Recipe(Struct, frozen=True):
         """Return whether the hyperparameters of groups do not contradict these labels."""
         if self.rises is _decaying and len({tuple(_without_decay(group).items()) for group in groups}) > 1:
             return False
-        if self.rises is _layered and len({layer for layer, _ in labels}) < 2:
+        is_signed = all(self.sign in group for group in groups)
+        if self.rises is _layered and not is_signed and len({layer for layer, _ in labels}) < 2:
             return False  # of a model without numbered blocks it would be by decay only
         ranks = list(map(self.rises, labels)) if self.rises is not None else []
         for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):

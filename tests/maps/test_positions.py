@@ -155,6 +155,11 @@ def test_a_model_without_blocks_has_no_layer_wise_groups():
     found = [naming.source for naming in namings(state, Layout(shapes))]
     assert found
     assert not any(source.startswith("layer-wise") for source in found)
+    signed = [{**group, "lr_scale": 1.0} for group in groups]  # which no other trainer puts there
+    (state,) = optimizers_in({"optimizer": {"state": rows, "param_groups": signed}})
+    found = [naming.source for naming in namings(state, Layout(shapes))]
+    assert found
+    assert all(source.startswith("layer-wise") for source in found)
 
 
 @pytest.mark.parametrize(
