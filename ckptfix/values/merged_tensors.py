@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -28,7 +29,6 @@ from ckptfix.values.scan import KINDS, kernel, strips
 # Python does between blocks; with more, torch works in memory and not in the processor's cache.
 BLOCK = 1 << 21
 MOST = 1 << 25  # bytes in float32 of the columns that may be in memory as a whole
-COLUMNS = 64  # torch sums so many columns side by side, and the last ones of a tensor in another way
 FEWEST = 16  # rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows
 HIGHEST = 128  # rank up to which the kernel adds products: MKL sums those of 256 in another order
 Factors = Sequence[TensorSpec]
@@ -109,6 +109,8 @@ class MergedBytes:
             # The last block takes the rows that are too few for one of their own.
             ends = (min(row // self.height, self.blocks - 1) for row in (start // self.row, (stop - 1) // self.row))
             with one_thread() if products is None else nullcontext():
+                if products is None:
+                    _layers(self)  # once, before two threads would each work out the norms
                 yield from side_by_side(piece, range(next(ends), next(ends) + 1))
 
     def _by_torch(self, first: int, last: int) -> memoryview:
@@ -242,7 +244,7 @@ class _Layer:
             two = _around(cores[0], *twos) if cores else twos[0] if len(twos) == 1 else twos[0] @ twos[1]
             factors = [ones[0] if len(ones) == 1 else ones[0] @ ones[1], two]
         self.source, self.delta, self.factors = source, delta, factors
-        self._norms: torch.Tensor | None = None
+        self._norms = self._norms_of_columns() if delta.has_magnitude and self._is_by_columns else None
 
     def add(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Return these rows of the tensor with the layer merged into them."""
@@ -319,45 +321,47 @@ class _Layer:
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
         """DoRA's magnitude by the norm that each output has in the tensor of the file with this layer alone."""
-        magnitude, source = self.factors[2], self.source
-        dtype = torch_dtype(source.spec.dtype)
-        # That of LyCORIS may have one for each input: [1, inputs, 1, 1], where peft has [1, outputs, 1, 1].
-        is_lycoris = self.delta.factors[2].endswith("dora_scale")
-        if self.delta.transposed or (is_lycoris and magnitude.shape[0] == 1 < source.shape[0]):
-            if self._norms is None:
-                self._norms = self._norms_of_columns(dtype).to(magnitude.dtype)
-            return (magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(source.shape) - 2))
-        whole = self._whole(first, last, dtype)
+        magnitude = self.factors[2]
+        if self._norms is not None:
+            return (magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(self.source.shape) - 2))
+        whole = self._whole(first, last)
         norms: torch.Tensor = torch.linalg.vector_norm(whole, dim=tuple(range(1, whole.ndim)))
         ratio = magnitude.flatten()[first:last] / norms
-        if self.delta.is_narrow and not is_lycoris:
-            ratio = ratio.to(dtype)
+        if self.delta.is_narrow and not self._is_of_lycoris:
+            ratio = ratio.to(torch_dtype(self.source.spec.dtype))
         return ratio.view(-1, *(1,) * (whole.ndim - 1))
 
-    def _whole(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.source.weight(first, last) + self.change(first, last, dtype)
+    @property
+    def _is_of_lycoris(self) -> bool:
+        return self.delta.factors[2].endswith("dora_scale")
 
-    def _columns(self, first: int, last: int, left: int, right: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return some columns of the sum; of an embedding, whose columns are rows of a factor, only those."""
-        if not self.delta.transposed or min(right, self.source.shape[1]) - left < FEWEST:
-            return self._whole(first, last, dtype)[:, left:right]
-        one, two = self.factors[0], self.factors[1][left:right]
-        change = _rows(two, one, first, last, True).mul_(self.delta.scaling)
-        return self.source.weight(first, last)[:, left:right] + (change.to(dtype) if self.delta.rounds else change)
+    @property
+    def _is_by_columns(self) -> bool:
+        """Whether DoRA's outputs are the columns: LyCORIS may have a magnitude for each input, [1, inputs, 1, 1], where
+        peft has [1, outputs, 1, 1]."""
+        is_for_inputs = self._is_of_lycoris and self.factors[2].shape[0] == 1 < self.source.shape[0]
+        return self.delta.transposed or is_for_inputs
 
-    def _norms_of_columns(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the norms over all rows, of as many columns at a time as may be in memory: torch sums each column from
-        the first row to the last, and by itself, so that these are the bits of all columns at once."""
-        source, found = self.source, []
-        rows, columns = source.shape[:2]
-        width = max(MOST * columns // (source.spec.numel * 4) // COLUMNS, 1) * COLUMNS
-        for first in range(0, columns, width):
-            strip = None
-            for start, stop in map(source.bounds, range(source.blocks)):
-                block = self._columns(start, stop, first, first + width, dtype)
-                strip = block.new_empty(rows, *block.shape[1:]) if strip is None else strip
-                strip[start:stop] = block
-            assert strip is not None, "there is at least one block"
+    def _whole(self, first: int, last: int) -> torch.Tensor:
+        weight = self.source.weight(first, last)
+        return weight + self.change(first, last, weight.dtype)
+
+    def _norms_of_columns(self) -> torch.Tensor:
+        """Return the norms over all rows with the bits of torch. It sums the squares of a matrix's columns row by row,
+        so a matrix is read once; those of a kernel in another order, so that is read some columns at a time."""
+        source = self.source
+        blocks = [source.bounds(number) for number in range(source.blocks)]
+        columns = source.shape[1]
+        if len(source.shape) == 2 and columns > 1:
+            sums: Any = 0.0
+            for block in blocks:
+                rows = self._whole(*block)
+                for row in rows.to(torch.promote_types(rows.dtype, torch.float32)).numpy():
+                    sums = sums + row * row
+            return torch.from_numpy(np.sqrt(sums)).to(rows.dtype)
+        width, found = max(MOST * columns // (source.spec.numel * 4), 1), []
+        for left in range(0, columns, width):
+            strip = torch.cat([self._whole(*block)[:, left : left + width] for block in blocks])
             found.append(torch.linalg.vector_norm(strip.transpose(0, 1).flatten(1), dim=1))
         return torch.cat(found)
 

@@ -436,6 +436,32 @@ def test_dora_by_inputs(kernel, most, tmp_path, monkeypatch):
     torch.testing.assert_close(got["q.weight"], whole * norms / columns)
 
 
+def test_the_norms_of_a_table_take_one_pass(tmp_path, monkeypatch):
+    """Those of its columns are over all rows; two threads wanted them at once, of some columns at a time."""
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
+    monkeypatch.setattr("ckptfix.values.merged_tensors.MOST", 0)
+    read: list[int] = []
+    weight = merged_tensors.MergedBytes.weight
+
+    def counted(source, first, last):
+        read.extend(range(first, last))
+        return weight(source, first, last)
+
+    monkeypatch.setattr(merged_tensors.MergedBytes, "weight", counted)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "use_dora": True, "target_modules": ["embed"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    one, two, norms = torch.randn(2, 96), torch.randn(200, 2), torch.rand(200)
+    factors = {"lora_embedding_A": one, "lora_embedding_B": two, "lora_magnitude_vector": norms}
+    tensors = {f"base_model.model.embed.{name}": value for name, value in factors.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    base = torch.randn(96, 200)
+    got, _ = ckptfix.repair_state_dict({"embed.weight": base}, adapter=tmp_path, select="FIL108")
+    whole = base + (two @ one).T
+    torch.testing.assert_close(got["embed.weight"], whole * norms / whole.norm(dim=0))
+    # For the norms and the sums, and those of the report's figures, with rows that a short last block has again.
+    assert max(Counter(read).values()) <= 4
+
+
 @pytest.mark.parametrize("name", ["lora_magnitude_vector", "dora_scale"])
 def test_the_norms_of_a_square_convolution(name, tmp_path):
     """peft has those of its outputs as [1, outputs, 1, 1], and LyCORIS those of its inputs in the same shape."""
