@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -199,14 +200,19 @@ _SLICED = frozenset(("s", "p0"))  # what Prodigy keeps of a parameter in one row
 def fits(row: Mapping[str, Any], shape: Shape) -> bool:
     """Return whether each tensor of a row may belong to a parameter of this shape: it has its shape, one element, or,
     unless it is one that has an element for each of the parameter's, that of the factored moments of Adafactor."""
+    return _fits(tuple((name, logical_shape(value)) for name, value in values_in(row)), shape)
+
+
+@lru_cache(maxsize=1 << 10)  # the rows of a file have few forms, and each is compared under many recipes
+def _fits(form: tuple[tuple[str, Shape], ...], shape: Shape) -> bool:
     factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
     whole = {shape, (), (1,)}
     return all(
-        (found := logical_shape(value)) in whole
+        found in whole
         or (len(shape) > 1 and name not in _BEGINNINGS and found in factored)
         or (name == "state1" and found == (2, *shape))  # two averages of bitsandbytes' AdEMAMix
         or BLOCKWISE.fullmatch(name)
         or re.fullmatch(_OF_AXES, name)
         or (name in _SLICED and len(found) == 1 and found[0] <= prod(shape))
-        for name, value in values_in(row)
+        for name, found in form
     )

@@ -42,12 +42,14 @@ class Layout(Struct, frozen=True):
 
 
 HF_FILE = "trainer_state.json"
-_HF_PATTERNS = r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
-_UNDECAYED = r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
+_HF_PATTERNS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+_UNDECAYED = re.compile(
+    r"(^|\.|_)(pos_embed|(cls|dist|reg|mask)_token|absolute_pos_embed|\w*relative_position_bias_table)$"
+)
 _MAE_UNDECAYED = frozenset({"pos_embed", "cls_token", "dist_token"})
 OUTER = re.compile(r"embed|wte|wpe|(^|[._])head($|\.)")  # tables and heads, which scripts with Muon leave to Adam
-_STEM = r"(cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre)"
-_BLOCK = r"(.*\.)?(blocks|layers?|h)\.(\d+)\."
+_STEM = re.compile(r"cls_token|mask_token|reg_token|pos_embed|patch_embed|norm_pre")
+_BLOCK = re.compile(r"(.*\.)?(blocks|layers?|h)\.(\d+)\.")
 
 
 def _is_flat(layout: Layout, key: str) -> bool:
@@ -61,7 +63,7 @@ def _has_bias(key: str) -> bool:
 def _decays_in_hf(layout: Layout, key: str) -> bool:
     module = key.rpartition(".")[0]
     is_layer_norm = layout.modules is not None and layout.modules.get(module) == "LayerNorm"
-    return not (is_layer_norm or re.search(_HF_PATTERNS, bare(key).lower()))
+    return not (is_layer_norm or _HF_PATTERNS.search(bare(key).lower()))
 
 
 def _decays_in_old_hf(layout: Layout, key: str) -> bool:
@@ -77,7 +79,7 @@ def _decays_in_vit(layout: Layout, key: str) -> bool:
 
 
 def _may_decay(layout: Layout, key: str) -> bool:
-    return not re.search(_UNDECAYED, key)
+    return not _UNDECAYED.search(key)
 
 
 def _is_hidden_matrix(layout: Layout, key: str) -> bool:
@@ -87,8 +89,8 @@ def _is_hidden_matrix(layout: Layout, key: str) -> bool:
 def _layer(key: str) -> int:
     """Return the number of a parameter's block; what is before the blocks is -1, and what is after them ``MANY``."""
     name = bare(key)
-    block = re.match(_BLOCK, name)
-    return -1 if re.match(_STEM, name) else int(block[3]) if block else MANY
+    block = _BLOCK.match(name)
+    return -1 if _STEM.match(name) else int(block[3]) if block else MANY
 
 
 def _layer_in_timm(layout: Layout, key: str) -> int:
@@ -312,7 +314,8 @@ def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) 
         for name, within in chain([("", None)], _differing(layout, new, {**_BY_NAME, ", in reverse": _reverse}))
     ]
     arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
-    for part, kind in sorted(product(parts, kinds), key=lambda pair: all(pair)):  # the simpler one of two that agree
+    few = [[name for name, labels in each.items() if len(set(labels)) <= len(sizes)] for each in (places, kinds)]
+    for part, kind in sorted(product(*few), key=lambda pair: all(pair)):  # the simpler one of two that agree
         labels = list(zip(places[part], kinds[kind], strict=True))
         if sorted(Counter(labels).values()) != sizes:
             continue

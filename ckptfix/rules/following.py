@@ -119,7 +119,7 @@ class Scope(Struct, frozen=True):
 
 def scopes(change: Change) -> Iterator[Scope]:
     """Yield what optimizers are built of: all parameters, the trainable ones, or those of one part of a model."""
-    parameters = change.parameters()
+    parameters = change.parameters
     orders = [("the file's order", list(parameters))] if change.is_ordered else []
     orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
     known = change.modules
@@ -170,7 +170,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
     if optimizer.is_joint and change.touches:
         return []
-    if change.aliases and len(optimizer.ids) == len(change.result()):
+    if change.aliases and len(optimizer.ids) == len(change.result):
         change = replace(change, is_tied=True)
     found: dict[Hashable, Followed] = {}
     certain = named_by_itself(optimizer, change.before)
@@ -189,7 +189,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     if found:
         return list(found.values())
     wide = replace(change, is_wide=True)
-    for read in (change, wide) if wide.parameters().keys() != change.parameters().keys() else (change,):
+    for read in (change, wide) if wide.parameters.keys() != change.parameters.keys() else (change,):
         for scope, naming in _read(optimizer, read):
             made = follow(optimizer, naming, read, scope)
             if made is None:
@@ -201,18 +201,19 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
     """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
     a script's own are not looked for in more orders of a sorted file than can agree."""
-    new = change.of_model({key: spec.shape for key, spec in change.result().items()})
+    new = change.of_model({key: spec.shape for key, spec in change.result.items()})
     known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
-    found = [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, True)]
-    signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
-    if signed or len(change.model_orders) > ORDERS:
-        return signed or found
+    if SIGNS.intersection(change.signs) or len(change.model_orders) > ORDERS:
+        found = [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, True)]
+        signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
+        if signed or len(change.model_orders) > ORDERS:
+            return signed or found
     return [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, scope.is_of_form)]
 
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
     """Return whether what is left of some parameters comes in another order if it has the names of the result."""
-    names = {source: key for key in change.result() for source in change.origins[key].sources}
+    names = {source: key for key in change.result for source in change.origins[key].sources}
     old = {bare(key): bare(names[key]) for key in keys if key in names}
     return [old[key] for key in within(old)] != within(list(old.values()))
 
@@ -235,6 +236,7 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
     return not any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes)
 
 
+SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
 ORDERS = 20  # of a sorted file's parameters, tried for groups of a script's own, or if the names are known
 
 
@@ -252,7 +254,7 @@ def _inside(optimizer: Optimizer, naming: Naming) -> str:
 
 def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
     """Follow names that are certain, by the recipe of their groups if there is one."""
-    known = replace(change, is_wide=True).parameters()
+    known = replace(change, is_wide=True).parameters
     scope = Scope(Layout({}), lambda key: key not in change.frozen, which)
     made: list[Followed | None] = []
     recipes: list[Recipe] = []
@@ -276,9 +278,9 @@ def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
     groups = [[change.origins[key].sources for key in group if key in change.origins] for group in change.live or ()]
     if tuple(map(len, groups)) != optimizer.sizes or any(len(sources) != 1 for group in groups for sources in group):
         return
-    order = {key: number for number, name in enumerate(change.result()) for key in change.origins[name].sources}
+    order = {key: number for number, name in enumerate(change.result) for key in change.origins[name].sources}
     live = [key for group in groups for (key,) in group]
-    if not change.parameters().keys() <= order.keys() or not order.keys() >= set(live):
+    if not change.parameters.keys() <= order.keys() or not order.keys() >= set(live):
         return  # an optimizer of a model that had others may have had these
     readings = [dict(zip(live, live, strict=True))]
     if change.reorders:  # the script may have met them in the file's order: within its groups, or all in all
@@ -351,7 +353,7 @@ class _Following(Struct, dict=True):
         anew: list[str] = []
         added: list[str] = []
         carried: set[Any] = set()
-        for key, spec in change.result().items():
+        for key, spec in change.result.items():
             known = self.sources(key)
             if live is not None:
                 is_wanted = any(key in group for group in live)
@@ -527,7 +529,7 @@ class _Following(Struct, dict=True):
         place = {number: at for at, number in enumerate(optimizer.ids)}
         own = {step.key: [place[self.ids[one]] for one in self.sources(step.key)] for step in self.steps}
         if change.is_ordered:
-            before = {key: at for at, key in enumerate(change.parameters())}
+            before = {key: at for at, key in enumerate(change.parameters)}
             kept = [[before.get(names[number], -1) for number in group["params"]] for group in optimizer.groups]
         else:
             starts = [0, *accumulate(optimizer.sizes)]
@@ -552,7 +554,7 @@ class _Following(Struct, dict=True):
             return False
         orders = [(within, within) for within in fitting]
         if change.is_ordered:
-            before, after = ({bare(key): n for n, key in enumerate(each)} for each in (change.before, change.result()))
+            before, after = ({bare(key): n for n, key in enumerate(each)} for each in (change.before, change.result))
             orders.append((partial(sorted, key=before.__getitem__), partial(sorted, key=after.__getitem__)))
         for old, new in orders:
             first, then = _met_first(lists, old), _met_first(made, new)

@@ -188,7 +188,7 @@ def _out_of_step(
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
     settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
     is_odd = not found and bool(plan.edits) and not known and not _may_be_of(optimizer, change)
-    if is_odd and settled and len(optimizer.ids) == len(after.result()):
+    if is_odd and settled and len(optimizer.ids) == len(after.result):
         yield rule.finding(
             Level.NOTE,
             f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "
@@ -210,8 +210,8 @@ def _out_of_step(
         return
     is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and not change.model_orders
     # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
-    is_wide = bool(found) or len(optimizer.ids) > len(change.parameters())
-    is_tied = len(optimizer.ids) == len(change.result())
+    is_wide = bool(found) or len(optimizer.ids) > len(change.parameters)
+    is_tied = len(optimizer.ids) == len(change.result)
     has_changed = replace(change, is_wide=is_wide, is_tied=is_tied).touches
     touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
     if is_silent and not touches:
@@ -257,7 +257,7 @@ def _out_of_step(
 
 def _may_be_of(optimizer: Optimizer, change: Change) -> bool:
     """Return whether the file has a parameter for each row of the state, in whatever order they may be."""
-    shapes = Counter(spec.shape for spec in change.parameters().values())
+    shapes = Counter(spec.shape for spec in change.parameters.values())
     largest = (max(map(logical_shape, optimizer.row(number).values()), key=len, default=()) for number in optimizer.ids)
     return len(optimizer.ids) == shapes.total() and not Counter(filter(None, largest)) - shapes
 
@@ -296,7 +296,7 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
     later = replace(change, after=after, origins=origins)
     found = ways(optimizer, later)
     once = f"out of step once what does not fit ({counted(len(misfits), 'key')}) is dropped or filled"
-    if len(found) != 1 and len(optimizer.ids) == len(change.parameters()) and later.touches:
+    if len(found) != 1 and len(optimizer.ids) == len(change.parameters) and later.touches:
         reason = _reason(optimizer, found, readings(optimizer, later))
         yield rule.finding(
             Level.WARNING,

@@ -154,8 +154,9 @@ class Change(Struct, frozen=True, dict=True):
         """The target if it is a model: only that knows the order of its parameters."""
         return self.target if self.target is not None and self.target.modules is not None else None
 
+    @cached_property
     def parameters(self) -> dict[str, TensorSpec]:
-        """Return the parameters before the edits, tied ones once."""
+        """The parameters before the edits, tied ones once."""
         kinds = self.kinds
         wide = self.is_wide
         left_out = self.aliases if self.is_tied else ()
@@ -166,8 +167,9 @@ class Change(Struct, frozen=True, dict=True):
         }
         return _once(found, ())
 
+    @cached_property
     def result(self) -> dict[str, TensorSpec]:
-        """Return the parameters after the edits, tied ones once, in the order of the model if there is one."""
+        """The parameters after the edits, tied ones once, in the order of the model if there is one."""
         found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target, self.is_wide)}
         if self.model is None or not found.keys() <= self.model.slots.keys():
             return _once(found, ())  # only a model that has them all knows their order
@@ -176,7 +178,7 @@ class Change(Struct, frozen=True, dict=True):
     @property
     def new(self) -> Layout:
         """The parameters of the result that come from nothing in the file."""
-        found = {key: spec.shape for key, spec in self.result().items() if not self.origins[key].sources}
+        found = {key: spec.shape for key, spec in self.result.items() if not self.origins[key].sources}
         return self.of_model(found)
 
     def of_model(self, shapes: Mapping[str, Shape]) -> Layout:
@@ -189,7 +191,7 @@ class Change(Struct, frozen=True, dict=True):
     @property
     def new_order(self) -> tuple[str, ...]:
         """The keys of the result in the order of the model, if it has its parameters in another one."""
-        parameters = self.result()
+        parameters = self.result
         if self.model is None or [key for key in self.after if key in parameters] == list(parameters):
             return ()
         rank = {key: place for place, key in enumerate(self.model.slots)}
@@ -223,19 +225,19 @@ class Change(Struct, frozen=True, dict=True):
         found = {key: numbers[bare(key)] for key in self.before if bare(key) in numbers}
         for key in numbers.keys() & self.origins.keys():
             found |= dict.fromkeys(self.origins[key].sources, numbers[key])
-        return found if self.parameters().keys() <= found.keys() else None
+        return found if self.parameters.keys() <= found.keys() else None
 
     @cached_property
     def model_orders(self) -> list[list[str]]:
         """The parameters of the file in the order of the model; none if that is not the order of the model that was
         trained: layers of another implementation, or parts whose place was among others. Blocks that the model no
         longer has were among those with other numbers; any other module may have been at each place of its parent."""
-        if self.model is None or not self.result().keys() <= self.model.slots.keys():
+        if self.model is None or not self.result.keys() <= self.model.slots.keys():
             return []  # the order of the result is not known either
         rank = {key: place for place, key in enumerate(self.model.slots)}
         places: dict[str, list[int]] = {}
         left: set[str] = set()
-        result = list(self.result())
+        result = list(self.result)
         kept = {parent for key in result for parent in _parents(key)}
         for key in result:
             sources, place = self.origins[key].sources, rank[key]
@@ -246,7 +248,7 @@ class Change(Struct, frozen=True, dict=True):
                 left.update(_parents(source) - _parents(key))
         if left & kept:
             return []  # one of several that were together has another place now
-        parameters = self.parameters()
+        parameters = self.parameters
         known = [key for key in parameters if key in places]
         order = sorted(known, key=lambda key: places[key][0])
         if order != sorted(known, key=lambda key: places[key][-1]):
@@ -259,7 +261,7 @@ class Change(Struct, frozen=True, dict=True):
     @property
     def aliases(self) -> set[str]:
         """The tensors of the file that the model has under another name before, as tied to it."""
-        result = {source for key in self.result() for source in self.origins[key].sources}
+        result = {source for key in self.result for source in self.origins[key].sources}
         tied = (key for group in (self.model.ties if self.model else ()) for key in group if key in self.origins)
         return {source for key in tied for source in self.origins[key].sources} - result
 
@@ -272,7 +274,7 @@ class Change(Struct, frozen=True, dict=True):
     def cold(self) -> list[set[str]]:
         """The parameters of the file that are frozen in the model, if there are any; then also with those that the
         model no longer has, if all that is left around them is frozen."""
-        kept = {source: key for key in self.result() for source in self.origins[key].sources}
+        kept = {source: key for key in self.result for source in self.origins[key].sources}
         cold = {source for source, key in kept.items() if key in self.frozen}
         if not cold:
             return []
@@ -282,7 +284,7 @@ class Change(Struct, frozen=True, dict=True):
                 around[parent] = around.get(parent, True) and source in cold
         gone = {
             key
-            for key in self.parameters().keys() - kept.keys()
+            for key in self.parameters.keys() - kept.keys()
             if (parents := _parents(key) & around.keys()) and around[max(parents, key=len)]
         }
         return [cold, cold | gone] if gone else [cold]
@@ -290,14 +292,14 @@ class Change(Struct, frozen=True, dict=True):
     @property
     def touches(self) -> bool:
         """Whether a parameter was dropped, added, reordered or changed: renaming alone moves no position."""
-        result, parameters = [self.origins[key] for key in self.result()], [Origin(key) for key in self.parameters()]
+        result, parameters = [self.origins[key] for key in self.result], [Origin(key) for key in self.parameters]
         return result != parameters if self.is_ordered else set(result) != set(parameters)
 
     @property
     def reorders(self) -> bool:
         """Whether the model has the parameters of the file in another order than the file, which has its own."""
-        place = {key: number for number, key in enumerate(self.parameters())}
-        found = [place[key] for result in self.result() for key in self.origins[result].sources if key in place]
+        place = {key: number for number, key in enumerate(self.parameters)}
+        found = [place[key] for result in self.result for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
 
 
