@@ -103,7 +103,7 @@ def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
     """Return the one optimizer of a checkpoint that has state for the live groups, and the one way to follow them."""
     place = path_name(after.container)
-    own = (one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets)
+    own = [one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets]
     found = [way for one in own for way in ways(one, change)]
     found = [way for way in found if any(step.source is not None for group in way.groups for step in group)]
     if len(found) == 1:
@@ -111,7 +111,10 @@ def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
     places = dict.fromkeys(way.optimizer.name for way in found)
     what = f"{len(found)} ways to name the parameters of {', '.join(places)}, which fit and differ"
     if not found:
+        alike = [one.name for one in own if one.state and len(one.ids) == len(change.result)]
         what = "no optimizer whose parameters are the model's"
+        if alike:
+            what = f"{', '.join(alike)}, with as many parameters as the model, but in no known order"
     elif len(places) > 1:
         what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none has the name of the weights"
     raise TargetError(f"{path}: has {what}; leave the optimizer out, and training starts with new moments")
