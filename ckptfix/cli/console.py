@@ -194,7 +194,9 @@ class Console(Struct):
             _close_quietly(sys.stdout)
             raise click.exceptions.Exit(_PIPE_CLOSED) from None
         except OSError as error:
-            place = f"{error.filename}: " if error.filename else ""
+            # Every other error of a file that is not there has its name.
+            is_homeless = isinstance(error, FileNotFoundError) and error.filename is None
+            place = f"{error.filename}: " if error.filename else "the working directory: " if is_homeless else ""
             self._fail(_naming(names, f"{place}{error.strerror or error}"))
         except (click.exceptions.Exit, click.ClickException):
             raise

@@ -46,6 +46,7 @@ def test_nothing_happens_without_an_error(capsys):
             UnreadableError("two\nlines \x1b[31m"), "a.pth: two\\nlines \\x1b[31m", id="always one plain line"
         ),
         pytest.param(FileNotFoundError(2, "No such file", "b.pth"), "a.pth: b.pth: No such file", id="of the system"),
+        pytest.param(FileNotFoundError(2, "gone"), "a.pth: the working directory: gone", id="of the system, nameless"),
         pytest.param(OSError("odd"), "a.pth: odd", id="of the system without a number"),
         pytest.param(MemoryError(), "a.pth: the machine has too little memory for this file", id="memory"),
         pytest.param(
