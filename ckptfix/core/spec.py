@@ -197,6 +197,15 @@ def with_own_storage(value: Any) -> Any:
     return replace(value, storage=copy(value.storage))
 
 
+def computed(spec: TensorSpec, name: str, source: ByteSource, storages: Iterable[Storage], **form: Any) -> TensorSpec:
+    """Return a tensor like ``spec``, with another ``dtype`` or ``shape`` in ``form``, whose row-major bytes ``source``
+    makes of these storages."""
+    device = spec.storage.device if spec.storage is not None else "cpu"
+    storage = Storage(name, source, device, parts=tuple(dict.fromkeys(storages)))
+    made = replace(spec, storage=storage, offset=0, math_bits=_NOTHING, **form)
+    return replace(made, strides=contiguous_strides(made.shape))
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major tensor of this shape."""
     strides: list[int] = []

@@ -15,7 +15,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Assemble
 from ckptfix.core.lazy import np
 from ckptfix.core.parts import Bounds, Part, PartsError, Shape, check_bijection, extent, full
-from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import RowMajorBytes
 
@@ -50,10 +50,11 @@ def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> d
 
 def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSpec]) -> TensorSpec:
     first = specs[edit.parts[0].source]
-    strides = contiguous_strides(edit.shape)
     is_plain = first.layout == "strided" and first.quantizer is None and first.is_contiguous
     if edit.is_reshape and is_plain and first.dtype == edit.dtype:
-        return replace(first, shape=edit.shape, strides=strides)  # still the same view of its storage
+        return replace(
+            first, shape=edit.shape, strides=contiguous_strides(edit.shape)
+        )  # still the same view of its storage
     for part in edit.parts:
         spec = specs[part.source]
         if spec.dtype != edit.dtype or spec.storage is None or spec.parts or spec.quantizer or spec.per_byte > 1:
@@ -63,13 +64,8 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
             )
     pieces = [(part.place, _piece(specs[part.source], part, checkpoint.path)) for part in edit.parts]
     source = _joined(edit.shape, pieces) or AssembledBytes(edit.shape, first.itemsize, pieces)
-    storage = Storage(
-        edit.key,
-        source,
-        first.storage.device if first.storage is not None else "cpu",
-        parts=tuple(dict.fromkeys(one for part in edit.parts for one in specs[part.source].storages)),
-    )
-    return replace(first, shape=edit.shape, strides=strides, storage=storage, offset=0, math_bits={})
+    storages = (one for part in edit.parts for one in specs[part.source].storages)
+    return computed(first, edit.key, source, storages, shape=edit.shape)
 
 
 def _joined(shape: Shape, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> ByteSource | None:

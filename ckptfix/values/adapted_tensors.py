@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import PAD_TARGET, Adapt, Fold
 from ckptfix.core.lazy import torch
-from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
 from ckptfix.reading.tensors import bytes_of, one_thread, row_major_bytes, torch_dtype
@@ -74,12 +74,8 @@ def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path
         left, right = others
         return weight / torch.dot(left, torch.mv(weight.movedim(edit.dim, 0).reshape(len(left), -1), right))
 
-    storage = Storage(
-        edit.form,
-        _Computed(spec, edit.shape, compute),
-        parts=tuple(part for each in (spec, *beside) for part in each.storages),
-    )
-    return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
+    storages = (storage for each in (spec, *beside) for storage in each.storages)
+    return computed(spec, edit.form, _Computed(spec, edit.shape, compute), storages)
 
 
 def is_adaptable(spec: TensorSpec) -> bool:
@@ -89,8 +85,7 @@ def is_adaptable(spec: TensorSpec) -> bool:
 
 
 def _made(spec: TensorSpec, edit: Adapt, source: Any) -> TensorSpec:
-    storage = Storage(edit.recipe, source, parts=spec.storages)
-    return replace(spec, shape=edit.shape, strides=contiguous_strides(edit.shape), storage=storage, offset=0)
+    return computed(spec, edit.recipe, source, spec.storages, shape=edit.shape)
 
 
 class _Computed:

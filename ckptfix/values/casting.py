@@ -9,34 +9,42 @@ from msgspec.structs import replace
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise
 from ckptfix.core.lazy import np, torch
-from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.errors import WriteError
-from ckptfix.reading.tensors import bytes_of, row_major_bytes, torch_dtype
-from ckptfix.values.decode import Array, Encoding, encoding
+from ckptfix.reading.tensors import bytes_of, is_range, row_major_bytes, torch_dtype
+from ckptfix.values.decode import Array, encoding
 from ckptfix.values.tally import magnitudes
 
 _BLOCK = 1 << 18  # numbers that are compared at a time
 
 
-class CastBytes:
-    """The bytes of a tensor in another dtype, converted block by block when they are read."""
+class _ChangedBytes:
+    """The bytes of a tensor, changed block by block when they are read; ``stored`` gives some elements as they are."""
 
     def __init__(self, spec: TensorSpec, dtype: str, path: str) -> None:
         self.spec, self.dtype, self.path = spec, dtype, path
         self.nbytes = spec.numel * DTYPES[dtype].itemsize
         self._row_major: memoryview | None = None
 
+    def stored(self, first: int, last: int) -> memoryview:
+        """Return the bytes of elements ``first`` to ``last`` of the file's tensor, in row-major order."""
+        storage, start, stop = self.spec.storage, first * self.spec.itemsize, last * self.spec.itemsize
+        if storage is not None and is_range(self.spec):
+            begin = self.spec.offset * self.spec.itemsize
+            return storage.source.read(begin + start, begin + stop)
+        if self._row_major is None:
+            self._row_major = row_major_bytes(self.spec, self.path)
+        return self._row_major[start:stop]
+
+
+class CastBytes(_ChangedBytes):
+    """The bytes of a tensor in another dtype."""
+
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the converted tensor."""
-        size, itemsize = DTYPES[self.dtype].itemsize, self.spec.itemsize
+        size = DTYPES[self.dtype].itemsize
         first, last = start // size, -(-stop // size)
-        if self.spec.is_contiguous and self.spec.storage is not None:
-            begin = self.spec.offset * itemsize
-            raw = self.spec.storage.source.read(begin + first * itemsize, begin + last * itemsize)
-        else:
-            if self._row_major is None:
-                self._row_major = row_major_bytes(self.spec, self.path)
-            raw = self._row_major[first * itemsize : last * itemsize]
+        raw = self.stored(first, last)
         if not raw:
             return memoryview(b"")
         values = torch.frombuffer(bytearray(raw), dtype=torch_dtype(self.spec.dtype))
@@ -65,8 +73,7 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     """Return the spec of a tensor converted to another dtype; the values are converted when they are read."""
-    storage = Storage(f"cast {dtype}", CastBytes(spec, dtype, path), parts=spec.storages)
-    return replace(spec, dtype=dtype, strides=contiguous_strides(spec.shape), storage=storage, offset=0, math_bits={})
+    return computed(spec, f"cast {dtype}", CastBytes(spec, dtype, path), spec.storages, dtype=dtype)
 
 
 INT8, BLOCKS = "bitsandbytes int8", "scaled codes"
@@ -135,8 +142,8 @@ def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, pat
         shape, content = spec.shape, ScaledBytes(spec, scales, edit, path)
     else:
         return None
-    storage = Storage(f"dequantised {edit.dtype}", content, parts=(*spec.storages, *scales.storages))
-    return replace(spec, dtype=edit.dtype, shape=shape, strides=contiguous_strides(shape), storage=storage, offset=0)
+    storages = (*spec.storages, *scales.storages)
+    return computed(spec, f"dequantised {edit.dtype}", content, storages, dtype=edit.dtype, shape=shape)
 
 
 def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
@@ -230,29 +237,26 @@ def can_be_zeroed(spec: TensorSpec) -> bool:
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
     """Return the tensor with its non-finite or its subnormal numbers zero; they are changed when they are read."""
-    storage = Storage(f"without {which}", ZeroedBytes(spec, which, path), parts=spec.storages)
-    return replace(spec, strides=contiguous_strides(spec.shape), storage=storage, offset=0)
+    return computed(spec, f"without {which}", ZeroedBytes(spec, which, path), spec.storages)
 
 
-class ZeroedBytes:
+class ZeroedBytes(_ChangedBytes):
     """The bytes of a tensor in row-major order, in which the numbers of one kind are zero."""
 
     def __init__(self, spec: TensorSpec, which: str, path: str) -> None:
+        super().__init__(spec, spec.dtype, path)
         stored = encoding(spec.dtype)
         assert stored is not None, f"{spec.dtype} holds no numbers"
-        self.spec, self.which, self.path = spec, which, path
-        self.nbytes = spec.nbytes
-        self._encoding: Encoding = stored
-        self._row_major: memoryview | None = None
+        self.which, self._encoding = which, stored
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the changed tensor."""
         size = self._encoding.itemsize
-        first, last = start // size * size, -(-stop // size) * size
-        units = np.frombuffer(self._bytes(first, last), dtype=self._encoding.unit).copy()
+        first = start // size
+        units = np.frombuffer(self.stored(first, -(-stop // size)), dtype=self._encoding.unit).copy()
         with np.errstate(all="ignore"):  # NaN and infinities are what we look for
             units[self._chosen(self._encoding.decode(units))] = 0
-        return memoryview(units.view(np.uint8))[start - first : stop - first]
+        return memoryview(units.view(np.uint8))[start - first * size : stop - first * size]
 
     def _chosen(self, values: Array) -> Array:
         magnitude = magnitudes(values)
@@ -261,12 +265,3 @@ class ZeroedBytes:
         )
         chosen: Array = magnitude >= infinity if self.which == NON_FINITE else (magnitude > 0) & (magnitude < normal)
         return chosen
-
-    def _bytes(self, start: int, stop: int) -> memoryview:
-        storage = self.spec.storage
-        if storage is not None and self.spec.is_contiguous:
-            begin = self.spec.offset * self.spec.itemsize
-            return storage.source.read(begin + start, begin + stop)
-        if self._row_major is None:
-            self._row_major = row_major_bytes(self.spec, self.path)
-        return self._row_major[start:stop]

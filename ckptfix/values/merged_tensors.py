@@ -19,7 +19,7 @@ from ckptfix.bytes.threads import side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
-from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.folders.chunks import RowMajorBytes
 from ckptfix.reading.tensors import bytes_of, is_range, one_thread, torch_dtype
 from ckptfix.values.decode import Array, encoding
@@ -37,10 +37,8 @@ Factors = Sequence[TensorSpec]
 def merged_spec(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> TensorSpec:
     """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` are those of each delta."""
     used = (storage for each in factors for factor in each for storage in factor.storages)
-    parts, source = tuple(dict.fromkeys((*spec.storages, *used))), MergedBytes(spec, edit, factors, path)
-    storage = Storage(edit.key, source, spec.storage.device if spec.storage else "cpu", parts=parts)
-    shape = source.spec.shape
-    return replace(spec, shape=shape, strides=contiguous_strides(shape), storage=storage, offset=0, math_bits={})
+    source = MergedBytes(spec, edit, factors, path)
+    return computed(spec, edit.key, source, (*spec.storages, *used), shape=source.spec.shape)
 
 
 def is_merged(checkpoint: Checkpoint) -> bool:
