@@ -39,7 +39,7 @@ has more than 4 GB of weights to be built for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, split_key
 from ckptfix.core.checkpoint import Checkpoint
@@ -63,13 +63,14 @@ _AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at it
 def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Drops or fills buffers that the target can work out for itself."""
     checkpoint = context.checkpoint
-    if stale := [key for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
-        yield rule.finding(
-            Level.ERROR,
-            f"{counted(len(stale), 'running statistic')} that InstanceNorm tracked before torch 0.4.0 only",
-            keys=tuple(stale),
-            fix=Fix(tuple(Drop(key) for key in stale), Applicability.SAFE),
-        )
+
+    def safe(edits: Sequence[Fill | Drop], noun: str, what: str, **evidence: object) -> Finding:
+        keys = tuple(dict.fromkeys(edit.key for edit in edits))
+        fix = Fix(tuple(edits), Applicability.SAFE)
+        return rule.finding(Level.ERROR, f"{counted(len(keys), noun)} {what}", keys, evidence, fix)
+
+    if stale := [Drop(key) for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
+        yield safe(stale, "running statistic", "that InstanceNorm tracked before torch 0.4.0 only")
     extra = [key for key in checkpoint.specs if is_superfluous(key, checkpoint, target)]
     if different := _different(extra, context, target):
         extra = [key for key in extra if key not in different]
@@ -85,37 +86,20 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
             ),
         )
     if extra:
-        yield rule.finding(
-            Level.ERROR,
-            f"{counted(len(extra), 'buffer')} too many: this model does not save what it works out for itself",
-            keys=tuple(extra),
-            evidence={
-                "known": {
-                    leaf: TRANSIENT[leaf] for leaf in sorted({split_key(key)[1] for key in extra}) if leaf in TRANSIENT
-                }
-            },
-            fix=Fix(tuple(Drop(key) for key in extra), Applicability.SAFE),
-        )
-    if resized := list(_resized(checkpoint, target)):
-        yield rule.finding(
-            Level.ERROR,
-            f"{counted(len(resized), 'buffer')} of another shape that the model works out for itself",
-            keys=tuple(fill.key for fill in resized),
-            evidence={
-                "shapes": {
-                    fill.key: {"file": list(checkpoint.specs[fill.key].shape), "target": list(fill.shape)}
-                    for fill in resized
-                }
-            },
-            fix=Fix((*(Drop(fill.key) for fill in resized), *resized), Applicability.SAFE),
-        )
-    if fills := [fill for fill in _known(target) if fill.key not in checkpoint.entries]:
-        yield rule.finding(
-            Level.ERROR,
-            f"{counted(len(fills), 'buffer')} missing that the model works out for itself",
-            keys=tuple(fill.key for fill in fills),
-            fix=Fix(tuple(fills), Applicability.SAFE),
-        )
+        leaves = sorted({split_key(key)[1] for key in extra} & TRANSIENT.keys())
+        what = "too many: this model does not save what it works out for itself"
+        yield safe([*map(Drop, extra)], "buffer", what, known={leaf: TRANSIENT[leaf] for leaf in leaves})
+    known = list(_known(target))
+    # Those that the file has for another size of the model, such as another window.
+    resized = [fill for fill in known if (spec := checkpoint.specs.get(fill.key)) and spec.shape != fill.shape]
+    if resized:
+        shapes = {
+            fill.key: {"file": list(checkpoint.specs[fill.key].shape), "target": list(fill.shape)} for fill in resized
+        }
+        edits: list[Fill | Drop] = [*(Drop(fill.key) for fill in resized), *resized]
+        yield safe(edits, "buffer", "of another shape that the model works out for itself", shapes=shapes)
+    if fills := [fill for fill in known if fill.key not in checkpoint.entries]:
+        yield safe(fills, "buffer", "missing that the model works out for itself")
 
 
 def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
@@ -176,15 +160,6 @@ def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) ->
         and "InstanceNorm" in (target.modules or {}).get(module, "")
         and "version" not in (checkpoint.metadata or {}).get(module, {})
         and head + NUM_BATCHES_TRACKED not in checkpoint.entries
-    )
-
-
-def _resized(checkpoint: Checkpoint, target: Target) -> Iterator[Fill]:
-    """Return buffers of a known name that the file has for another size of the model, such as another window."""
-    return (
-        fill
-        for fill in _known(target)
-        if fill.key in checkpoint.specs and checkpoint.specs[fill.key].shape != fill.shape
     )
 
 

@@ -29,9 +29,7 @@ torch/nn/modules/batchnorm.py; https://github.com/pytorch/pytorch/issues/110361"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from msgspec import Struct
+from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.edits import Edit
@@ -40,175 +38,102 @@ from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, replaces, reset_edits
 from ckptfix.rules.rule import Context, Figures, Rule, rule
 
+_VARIANCE = "running_var"
+
+# What may be wrong with the statistics of a norm, in the order of the findings.
+_SWAPPED = "negative running_var, and no negative running_mean: the two look swapped"
+_NEGATIVE = "negative running_var: NaN in eval mode"
+_ZERO = "running_var of zero in every channel"
+_OFF = "running_var and weight are zero"
+_PARTLY_ZERO = "running_var of zero in some channels"
+_CONTRADICTORY = "batches counted, but fresh statistics"
+_HALF_FRESH = "only one of mean and variance ever moved"
+_UNCOUNTED = "statistics moved, but no batch counted, as other norms of the file did"
+_UNUSED = "never updated: mean 0, variance 1, no batch counted"
+_LEVELS = {
+    **dict.fromkeys((_SWAPPED, _NEGATIVE), Level.ERROR),
+    **{_ZERO: Level.WARNING, _OFF: Level.NOTE, _PARTLY_ZERO: Level.NOTE, _CONTRADICTORY: Level.WARNING},
+    **dict.fromkeys((_HALF_FRESH, _UNCOUNTED, _UNUSED), Level.NOTE),
+}
+
 
 @rule
 def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the norms by what is wrong with them; reset or replace their statistics where that was asked for."""
-    norms = [
-        _RunningStatistics(key, context.statistics)
-        for key in context.statistics
-        if key.rpartition(".")[2] == "running_var"
-    ]
-    counts_batches = any(norm.batches for norm in norms)
-    defects: tuple[tuple[Level, Callable[[_RunningStatistics], bool], str], ...] = (
-        (
-            Level.ERROR,
-            lambda norm: norm.is_swapped,
-            "negative running_var, and no negative running_mean: the two look swapped",
-        ),
-        (
-            Level.ERROR,
-            lambda norm: norm.is_negative and not norm.is_swapped,
-            "negative running_var: NaN in eval mode",
-        ),
-        (Level.WARNING, lambda norm: norm.is_zero and not norm.is_off, "running_var of zero in every channel"),
-        (Level.NOTE, lambda norm: norm.is_zero and norm.is_off, "running_var and weight are zero"),
-        (Level.NOTE, lambda norm: norm.is_partly_zero, "running_var of zero in some channels"),
-        (Level.WARNING, lambda norm: norm.is_contradictory, "batches counted, but fresh statistics"),
-        (Level.NOTE, lambda norm: norm.is_half_fresh, "only one of mean and variance ever moved"),
-        (
-            Level.NOTE,
-            lambda norm: counts_batches and norm.moved_uncounted,
-            "statistics moved, but no batch counted, as other norms of the file did",
-        ),
-        (Level.NOTE, lambda norm: norm.is_unused, "never updated: mean 0, variance 1, no batch counted"),
-    )
-    for level, is_defect, what in defects:
-        if wrong := list(filter(is_defect, norms)):
-            yield from _findings(rule, level, wrong, f"of {len(norms)} norms: {what}", context)
-
-
-def _findings(
-    rule: Rule, level: Level, wrong: list[_RunningStatistics], what: str, context: Context
-) -> Iterator[Finding]:
-    """Yield a finding for the norms that a flag cures, and one for the others. Notes are left alone."""
+    statistics = context.statistics
+    norms = [key for key in statistics if key.rpartition(".")[2] == _VARIANCE]
+    counts_batches = any(_batches(key, statistics) for key in norms)
+    defects = {key: set(_defects(key, statistics, counts_batches)) for key in norms}
     replacements = Replacements(context)
-    norms = {norm.variance_key: norm for norm in wrong}
-    cures = {key: () if level is Level.NOTE else _cure(rule, norms[key], context, replacements) for key in norms}
-    for keys, fix in cured_apart(norms, cures):
-        yield rule.finding(
-            level,
-            f"{len(keys)} {what}",
-            keys=tuple(keys),
-            evidence={"tensors": {key: norms[key].evidence for key in keys}},
-            fix=fix,
-            remedies=() if level is Level.NOTE or fix else for_running_statistics(rule),
-        )
+    for what, level in _LEVELS.items():
+        wrong = [key for key in norms if what in defects[key]]
+        is_note = level is Level.NOTE  # left alone
+        cures = {key: () if is_note else _cure(rule, key, context, replacements) for key in wrong}
+        for keys, fix in cured_apart(wrong, cures):
+            yield rule.finding(
+                level,
+                f"{len(keys)} of {len(norms)} norms: {what}",
+                keys=tuple(keys),
+                evidence={"tensors": {key: _evidence(key, statistics) for key in keys}},
+                fix=fix,
+                remedies=() if is_note or fix else for_running_statistics(rule),
+            )
 
 
-def _cure(rule: Rule, norm: _RunningStatistics, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
-    """Both statistics from elsewhere, or those of a fresh norm: a mean without its variance is of no use."""
-    settings, key = context.settings, norm.variance_key
-    if replaces(settings, rule.code, key):
-        mean_key = norm.sibling_key("running_mean")
+def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
+    """Return both statistics from elsewhere, or those of a fresh norm: a mean without its variance is of no use."""
+    if replaces(context.settings, rule.code, key):
+        mean_key = _beside(key, "running_mean")
         variance = replacements.of(rule.code, key, _is_variance)
         if mean_key not in context.checkpoint.specs:
             return variance or reset_edits(key, context)
         # The mean goes with its variance, whether it was named or not.
-        mean = replacements.beside(mean_key, _is_finite)
+        mean = replacements.beside(mean_key, lambda figures: not figures.nonfinite)
         if variance and mean:
             return (*variance, *mean)
     return reset_edits(key, context)
 
 
 def _is_variance(figures: TensorStatistics) -> bool:
-    return _is_finite(figures) and figures.minimum >= 0 and not figures.all_zero
+    return not figures.nonfinite and figures.minimum >= 0 and not figures.all_zero
 
 
-def _is_finite(figures: TensorStatistics) -> bool:
-    return not figures.nonfinite
+def _beside(key: str, name: str) -> str:
+    """Return the key of another tensor of the norm of this ``running_var``."""
+    return key.removesuffix(_VARIANCE) + name
 
 
-class _RunningStatistics(Struct, frozen=True):
-    """The statistics of one norm."""
+def _batches(key: str, statistics: Figures) -> int | None:
+    """Return how many batches were counted; None if the file does not say (before torch 0.4.1)."""
+    counter = statistics.get(_beside(key, NUM_BATCHES_TRACKED))
+    return None if counter is None or counter.numel != 1 else int(counter.maximum)
 
-    variance_key: str
-    statistics: Figures
 
-    @property
-    def variance(self) -> TensorStatistics:
-        return self.statistics[self.variance_key]
+def _evidence(key: str, statistics: Figures) -> dict[str, float | int | None]:
+    variance = statistics[key]
+    figures = {"minimum": variance.minimum, "zeros": variance.zeros, "numel": variance.numel}
+    return {**figures, "num_batches_tracked": _batches(key, statistics)}
 
-    @property
-    def mean(self) -> TensorStatistics | None:
-        return self._sibling("running_mean")
 
-    @property
-    def batches(self) -> int | None:
-        """How many batches were counted; None if the file does not say (before torch 0.4.1)."""
-        counter = self._sibling(NUM_BATCHES_TRACKED)
-        return None if counter is None or counter.numel != 1 else int(counter.maximum)
-
-    @property
-    def is_negative(self) -> bool:
-        return self.variance.minimum < 0
-
-    @property
-    def is_swapped(self) -> bool:
-        """Whether the mean is what a variance has to be, in more channels than chance would give."""
-        mean = self.mean
-        return self.is_negative and mean is not None and mean.numel >= 8 and mean.minimum > 0
-
-    @property
-    def is_zero(self) -> bool:
-        # The BatchNorm of nflows starts with a variance of zero; its weight has another name.
-        return self.variance.all_zero and self.sibling_key("unconstrained_weight") not in self.statistics
-
-    @property
-    def is_off(self) -> bool:
-        """Whether the norm itself lets nothing pass."""
-        weight = self._sibling("weight")
-        return weight is not None and weight.all_zero
-
-    @property
-    def is_partly_zero(self) -> bool:
-        return self.variance.zeros > 0 and not self.is_zero
-
-    @property
-    def has_fresh_variance(self) -> bool:
-        return (
-            self.variance.numel > 0
-            and not self.variance.nonfinite
-            and (self.variance.minimum == self.variance.maximum == 1.0)
-        )
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether mean and variance are those of a layer that has seen nothing."""
-        return self.has_fresh_variance and self.mean is not None and self.mean.all_zero
-
-    @property
-    def is_contradictory(self) -> bool:
-        return self.is_fresh and bool(self.batches)
-
-    @property
-    def is_half_fresh(self) -> bool:
-        """Whether one of the two moved and the other did not, though batches were counted."""
-        mean = self.mean
-        is_sound = mean is not None and not (mean.nonfinite or self.variance.nonfinite or self.is_zero)
-        return is_sound and bool(self.batches) and mean is not None and mean.all_zero is not self.has_fresh_variance
-
-    @property
-    def moved_uncounted(self) -> bool:
-        mean = self.mean
-        return self.batches == 0 and mean is not None and not mean.all_zero and not self.has_fresh_variance
-
-    @property
-    def is_unused(self) -> bool:
-        return self.is_fresh and not self.batches
-
-    @property
-    def evidence(self) -> dict[str, float | int | None]:
-        return {
-            "minimum": self.variance.minimum,
-            "zeros": self.variance.zeros,
-            "numel": self.variance.numel,
-            "num_batches_tracked": self.batches,
-        }
-
-    def sibling_key(self, name: str) -> str:
-        """Return the key of another tensor of the norm."""
-        return self.variance_key.removesuffix("running_var") + name
-
-    def _sibling(self, name: str) -> TensorStatistics | None:
-        return self.statistics.get(self.sibling_key(name))
+def _defects(key: str, statistics: Figures, counts_batches: bool) -> Iterator[str]:
+    """Yield what is wrong with the statistics of one norm; ``counts_batches`` is whether any norm of the file has."""
+    variance, mean = statistics[key], statistics.get(_beside(key, "running_mean"))
+    batches = _batches(key, statistics)
+    # The BatchNorm of nflows starts with a variance of zero; its weight has another name.
+    is_zero = variance.all_zero and _beside(key, "unconstrained_weight") not in statistics
+    is_one = variance.numel > 0 and not variance.nonfinite and variance.minimum == variance.maximum == 1.0
+    if variance.minimum < 0:  # the mean is what a variance has to be, in more channels than chance would give
+        yield _SWAPPED if mean is not None and mean.numel >= 8 and mean.minimum > 0 else _NEGATIVE
+    if is_zero:
+        weight = statistics.get(_beside(key, "weight"))
+        yield _OFF if weight is not None and weight.all_zero else _ZERO
+    elif variance.zeros:
+        yield _PARTLY_ZERO
+    if mean is None:
+        return
+    if is_one and mean.all_zero:
+        yield _CONTRADICTORY if batches else _UNUSED
+    if batches and mean.all_zero is not is_one and not (mean.nonfinite or variance.nonfinite or is_zero):
+        yield _HALF_FRESH
+    if counts_batches and batches == 0 and not mean.all_zero and not is_one:
+        yield _UNCOUNTED
