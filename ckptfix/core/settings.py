@@ -54,7 +54,7 @@ def parse_size(option: str, text: str) -> int:
 
 
 class CheckSettings(TypedDict, total=False):
-    """The settings of ``ckptfix.check``; ``Settings`` describes them."""
+    """The settings of ``ckptfix.check``: the options of ``ckptfix check`` that have these names, with underscores."""
 
     weights: str | None
     member: str | None
@@ -85,7 +85,7 @@ class CheckSettings(TypedDict, total=False):
 
 
 class RepairSettings(CheckSettings, total=False):
-    """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``; ``Settings`` describes them."""
+    """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``, likewise those of ``ckptfix repair``."""
 
     disarm: bool
     drop_optimizer: bool
@@ -107,30 +107,9 @@ class RepairSettings(CheckSettings, total=False):
 class Settings(Struct, frozen=True):
     """What the user asked for.
 
-    ``weights`` and ``member`` pick a state_dict of the container and a file of the archive; ``salvage`` takes what is
-    complete of a damaged file, and ``disarm`` only the weights of one that is built to run code. ``select`` and
-    ``ignore`` hold rule codes or their beginnings (``KEY``, ``VAL201``), and so does ``accept``, whose findings stay in
-    the report and stop nothing. ``rename_layers`` applies a map of layers that is likely, ``source_model`` is the
-    model of the file, which proves a map (``pkg.mod:factory``, or an ``nn.Module``), ``rename_map`` is a map of the
-    user (a ``RenameMap``, or the path of one), and ``rename`` single patterns (``OLD=NEW``). ``fill`` is ``target``,
-    ``twin`` (the other set of weights of the file) or the path of a donor file. ``adapt`` holds recipes for tensors of
-    another shape, ``{"pos_embed": "timm"}`` or ``pos_embed=timm``. ``allow_untrained`` writes a result of
-    which most parameters were filled. ``replace`` names the broken tensors that ``fill`` replaces, by the codes of
-    rules (``VAL101``), by keys, or by patterns of keys (``layer4.*``).
-    ``optimizer_positions`` shows which state belongs to which parameter. ``drop_optimizer`` leaves the optimizer out,
-    and ``keep_optimizer`` leaves it as it is even if it no longer fits.
-    ``dtype`` is what the floats are cast to. ``for_torch`` is a version such as ``0.4.0``. ``values`` False reads names
-    and shapes only. ``recalibrate`` is a file of data on which the statistics of broken norms are measured again.
-    ``format`` is ``pth``, ``safetensors`` or ``universal`` (a folder of DeepSpeed); None keeps that of the source.
-    ``shard_size`` (``5GB``) writes shards of at most that size with an index, and None one file. ``untie`` writes tied
-    tensors of safetensors once for each key, and ``force`` replaces a file that is already at ``output``.
-
-    ``smoke`` is whether the forward test runs; None means: if a factory is given. ``input`` holds a text for each
-    argument of ``forward``: a shape (``2x3x224x224``), a shape with an integer range (``2x16:int:0:1000``), a name
-    before either (``input_ids=2x16:int:0:1000``), or a file (``.npy``, ``.pt``, ``.safetensors``); empty: an input is
-    derived from the model. ``timeout`` is in seconds. ``train_mode`` adds a forward pass in training mode, and
-    ``backward`` such a pass with a backward pass after it. ``compare`` is the checkpoint that the outputs are compared
-    with: a file, or ``source``."""
+    Each field is the option of its name, whose help in ``core.options`` says what it does. None stands for what happens
+    without the option: ``format`` is that of the source, and ``smoke`` runs the forward test if there is a factory.
+    ``source_model`` may be an ``nn.Module``, and ``rename_map`` a ``RenameMap``."""
 
     weights: str | None = None
     member: str | None = None
