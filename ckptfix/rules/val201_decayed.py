@@ -133,7 +133,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
                     matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
                 },
                 "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
-                "optimizer": strongest_decay(context.checkpoint.root),
+                "optimizer": witness.strongest,
             },
             fix=fix,
             remedies=from_elsewhere(rule),
@@ -227,7 +227,9 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if key in initial:
             start, reference = float(initial[key].detach().double().square().mean().sqrt()), BY_MODEL
-        is_table = reference == BY_FAN_IN and (kind(key, specs[key]) == "embedding" or _is_looked_up(specs[key].shape))
+        shape = specs[key].shape  # with so many rows for so few columns, it is a table, whatever its name
+        is_looked_up = kind(key, specs[key]) == "embedding" or (len(shape) == 2 and shape[0] >= ROWS * shape[1])
+        is_table = reference == BY_FAN_IN and is_looked_up
         matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
         if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], context.statistics):
             yield matrix
@@ -249,11 +251,6 @@ def _started_tiny(matrices: Mapping[str, TensorStatistics]) -> set[str]:
         if math.prod(chance for _, chance in alike) < CHANCE
         for key, _ in alike
     }
-
-
-def _is_looked_up(shape: tuple[int, ...]) -> bool:
-    """Return whether a matrix has so many rows for so few columns that it is a table, whatever its name."""
-    return len(shape) == 2 and shape[0] >= ROWS * shape[1]
 
 
 def _is_shrunk(figures: TensorStatistics) -> bool:
@@ -373,8 +370,13 @@ class Witness(Struct, frozen=True, dict=True):
         return bool(self._trainings)
 
     @cached_property
+    def strongest(self) -> dict[str, float] | None:
+        """The hyperparameters of the group with the most decay, if there is an optimizer."""
+        return strongest_decay(self.context.checkpoint.root)
+
+    @cached_property
     def _trainings(self) -> Mapping[str, Training]:
-        if strongest_decay(self.context.checkpoint.root) is None:
+        if self.strongest is None:
             return {}  # no optimizer knows any parameter, and there may be very many
         return trainings(self.context.checkpoint, self.context.target)
 
@@ -390,8 +392,7 @@ class Witness(Struct, frozen=True, dict=True):
         """Return what the file says of a matrix of which this share of its start is left."""
         training = self._trainings.get(key)
         if training is None:
-            group = strongest_decay(self.context.checkpoint.root) or {}
-            decay = group.get("weight_decay")
+            decay = (self.strongest or {}).get("weight_decay")
             return Corroboration(share, terms=f"weight_decay {decay:g}" if decay else "", weight_decay=decay)
         steps = training.steps or self._steps
         momentum = training.momentum

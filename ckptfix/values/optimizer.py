@@ -19,8 +19,6 @@ from ckptfix.values.roles import is_buffer
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.walk import Walk
 
-PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizers", "optimizer_states", "opt")
-
 HYPERPARAMETERS = ("lr", "momentum", "weight_decay")
 
 # Names under which trainers save how many steps they made.
@@ -73,8 +71,12 @@ class Training(Struct, frozen=True):
 
 def strongest_decay(root: object) -> dict[str, float] | None:
     """Return the ``lr``, ``momentum`` and ``weight_decay`` of the group with the most decay, if there is one."""
-    groups = [_hyperparameters(group) for optimizer in _optimizers(root) for group in _groups(optimizer)]
-    return max(groups, key=lambda group: group.get("weight_decay", 0.0), default=None)
+    found = (
+        {name: float(value) for name in HYPERPARAMETERS if isinstance(value := group.get(name), (int, float))}
+        for optimizer in optimizers_in(root)
+        for group in optimizer.groups
+    )
+    return max(found, key=lambda group: group.get("weight_decay", 0.0), default=None)
 
 
 def counted_steps(root: object) -> int | None:
@@ -85,8 +87,7 @@ def counted_steps(root: object) -> int | None:
 
 def was_stepped(root: object) -> bool:
     """Return whether the optimizer or the trainer says that training has begun."""
-    states = (optimizer.get("state") for optimizer in _optimizers(root))
-    return counted_steps(root) is not None or any(isinstance(state, Mapping) and state for state in states)
+    return counted_steps(root) is not None or any(optimizer.state for optimizer in optimizers_in(root))
 
 
 def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Training]:
@@ -134,20 +135,6 @@ def _factor(rate: float, momentum: float) -> float:
     return middle + math.sqrt(below) if below > 0 else math.sqrt(momentum)
 
 
-def _optimizers(root: object) -> Iterator[Mapping[str, object]]:
-    if not isinstance(root, Mapping):
-        return
-    for place in PLACES:
-        saved = root.get(place)
-        yield from (item for item in (saved if isinstance(saved, list) else [saved]) if isinstance(item, Mapping))
-
-
-def _groups(optimizer: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    groups = optimizer.get("param_groups")
-    if isinstance(groups, list):
-        yield from (group for group in groups if isinstance(group, Mapping))
-
-
 def _training(group: Mapping[str, object], row: Mapping[str, object]) -> Training:
     second, momentum = row.get("exp_avg_sq"), row.get("momentum_buffer")
     initial = group.get("initial_lr")
@@ -172,8 +159,3 @@ def _count(step: object) -> int | None:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
-
-
-def _hyperparameters(group: Mapping[str, object]) -> dict[str, float]:
-    values = {name: group.get(name) for name in HYPERPARAMETERS}
-    return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}

@@ -24,14 +24,16 @@ def test_no_optimizer_is_none(root):
     assert strongest_decay(root) is None
 
 
-@pytest.mark.parametrize("place", ["optimizer", "optimizer_state_dict"])
+@pytest.mark.parametrize("place", ["optimizer", "optimizer_state_dict", "adamw"])
 def test_the_group_with_most_decay_counts(place):
-    groups = [{"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.2, "weight_decay": 0.05, "betas": (0.9, 0.999), "params": [0]}]
-    assert strongest_decay({place: {"param_groups": groups}}) == {"lr": 0.2, "weight_decay": 0.05}
+    plain, decayed = {"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.2, "weight_decay": 0.05, "betas": (0.9, 0.999)}
+    groups = [{**plain, "params": [0]}, {**decayed, "params": [1]}]
+    assert strongest_decay({place: {"state": {}, "param_groups": groups}}) == {"lr": 0.2, "weight_decay": 0.05}
 
 
 def test_a_list_of_optimizers_is_searched():
-    assert strongest_decay({"optimizer_states": [{"param_groups": [{"lr": 1}]}]}) == {"lr": 1.0}
+    optimizer = {"state": {}, "param_groups": [{"lr": 1, "params": []}]}
+    assert strongest_decay({"optimizer_states": [optimizer]}) == {"lr": 1.0}
 
 
 class Net(nn.Module):
