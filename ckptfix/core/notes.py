@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
+from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name, value_at
 from ckptfix.core.spec import TensorSpec
 
 TAG = "ckptfix"
@@ -109,9 +109,7 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
                 lost.append(key)
     if kept_entries:
         note["entries"] = kept_entries
-    state_dict: Any = root
-    for name in checkpoint.container:
-        state_dict = None if state_dict is None else state_dict[name]
+    state_dict = value_at(root, checkpoint.container)
     apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is no entry
     lost += [path_name((*checkpoint.container, key)) for key in map(str, apart) if key not in checkpoint.entries]
     if checkpoint.container:
@@ -154,10 +152,7 @@ def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]
         if not path:
             return state_dict
         root = _decode(note["root"])
-        parent = root
-        for part in path[:-1]:
-            parent = parent[part]
-        parent[path[-1]] = state_dict
+        value_at(root, path[:-1])[path[-1]] = state_dict
         return root
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
         # A note that somebody else edited: the weights stand without it.

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint
+from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import (
     Adapt,
     Assemble,
@@ -52,7 +52,7 @@ def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = N
 
 def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkpoint:
     """Return the checkpoint after one step. Raises ``PlanError`` for two sources of a key, and for a missing key."""
-    renames = _unique({edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}, step)
+    renames = {edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
     made_of = [edit for edit in step.edits if isinstance(edit, Assemble)]
     used = {part.source: edit.key for edit in reversed(made_of) for part in reversed(edit.parts)}
@@ -88,13 +88,10 @@ def _is_added(edit: Edit) -> bool:
     return isinstance(edit, (Fill, Tie)) or (isinstance(edit, Adapt) and edit.source != edit.key)
 
 
-def _unique(renames: dict[str, str], step: Step) -> dict[str, str]:
-    if len(renames) != sum(isinstance(edit, Rename) for edit in step.edits):
-        raise PlanError(f"{step.rule} renames one key twice in a step; remove one of the two edits")
-    return renames
-
-
 def _refuse_conflicts(checkpoint: Checkpoint, step: Step, edited: set[str], dropped: set[str], used: set[str]) -> None:
+    renamed = [edit.key for edit in step.edits if isinstance(edit, Rename)]
+    if len(renamed) != len(set(renamed)):
+        raise PlanError(f"{step.rule} renames one key twice in a step; remove one of the two edits")
     if foreign := (edited | dropped | used) - checkpoint.entries.keys():
         raise PlanError(
             f"{checkpoint.path}: {step.rule} edits the key {min(foreign)}, which is not there; the plan belongs to "
@@ -198,9 +195,7 @@ def _converted(checkpoint: Checkpoint, conversions: Sequence[Plain]) -> Checkpoi
         remarks = tuple(remark for remark in checkpoint.remarks if remark.kind is not Kind.STORED_CODE)
         return replace(checkpoint, remarks=remarks)
     root, _ = plain_root(checkpoint)
-    state_dict: Any = root
-    for part in checkpoint.container:
-        state_dict = state_dict[part]
+    state_dict = value_at(root, checkpoint.container)
     remarks = tuple(remark for remark in checkpoint.remarks if remark.kind not in CONVERTED_REMARKS)
     # An optimizer among the weights is beside them, also one that was an object.
     entries = {

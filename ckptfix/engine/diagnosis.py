@@ -236,10 +236,10 @@ def _loads(view: Checkpoint, target: Target) -> bool:
 def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | None) -> Statistics | None:
     if not settings.values:
         return None
-    from ckptfix.values.decode import narrowing_to
+    from ckptfix.values.decode import NARROWINGS
     from ckptfix.values.statistics import Statistics  # this is what reads the weights, and a look at names goes without
 
-    return Statistics(checkpoint, narrowing_to(settings.cast_dtype) if settings.cast_dtype else None, draft)
+    return Statistics(checkpoint, NARROWINGS[settings.cast_dtype] if settings.cast_dtype else None, draft)
 
 
 def _propose(rule: Listed, context: Context) -> Iterator[Finding]:

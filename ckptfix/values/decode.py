@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -180,36 +180,26 @@ def _table(values: Array) -> Callable[[Array], Array]:
     return look_up
 
 
-class Narrowing(Struct, frozen=True):
+class Narrowing(NamedTuple):
     """What a cast to a narrower float loses: finite magnitudes above ``largest`` do not stay finite, and those up to
     ``vanishing`` become zero.
 
     Casts round to the nearest number, ties to the even code (IEEE 754). What is half a step or more above the largest
     finite number becomes infinite, in float8_e4m3fn NaN; half of the smallest subnormal or less becomes zero."""
 
-    dtype: str
     vanishing: float
     largest: float
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """``vanishing`` and ``largest``."""
-        return self.vanishing, self.largest
 
-
-# Half of the smallest subnormal number of each dtype, and the last float32 (of a cast to float32 the last float64) that
-# is less than half a step above the largest finite number. Only float8_e4m3fn has an even largest: it gets the tie.
-_LOSSES = {
-    "float32": (2.0**-150, 2.0**128 - 2.0**103 - 2.0**75),
-    "float16": (2.0**-25, 65520 - 2.0**-8),
-    "bfloat16": (2.0**-134, 2.0**128 - 2.0**119 - 2.0**104),
-    "float8_e4m3fn": (2.0**-10, 464.0),
-    "float8_e5m2": (2.0**-17, 61440 - 2.0**-8),
-    "float8_e4m3fnuz": (2.0**-11, 248 - 2.0**-16),
-    "float8_e5m2fnuz": (2.0**-18, 61440 - 2.0**-8),
+# What a cast to each dtype loses, in numbers that can be compared with what is cast: half of its smallest subnormal
+# number, and the last float32 (of a cast to float32 the last float64) that is less than half a step above the largest
+# finite number. Only float8_e4m3fn has an even largest: it gets the tie.
+NARROWINGS = {
+    "float32": Narrowing(2.0**-150, 2.0**128 - 2.0**103 - 2.0**75),
+    "float16": Narrowing(2.0**-25, 65520 - 2.0**-8),
+    "bfloat16": Narrowing(2.0**-134, 2.0**128 - 2.0**119 - 2.0**104),
+    "float8_e4m3fn": Narrowing(2.0**-10, 464.0),
+    "float8_e5m2": Narrowing(2.0**-17, 61440 - 2.0**-8),
+    "float8_e4m3fnuz": Narrowing(2.0**-11, 248 - 2.0**-16),
+    "float8_e5m2fnuz": Narrowing(2.0**-18, 61440 - 2.0**-8),
 }
-
-
-def narrowing_to(dtype: str) -> Narrowing:
-    """Return what a cast to a float of 8, 16 or 32 bits loses, in numbers that can be compared with what is cast."""
-    return Narrowing(dtype, *_LOSSES[dtype])

@@ -163,7 +163,7 @@ def _distance(numel: int) -> int:
     return distance
 
 
-_FAINT = Narrowing("faint", math.nextafter(FAINT, 0), math.inf)  # float16 has no such small numbers
+_FAINT = Narrowing(math.nextafter(FAINT, 0), math.inf)  # float16 has no such small numbers
 
 
 Edges = Sequence[tuple[int, int]]
@@ -311,7 +311,7 @@ class Kernel:
 
     def tally(self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
         """Return the figures of the floats of a block, of one of the ``KINDS``; ``first_nonfinite`` counts units."""
-        cast = _NO_CAST if narrowing is None else _Cast(*narrowing.bounds, 1)
+        cast = _NO_CAST if narrowing is None else _Cast(*narrowing, 1)
         found, count = _Figures(), block.nbytes // encoding.itemsize
         self._scan(KINDS[encoding.part], _aligned(block, encoding.itemsize), count, cast, found)
         return TensorStatistics(

@@ -115,7 +115,7 @@ def _tally_values(values: Array, encoding: Encoding, narrowing: Narrowing | None
         found.zeros = len(values) - int(np.count_nonzero(magnitude))
         found.subnormals = int(np.count_nonzero(magnitude < normal)) - found.zeros if normal else 0
     if narrowing is not None:
-        vanishes, overflows = (magnitudes(np.asarray(bound, values.dtype)) for bound in narrowing.bounds)
+        vanishes, overflows = (magnitudes(np.asarray(bound, values.dtype)) for bound in narrowing)
         if smallest <= vanishes:
             found.vanishing = int(np.count_nonzero(magnitude <= vanishes) - np.count_nonzero(magnitude == 0))
         if largest > overflows:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.settings import CAST_DTYPES
 from ckptfix.reading.tensors import spec_of_tensor
-from ckptfix.values.decode import encoding, narrowing_to
+from ckptfix.values.decode import NARROWINGS, encoding
 from ckptfix.values.statistics import tensor_statistics
 
 NARROW = [name for name, dtype in DTYPES.items() if dtype.is_float and dtype.itemsize <= 2 and hasattr(torch, name)]
@@ -61,19 +61,19 @@ def step(value: float, dtype: str, towards: float) -> float:
 
 @pytest.mark.parametrize("dtype", CAST_DTYPES)
 def test_a_number_up_to_the_bound_becomes_zero(dtype):
-    bound = narrowing_to(dtype).vanishing
+    bound = NARROWINGS[dtype].vanishing
     assert cast(bound, dtype) == 0 < cast(step(bound, dtype, 1), dtype)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in CAST_DTYPES if dtype != "float8_e4m3fn"])
 def test_a_number_above_the_bound_becomes_infinite(dtype):
-    bound = narrowing_to(dtype).largest
+    bound = NARROWINGS[dtype].largest
     assert math.isfinite(cast(bound, dtype))
     assert math.isinf(cast(step(bound, dtype, math.inf), dtype))
 
 
 def test_the_float_without_infinity_ends_half_a_step_above_its_largest_number():
-    assert narrowing_to("float8_e4m3fn").largest == 464.0
+    assert NARROWINGS["float8_e4m3fn"].largest == 464.0
     assert cast(464.0, "float8_e4m3fn") == 448.0
 
 
@@ -81,7 +81,7 @@ def test_the_float_without_infinity_ends_half_a_step_above_its_largest_number():
 def test_the_scan_counts_what_the_cast_loses(numbers, dtype):
     before = torch.tensor(numbers, dtype=torch.float32)
     after = before.to(getattr(torch, dtype)).float()
-    figures = tensor_statistics(spec_of_tensor(before), narrowing_to(dtype))
+    figures = tensor_statistics(spec_of_tensor(before), NARROWINGS[dtype])
     assert figures.vanishing == int(((before != 0) & (after == 0)).sum())
     if dtype != "float8_e4m3fn":
         assert figures.overflowing == int((before.isfinite() & ~after.isfinite()).sum())

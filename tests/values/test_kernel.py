@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.values.decode import Narrowing, encoding, narrowing_to
+from ckptfix.values.decode import NARROWINGS, Narrowing, encoding
 from ckptfix.values.scan import KINDS, LIBRARY, kernel, strips
 from ckptfix.values.tally import tally_codes, tally_units
 from tests.values.exact import HALVES, assert_same_tally
@@ -57,7 +57,7 @@ def test_a_library_that_was_built_is_used():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("cast", [None, "float8_e4m3fn", "float16"])
 def test_every_code_alone_and_among_others(dtype, cast):
-    narrowing = narrowing_to(cast) if cast else None
+    narrowing = NARROWINGS[cast] if cast else None
     codes = np.arange(1 << 16, dtype=np.uint16)
     assert_same_tally(by_kernel(codes, dtype, narrowing), by_numpy(codes, dtype, narrowing), HALVES)
     for code in codes[::97]:
@@ -100,7 +100,7 @@ def test_the_kernel_finds_what_numpy_finds(dtype, count, kind, cast, seed):
         plain = {"float32": weights, "float16": weights.astype(np.float16), "bfloat16": weights.view(np.uint16)[1::2]}
         usual = plain[dtype].view(bits)
         codes = np.where(generator.random(count) < 0.001, codes, usual)
-    narrowing = narrowing_to(cast) if cast and dtype in KINDS else None
+    narrowing = NARROWINGS[cast] if cast and dtype in KINDS else None
     units = units_of(np.ascontiguousarray(codes), dtype)
     share = HALVES if bits.itemsize == 2 and kind != "constant" else 1e-12
     assert_same_tally(by_kernel(units, dtype, narrowing), by_numpy(units, dtype, narrowing), share)

@@ -76,7 +76,7 @@ def test_any_bytes_as_any_dtype(dtype, data, times):
 
 
 def test_counted_codes_tell_what_a_cast_loses():
-    cast = Narrowing("none", vanishing=0.01, largest=100.0)
+    cast = Narrowing(vanishing=0.01, largest=100.0)
     codes = np.arange(256, dtype=np.uint8)
     values = form_of("float8_e5m2").decode(codes)
     found = tally_units(codes, form_of("float8_e5m2"), cast)
