@@ -137,3 +137,9 @@ def test_an_option_that_needs_a_check_still_gets_one(folder: Path):
         )
         assert done.returncode == 2, words
         assert words[0] in done.stderr
+
+
+def test_a_repair_loads_no_openssl(folder: Path):
+    modules = imported("repair", "a.pth", "-o", "repaired.pth", cwd=folder)
+    assert (folder / "repaired.pth").exists()
+    assert within(modules, ["_hashlib", "secrets", "random"]) == []

@@ -21,7 +21,6 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import shutil
 import stat
 import time
@@ -285,7 +284,7 @@ def _temporary(output: Path, create: Callable[[Path], int]) -> Iterator[tuple[Pa
 
 
 def _new_name(output: Path) -> Path:
-    return output.parent / f".{output.name[:50]}.{secrets.token_hex(8)}.ckptfix-tmp"
+    return output.parent / f".{output.name[:50]}.{os.urandom(8).hex()}.ckptfix-tmp"
 
 
 def _create(path: Path, mode: int) -> int:

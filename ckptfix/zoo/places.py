@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import stat
 import unicodedata
@@ -471,4 +470,4 @@ def _changed(where: str) -> PlaceError:
 
 def temporary_name() -> str:
     """Return a new name. That of the file is not in it: it may already be as long as a name may be."""
-    return f".{secrets.token_hex(6)}.ckptfix-tmp"
+    return f".{os.urandom(6).hex()}.ckptfix-tmp"
