@@ -19,7 +19,7 @@ from ckptfix.errors import Opt, UnreadableError
 BLOCK = 1 << 20  # bytes read at a time: so few that they are still in the processor's cache when they are looked at
 
 
-class FileBytes(Struct, frozen=True, eq=False):
+class FileBytes(Struct, frozen=True, eq=False, gc=False):
     """A range of a file."""
 
     file: OpenFile
@@ -81,6 +81,8 @@ class WindowBytes(Struct, frozen=True, eq=False):
 
 class PartedBytes:
     """Bytes that are those of other sources, which a writer copies as ranges of their files if it can."""
+
+    __slots__ = ()
 
     nbytes: int
 

@@ -87,7 +87,7 @@ class Quantizer(Struct, frozen=True):
         return (self.scheme, *values, self.axis)
 
 
-class TensorSpec(Struct, frozen=True):
+class TensorSpec(Struct, frozen=True, gc=False):
     """A tensor without its values.
 
     ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``core.dtypes``). A strided tensor
@@ -206,6 +206,7 @@ def computed(spec: TensorSpec, name: str, source: ByteSource, storages: Iterable
     return replace(made, strides=contiguous_strides(made.shape))
 
 
+@lru_cache(maxsize=256)  # a model has few shapes, and thousands of tensors share their strides
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major tensor of this shape."""
     strides: list[int] = []

@@ -48,17 +48,13 @@ def read(content: Content) -> Document:
         )
     odd = [name for name, value in notes.items() if not isinstance(value, str)]
     notes |= {name: json.dumps(notes[name]) for name in odd}
-    specs, nbytes = check_layout(content, header)
+    placed, nbytes = check_layout(content, header)
     last = len(content) - nbytes  # where the tensors begin if the padding of the header was left out of its length
     if start < last < start + ALIGNMENT and not last % ALIGNMENT and not bytes(content.buffer[start:last]).strip(b" "):
         start = last
         damage.append(Fact(Kind.HEADER_PADDING))
     end = start + nbytes
-    placed = [
-        (start + record["data_offsets"][0], spec) for record, spec in zip(header.values(), specs.values(), strict=True)
-    ]
-    header.clear()  # as parsed, it is larger than all that is made of it
-    zeros = unfilled_from(content, placed)
+    zeros = unfilled_from(content, [(start + begin, spec) for begin, spec in placed.values()])
     if end > len(content):
         damage.append(Fact.of(Kind.DATA_CUT, needed=nbytes, there=len(content) - start))
     elif end < len(content):
@@ -66,10 +62,10 @@ def read(content: Content) -> Document:
     if zeros is not None:
         damage.append(Fact.of(Kind.UNFILLED, nbytes=len(content), zeros=len(content) - zeros))
     state_dict: OrderedDict[str, Any] = OrderedDict()
-    for (begin, spec), key in zip(placed, specs, strict=True):
+    for key, (begin, spec) in placed.items():
         filled = end if zeros is None else zeros
-        present = max(0, min(spec.nbytes, len(content) - begin, filled - begin))
-        source = content.source(begin, present)
+        present = max(0, min(spec.nbytes, len(content) - start - begin, filled - start - begin))
+        source = content.source(start + begin, present)
         if present < spec.nbytes:
             source = TornBytes(content.path, spec.nbytes, present, source)
         state_dict[key] = replace(spec, storage=Storage(key, source))
@@ -80,8 +76,8 @@ def read(content: Content) -> Document:
     surplus = len(content) - end
     if surplus and not _is_appended(content, end):
         why = Fact.of(Kind.BYTES_BEFORE, surplus=surplus)
-        for (begin, spec), key in zip(placed, specs, strict=True):
-            if _is_doubtful(content, begin, spec.nbytes, surplus):
+        for key, (begin, spec) in placed.items():
+            if _is_doubtful(content, start + begin, spec.nbytes, surplus):
                 document.remarks.append(Fact.of(Kind.DOUBTFUL_VALUES, key, cause=why))
     return document
 
@@ -141,6 +137,7 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
 
 ALIGNMENT = 8  # writers pad the header with spaces to a multiple of that many bytes
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
+_NOTHING = TensorSpec("uint8", (0,), (1,))
 
 
 def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
@@ -217,14 +214,18 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def check_layout(content: Content, header: Mapping[str, Any]) -> tuple[dict[str, TensorSpec], int]:
-    """Return the tensors without their bytes, in the order of the header, and the size of all of them, once dtypes,
-    shapes and offsets agree and leave no gap and no overlap."""
+def check_layout(content: Content, header: dict[str, Any]) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
+    """Return the tensors without their bytes, each with where it begins after the header, in the order of that, and the
+    size of all of them, once dtypes, shapes and offsets agree and leave no gap and no overlap.
+
+    Empties the header, which takes more memory than all that is made of it."""
     path = content.path
-    position, specs = 0, {}
-    for key, record in sorted(header.items(), key=lambda item: _begin(path, *item)):
+    position, placed = 0, dict.fromkeys(header, (0, _NOTHING))
+    for key in sorted(header, key=lambda key: _begin(path, key, header[key])):
+        record = header.pop(key)
         begin, end = record["data_offsets"]
-        specs[key] = spec = _spec(path, key, record)
+        spec = _spec(path, key, record)
+        placed[key] = begin, spec
         if end - begin != spec.nbytes:
             raise _violated(
                 path,
@@ -237,7 +238,7 @@ def check_layout(content: Content, header: Mapping[str, Any]) -> tuple[dict[str,
             fault = "overlap the tensor before" if begin < position else "leave a gap"
             raise _violated(path, key, "no overlap, no holes", f"its data_offsets {fault} at byte {begin}")
         position = end
-    return {key: specs[key] for key in header}, position
+    return placed, position
 
 
 def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from ckptfix.reading.tensors import contiguous_blocks, is_range
 from ckptfix.writing.plain import plain_root
 
 ALIGNMENT = 8
+_TEXT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 # Bytes from which on tensors are not written out that repeat what is stored (zero strides, overlapping views) more than
 # this many times: 40 kB of views would become gigabytes.
@@ -35,9 +36,9 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     header. Gives the copier, which has the ranges that were read back.
 
     Raises ``WriteError`` for dtypes and layouts that safetensors does not know."""
-    header, order = _header(checkpoint)
+    notes, records, order = _header(checkpoint)
     try:
-        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        raw = ",".join(["{" + _field("__metadata__", notes), *records]).encode() + b"}"
     except UnicodeEncodeError as error:
         raise WriteError(
             f"{checkpoint.path}: a name in it is not valid text (it has half a surrogate pair), which safetensors "
@@ -47,7 +48,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
     total = sum(spec.nbytes for spec in order)
     _check_repetition(checkpoint.path, order, total)
-    _check_readable(checkpoint.path, header["__metadata__"], raw, total)
+    _check_readable(checkpoint.path, notes, raw, total)
     copier = Copier(file, Task(f"writing {checkpoint.path}", total))
     passing = {spec.storage for spec in order if spec.storage is not None and _is_proved_by_copy(spec, spec.storage)}
     with proving(checkpoint, (spec.storage for spec in order if spec.storage not in passing)), copier:
@@ -143,9 +144,10 @@ def _note(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     return known
 
 
-def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
-    """Return the header, with the keys in the order of the state_dict, and the tensors in that of their bytes: those of
-    large elements first, so that each is aligned, as the reference writer has them."""
+def _header(checkpoint: Checkpoint) -> tuple[dict[str, str], Iterator[str], list[TensorSpec]]:
+    """Return the parts of the header, which are the notes and the record of each tensor as text in the order of the
+    state_dict, and the tensors in that of their bytes: those of large elements first, so that each is aligned, as the
+    reference writer has them."""
     tied = tied_keys(checkpoint)
     stored: dict[str, tuple[TensorSpec, str]] = {}
     for key, spec in checkpoint.specs.items():
@@ -163,19 +165,23 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[TensorSpec]]:
             )
         if key not in tied:
             stored[key] = spec, dtype.safetensors
-    offsets: dict[str, list[int]] = {}
+    begins: dict[str, int] = {}
     order, position = sorted(stored, key=lambda key: -stored[key][0].itemsize), 0
     for key in order:
-        offsets[key] = [position, position := position + stored[key][0].nbytes]
-    records = {
-        key: {
-            "dtype": name,
-            "shape": [*spec.shape[:-1], *(size * DTYPES[spec.dtype].packed for size in spec.shape[-1:])],
-            "data_offsets": offsets[key],
-        }
-        for key, (spec, name) in stored.items()
-    }
-    return {"__metadata__": _notes(checkpoint, tied), **records}, [stored[key][0] for key in order]
+        begins[key], position = position, position + stored[key][0].nbytes
+    # As one object, the records of 10,000 tensors take 12 MB on their way to text.
+    records = (_record(key, spec, name, begins[key]) for key, (spec, name) in stored.items())
+    return _notes(checkpoint, tied), records, [stored[key][0] for key in order]
+
+
+def _record(key: str, spec: TensorSpec, dtype: str, begin: int) -> str:
+    shape = (*spec.shape[:-1], *(size * DTYPES[spec.dtype].packed for size in spec.shape[-1:]))
+    fields = {"dtype": dtype, "shape": shape, "data_offsets": (begin, begin + spec.nbytes)}
+    return _field(key, fields)
+
+
+def _field(key: str, value: Mapping[str, Any]) -> str:
+    return f"{_TEXT(key)}:{_TEXT(value)}"
 
 
 def _notes(checkpoint: Checkpoint, tied: dict[str, str]) -> dict[str, str]:

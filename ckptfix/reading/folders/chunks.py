@@ -252,7 +252,7 @@ def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> boo
     return True
 
 
-_FLAT_BLOCK, _FLAT_BLOCKS = 16 << 10, 4  # bytes of a block, and how many a rank keeps: groups lie apart in its run
+_FLAT_BLOCK, _FLAT_BLOCKS = 8 << 10, 4  # bytes of a block, and how many a rank keeps: groups lie apart in its run
 
 
 class Flat:
