@@ -299,9 +299,10 @@ def _match(key: str, found: list[tuple[Part, Label, tuple[str, ...]]], source: S
         label = min(label, Label.LIKELY)
     if any(part.axes and part.source != key for part in parts):
         label = min(label, Label.LIKELY)
+    if len(parts) == 1:
+        label = min(label, _of_halves(parts[0], key, source))
     if len(parts) == 1 and (
         _hidden_transpose(parts[0], key, source, target)
-        or _may_be_exchanged(parts[0], key, source)
         or {module(segments(parts[0].source)), module(segments(key))} in ROTATED
     ):
         label = Label.AMBIGUOUS
@@ -378,12 +379,16 @@ def _change(source: str, key: str) -> tuple[str, str]:
     return one, other
 
 
-def _may_be_exchanged(part: Part, key: str, source: Shapes) -> bool:
-    """Tell whether a layer that gives shift and scale may give scale and shift on the other side: diffusers exchanges
-    the two where it has the layer in a norm."""
+def _of_halves(part: Part, key: str, source: Shapes) -> Label:
+    """Return how far the two halves of a layer can be trusted to be in the same order: diffusers exchanges shift and
+    scale where it has the layer in a norm. Names that have nothing in common do not say what the halves are."""
     ours, theirs = bag(segments(part.source)), bag(segments(key))
     rows, *columns = source.get(f"{part.source.rpartition('.')[0]}.weight") or (0,)  # a weight may be a scalar
-    return [rows] == [2 * size for size in columns] and ("modulation" in ours) != ("modulation" in theirs)
+    if [rows] != [2 * size for size in columns]:
+        return Label.CERTAIN
+    if ("modulation" in ours) != ("modulation" in theirs):
+        return Label.AMBIGUOUS
+    return Label.CERTAIN if (ours & theirs).keys() - {"weight", "bias"} else Label.LIKELY
 
 
 def _doubt_orientation(inference: Inference) -> None:

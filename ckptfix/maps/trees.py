@@ -429,7 +429,9 @@ def _list(nodes: Sequence[Node], leaves: Sequence[Pooled]) -> Path:
 def _may_count_down(lists: Sequence[Path]) -> bool:
     """Tell whether lists of other names are on the way back up, where some libraries count from the deepest module."""
     is_named = len({template(".".join(path)) for path in lists}) == 1
-    return not is_named and not BACKWARD.isdisjoint(bag(path[-1] for path in lists if path))
+    words = bag(path[-1] for path in lists if path).keys()
+    fronts = bag(path[-2] for path in lists if path[1:]).keys() - {"decoder"}  # the layers of most decoders count up
+    return not is_named and not BACKWARD.isdisjoint(words | fronts)
 
 
 def _same_end(one: Node, other: Node) -> bool:

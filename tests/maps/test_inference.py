@@ -257,11 +257,14 @@ def test_a_convolution_of_keras_is_transposed_too():
     assert infer(target, source).matches["conv.kernel"].parts[0].axes == (2, 3, 1, 0)
 
 
-def test_shift_and_scale_may_be_exchanged_in_a_norm():
-    source = {**linear("final.adaLN_modulation.1", 16, 8), **linear("blocks.0.adaLN_modulation.1", 48, 8)}
+@pytest.mark.parametrize(("name", "label"), [
+    ("final.adaLN_modulation.1", Label.AMBIGUOUS), ("final.zq.1", Label.LIKELY), ("final.norm.zq", Label.CERTAIN),
+])  # fmt: skip
+def test_shift_and_scale_may_be_exchanged_in_a_norm(name, label):
+    source = {**linear(name, 16, 8), **linear("blocks.0.adaLN_modulation.1", 48, 8)}
     target = {**linear("norm_out.linear", 16, 8), **linear("blocks.0.norm1.linear", 48, 8)}
     labels = {key: match.label for key, match in infer(source, target).matches.items()}
-    assert labels["norm_out.linear.weight"] is labels["norm_out.linear.bias"] is Label.AMBIGUOUS
+    assert labels["norm_out.linear.weight"] is labels["norm_out.linear.bias"] is label
     assert labels["blocks.0.norm1.linear.weight"] > Label.AMBIGUOUS
 
 
@@ -726,7 +729,7 @@ def test_blocks_counted_from_another_number_are_shifted():
     assert (match.parts[0].source, match.label) == ("layers.0.mlp.fc1.weight", Label.LIKELY)
 
 
-@pytest.mark.parametrize(("name", "first"), [("refinenet", "3"), ("fusion", "0")])
+@pytest.mark.parametrize(("name", "first"), [("refinenet", "3"), ("fusion", "0"), ("zq", "0")])
 def test_equal_blocks_on_the_way_back_up_are_not_certain(name, first):
     """MiDaS numbers them from the largest image on, and transformers from the smallest."""
     unit = {**linear("conv1", 8, 8), **linear("conv2", 8, 8), **linear("out_conv", 4, 8)}
@@ -763,7 +766,7 @@ def test_queries_keys_and_values_that_some_libraries_fuse_in_another_order(front
 
 
 def _stages(name: str, last: str, at: range) -> Specs:
-    return {key: shape for n in at for key, shape in linear(f"{name}.{n}.{last}", 8 << n, 4 << n).items()}
+    return {key: shape for n in at for key, shape in linear(f"{name}.{n}.{last}", 12 << n, 4 << n).items()}
 
 
 @pytest.mark.parametrize("lacking", ["", "file", "model"])
