@@ -12,6 +12,7 @@ For other lists of dangerous names: https://github.com/mmaitre314/picklescan, ht
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,8 +36,9 @@ _RENAMED = {
     **{"UserList": "collections", "UserString": "collections", "_operator": "operator", "_functools": "functools"},
 }
 _MOVED = r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)"
-# A class that another release of torch may have: not trusted by name, and nothing that an attack could use.
-_TORCH_CLASS = r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\._?[A-Z]\w*"
+# A class that another release of torch may have: not trusted by name, and nothing that an attack could use. A module of
+# torch.fx compiles the graph that it is made of, and never pickles as a call of its class.
+_TORCH_CLASS = r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\.(?!\w*GraphModule$)_?[A-Z]\w*"
 
 _NUMBER = (
     r"numpy\.(u?int|float|complex|bool|str|bytes|datetime|timedelta|void|long|half)[a-z]*\d*_?|numpy\.dtypes\.\w+DType"
@@ -107,7 +109,8 @@ def is_payload(name: str) -> bool:
         ":" in name and is_known(root.partition(":")[0])
     ):
         return True
-    if any(".".join(parts[:depth]) in _listed("callers") for depth in range(2, len(parts) + 1)):
+    above = {".".join(parts[:depth]) for depth in range(2, len(parts) + 1)}
+    if above & _listed("callers") and not above & _listed("backends"):
         return True
     if root in ("torch", "numpy"):
         if parts[-1] in _LOADERS:
@@ -203,74 +206,98 @@ _OF_NAME = r"\bgetattr\(([\w.]+), ''\)"  # an attribute whose name is no Python 
 _NESTED = 64  # layers in each other that have such names, at most
 _HIDDEN = r"\b__|__\b"
 _WORDS = r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?"
-_IMPORT = r"import ([\w.]+)(?: as \w+)?|from ([\w.]+) import (\w+)(?: as \w+)?|NoneType = type\(None\)"
+_BLANKS = r"[^\S\n\t ]"  # Python ends a line, and with it a comment, at some of them
+_IMPORT = r"import torch(?:\.fx)?|import torch\.(?:fx|utils)\._pytree as (?:fx_)?pytree|NoneType = type\(None\)"
+_FROM = r"from ([\w.]+) import (\w+)(?: as (\w+))?"
 
-_HARMLESS_MODULES = frozenset("math operator _operator typing collections inspect".split())
-_SYNTAX = frozenset("import from lambda class global nonlocal yield while try except raise async await exec".split())
+_SYNTAX = frozenset(
+    "import from lambda class global nonlocal yield while for with try except raise async await exec".split()
+)
 _VALUES = frozenset("strided sparse_coo contiguous_format channels_last channels_last_3d preserve_format".split())
-_SPACES = ("nn", "_C", "fft", "linalg", "special", "sparse", "amp", "ao", "fx", "utils", "functional", "_nn")
+_SPACES = ("nn", "_C", "fft", "linalg", "special", "sparse", "amp", "ao", "functional", "_nn")
+_BESIDE_SPACES = ("torch.fx.wrap", "torch.fx._symbolic_trace.wrap", "torch.utils.checkpoint.checkpoint")
+# Methods that write files: those of arrays, storages and graph modules.
+_WRITERS = _LOADERS - {"compile", "hub", "package"} | {"to_folder"}
 
 
 def is_graph_code(body: Any, imports: Any) -> bool:
     """Return whether the instance dict of a graph module and its import block hold nothing but calls of operations."""
     if not isinstance(body, dict):
         return False
-    code, block = body.get("_code", body.get("code", "")), imports or ""
+    code, block = body.get("_code") or body.get("code", ""), imports or ""  # as torch chooses between the two
     if not (isinstance(code, str) and isinstance(block, str) and len(code) + len(block) <= LENGTH_LIMIT):
         return False
-    return all(_is_harmless_import(line.strip()) for line in block.splitlines()) and _is_harmless_code(code)
+    if block and not block.endswith("\n") and not code.startswith("\n"):
+        return False  # torch runs the two as one text, in which the code would go on with the last import
+    lines = [line.strip() for line in block.split("\n")]
+    named = {found[3] or found[2] for line in lines if (found := re.fullmatch(_FROM, line))}
+    return all(map(_is_harmless_import, lines)) and _is_harmless_code(code, named)
 
 
 def _is_harmless_import(line: str) -> bool:
-    found = re.fullmatch(_IMPORT, line)
+    found = re.fullmatch(_FROM, line)
     if found is None:
-        return not line
-    name = found[1] or found[2]
-    if name is None:
-        return True
-    root = name.partition(".")[0]
+        return not line or re.fullmatch(_IMPORT, line) is not None
+    module, name, _ = found.groups()
+    root = module.partition(".")[0]
+    if name.lstrip("_") in _listed("stdlib"):
+        return False  # a module that the module has imported
     if root == "torch":
-        if found[3]:
-            return f"{name}.{found[3]}" == "torch.device" or _is_operation(f"{name}.{found[3]}", is_called=True)
-        return name in ("torch", "torch.fx", "torch.fx._pytree", "torch.utils._pytree")
+        return f"{module}.{name}" == "torch.device" or _is_operation(f"{module}.{name}", is_called=True)
     if root == "builtins":
-        return found[3] is not None and found[3] not in _listed("builtins")
-    if found[3] in ("attrgetter", "methodcaller"):
-        return False
-    return root in _HARMLESS_MODULES or not (is_known(root) or root in _listed("packages") or is_payload(name))
+        return name not in _listed("builtins")
+    if module in ("math", "operator", "_operator"):
+        return f"operator.{name}" not in _listed("callers")
+    if module in ("typing", "collections", "inspect"):
+        return is_trusted(f"{module}.{name}")
+    return not (is_known(root) or root in _listed("packages") or is_payload(f"{module}.{name}"))
 
 
-def _is_harmless_code(code: str) -> bool:
+def _is_harmless_code(code: str, imported: set[str]) -> bool:
     texts: list[str] = []
 
     def keep(found: re.Match[str]) -> str:
         texts.append(found[1])
         return "''"
 
+    if re.search(_BLANKS, code):
+        return False
+    banned = _listed("anywhere") | (_WRITERS if "getattr" in code else frozenset())
     code = re.sub(_IGNORED, "", re.sub(_STRING, keep, code))
     for _ in range(_NESTED):
         code, count = re.subn(_OF_NAME, r"\1", code)
         if not count:
             break
-    # A name that is put together, or a prefix of a text other than those above (`f`), hides what it says.
-    if re.search(r"\\|\bgetattr\b|\w''", code):
+    # A name that is put together, a prefix of a text other than those above (`f`), or a text of several lines hides
+    # what it says.
+    if re.search(r"\\|\bgetattr\b|\w''|['\"]{3}", code) or re.search("['\"]", code.replace("''", "")):
         return False
-    if any(re.search(_HIDDEN, text) or text[1:-1] in _listed("anywhere") for text in texts):
+    if any(re.search(_HIDDEN, text) or text[1:-1] in banned for text in texts):
         return False
-    return all(_is_harmless_word(found) for found in re.finditer(_WORDS, code))
+    return all(_is_harmless_word(found, imported) for found in re.finditer(_WORDS, code))
 
 
-def _is_harmless_word(found: re.Match[str]) -> bool:
-    name, is_called = found[2], found[3] is not None
+def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
+    is_called, is_inner = found[3] is not None, bool(found[1])
+    name = unicodedata.normalize("NFKC", found[2])  # as Python reads it
     parts = name.split(".")
-    if any(part.startswith("__") for part in parts):
+    if any(part.startswith("__") for part in parts) or (not is_inner and parts[0] in _SYNTAX):
         return False
-    attributes = parts if found[1] else parts[1:]
-    if any(part in _listed("anywhere") for part in attributes) or (not found[1] and parts[0] in _SYNTAX):
+    attributes = parts if is_inner else parts[1:]
+    if any(part in _listed("anywhere") for part in attributes):
         return False
-    if found[1] or parts[0] != "torch":
-        return bool(found[1]) or parts[0] == "input" or parts[0] not in _listed("builtins")
-    return _is_operation(name, is_called)
+    is_of_self = not is_inner and parts[0] == "self" and parts[-1] != "to_folder"
+    if is_called and attributes and parts[-1] in _WRITERS and not is_of_self:
+        return False
+    if is_inner:
+        return True
+    if parts[0] in imported:  # no module, but it may be a type or a number
+        return not attributes and (is_called or name[:1].isupper() or name in ("inf", "nan", "device"))
+    if parts[0] in ("pytree", "fx_pytree"):
+        return len(parts) == 2 and parts[1].startswith("tree_")
+    if parts[0] == "torch":
+        return _is_operation(name, is_called)
+    return parts[0] not in _listed("builtins") or (parts[0] == "input" and (not is_called or bool(attributes)))
 
 
 def _is_operation(name: str, is_called: bool) -> bool:
@@ -281,6 +308,8 @@ def _is_operation(name: str, is_called: bool) -> bool:
         return False
     if path[0] == "ops":
         return len(path) >= 3
+    if name in _BESIDE_SPACES or name.startswith("torch.utils._pytree.tree_"):
+        return is_called
     if len(path) > 1 and path[0] not in _SPACES:
         return False
     if any(part.lstrip("_") in _listed("stdlib") for part in path[:-1]):

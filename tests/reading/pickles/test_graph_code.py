@@ -162,6 +162,19 @@ def test_what_torch_writes_is_harmless(line):
         "y = (lambda: 1)()",
         "y = torch.utils.cpp_extension.load_inline('a')",
         "y = ().os",
+        "y = \uff45\uff56\uff41\uff4c('1')",
+        "y = '''\n''' ; exec(1) ; 'b'",
+        "y = x  # a comment\r    exec('1')",
+        "y = (a for a in x).gi_frame.f_builtins['e' 'val']('1')",
+        "y = torch.ones(3).numpy().tofile('f')",
+        "y = torch.ones(3);  getattr(y, 'tofile')('f')",
+        "y = self.to_folder('f')",
+        "y = input('a')",
+        "y = mmdet_models_f.load('f')",
+        "y = mmdet_models_f",
+        "y = torch.fx.graph_module.reduce_graph_module({'_code': 'exec(1)'}, '')",
+        "y = fx_pytree.json.load(x)",
+        "y = torch.utils.hooks.load(x)",
     ],
 )
 def test_anything_else_is_not(line):
@@ -182,10 +195,24 @@ def test_anything_else_is_not(line):
         "import torch; x = 1",
         "from torch.serialization import load",
         "from numpy import load",
+        "from inspect import os",
+        "from collections import _sys as s",
+        "from mylib import sys",
+        "from typing import get_type_hints",
+        "from torch import load",
+        "import inspect as i",
+        "import torch as t",
     ],
 )
 def test_imports_of_anything_else_are_not(line):
     assert not is_graph_code({"_code": forward("y = x")}, f"{IMPORTS}\n{line}")
+
+
+def test_the_text_that_torch_runs_is_looked_at():
+    assert not is_graph_code({"_code": "", "code": forward("exec(1)")}, IMPORTS)  # an empty one gives way to the other
+    block, code = "import torch\nfrom collections import OrderedDict", forward("y = x").lstrip("\n")
+    assert is_graph_code({"_code": code}, f"{block}\n")
+    assert not is_graph_code({"_code": f", _sys\n{code}"}, block)  # both are run as one text
 
 
 @pytest.mark.parametrize("body", [None, 5, {"_code": 5}, {"_code": "x" * (9 << 20)}])

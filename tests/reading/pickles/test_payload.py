@@ -149,6 +149,8 @@ HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.Ord
     omegaconf.dictconfig.DictConfig datetime.datetime operator.itemgetter codecs.encode functools.partial
     types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net
     joblib.numpy_pickle.NumpyArrayWrapper torch._dynamo.decorators._DimRange
+    torch._inductor.compile_fx.compile_fx torch._dynamo.backends.debugging.eager
+    torch._dynamo.backends.cudagraphs.CudagraphsBackend
     sympy.core.symbol.Symbol sympy.core.function._rebuild_undef sympy.functions.elementary.trigonometric.sin""".split()
 
 PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __builtin__.execfile builtins.exec
@@ -191,7 +193,10 @@ BYPASSES = """random._os.system enum.bltns.eval collections._sys.exit decimal._n
     numpy.DataSource numpy.lib._datasource.DataSource torch.utils.data.datapipes.iter.fileopener.FileOpenerIterDataPipe
     torch.distributed.checkpoint.filesystem.FileSystemWriter torch.utils.tensorboard.writer.SummaryWriter
     torch.nn.modules.module.warnings.sys.exit datetime.sys.exit xml.sax.parse
-    annotationlib.ForwardRef.evaluate""".split()
+    annotationlib.ForwardRef.evaluate torch._inductor.compile_fx.compile_fx torch._dynamo.backends.debugging.eager
+    torch._dynamo.backends.debugging.os.system torch.fx.graph_module.GraphModule
+    torch.fx.graph_module.reduce_deploy_graph_module
+    torch.ao.quantization.fx.graph_module.ObservedGraphModule""".split()
 
 
 @pytest.mark.parametrize("name", BYPASSES)
