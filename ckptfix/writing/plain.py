@@ -155,6 +155,8 @@ class _Plainer:
             is_by_tensor = all(isinstance(key, TensorSpec) for key in value)
             for key, item in value.items():
                 plain = key if is_by_tensor else self._key(key, path)
+                if plain in made and isinstance(key, Opaque) and isinstance(plain, str):
+                    plain = f"{plain} {len(made)}"  # two objects of one class, whose text says no more than that
                 if plain in made:
                     raise UnreadableError(
                         f"{self.checkpoint.path}: two keys at {path_name(path)} are both {plain!s:.60} once they are "
