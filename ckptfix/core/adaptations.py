@@ -16,16 +16,40 @@ from ckptfix.errors import Opt, UsageError
 POS_EMBED, WINDOW_BIAS, PATCH_EMBED, IN_CHANS = "pos_embed", "window_bias", "patch_embed", "in_chans"
 VOCAB, INFLATE, HEAD, DEPTH = "vocab", "inflate", "head", "depth"
 
-# The recipes of each kind of tensor; empty for those whose recipe is a file or a list of the user's.
-RECIPES: Mapping[str, tuple[str, ...]] = {
-    POS_EMBED: ("timm", "plain", "dinov2", "torchvision", "linear", "cut"),
-    WINDOW_BIAS: ("swin", "beit", "levit"),
-    PATCH_EMBED: ("timm",),
-    IN_CHANS: ("timm", "mean"),
-    VOCAB: ("cut", "pad:mean", "pad:zeros", "pad:target"),
-    INFLATE: ("mean", "centre"),
-    HEAD: (),
-    DEPTH: (),
+# The recipes of each kind of tensor, with what they do; none for those whose recipe is a file or a list of the user's.
+RECIPES: Mapping[str, Mapping[str, str]] = {
+    POS_EMBED: {
+        "timm": "resamples them (bicubic, antialiased), as timm and open_clip",
+        "plain": "without antialiasing, as ViT and DINO in transformers",
+        "dinov2": "without antialiasing and in float32, as DINOv2 in transformers",
+        "torchvision": "with aligned corners",
+        "linear": "stretches the positions",
+        "cut": "keeps the first positions",
+    },
+    WINDOW_BIAS: {
+        "swin": "resamples them (bicubic), as Swin's own code",
+        "beit": "resamples them on a geometric grid, as BEiT and timm",
+        "levit": "resamples them (bicubic, antialiased), as timm for TinyViT",
+    },
+    PATCH_EMBED: {
+        "timm": "resamples them, so that a resized patch gives what the patch did",
+    },
+    IN_CHANS: {
+        "timm": "repeats or sums the channels, scaled to the same sum",
+        "mean": "gives each channel the mean of all, scaled to the same sum",
+    },
+    VOCAB: {
+        "cut": "keeps the first entries",
+        "pad:mean": "adds entries of the mean of all",
+        "pad:zeros": "adds entries of zeros",
+        "pad:target": "adds entries of the model's initial values, which are untrained",
+    },
+    INFLATE: {
+        "mean": "repeats them over time, divided by its length",
+        "centre": "puts them at the middle moment, and zeros at the others",
+    },
+    HEAD: {},
+    DEPTH: {},
 }
 
 # The kinds whose recipe may be followed by the grid of the file and that of the model.

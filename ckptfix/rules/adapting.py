@@ -298,7 +298,7 @@ def _plain_cases(name: str, shapes: Shapes, longer: Collection[str]) -> Iterator
         groups.setdefault((_SIZES[name](old), _SIZES[name](new)), {})[key] = (old, new)
     for (stored, wanted), group in groups.items():
         (old, new), *_ = group.values()
-        recipes = RECIPES[name]
+        recipes = tuple(RECIPES[name])
         keeps_last = not group.keys().isdisjoint(longer)
         if name == VOCAB:
             own = ", and a row after it that stays the last" if keeps_last else ""
@@ -601,27 +601,6 @@ def adapt_edits(
 
 _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
 
-_RECIPES = {
-    "pos_embed=timm": "resamples them (bicubic, antialiased), as timm and open_clip",
-    "pos_embed=plain": "without antialiasing, as ViT and DINO in transformers",
-    "pos_embed=dinov2": "without antialiasing and in float32, as DINOv2 in transformers",
-    "pos_embed=torchvision": "with aligned corners",
-    "pos_embed=linear": "stretches the positions",
-    "pos_embed=cut": "keeps the first positions",
-    "window_bias=swin": "resamples them (bicubic), as Swin's own code",
-    "window_bias=levit": "resamples them (bicubic, antialiased), as timm for TinyViT",
-    "window_bias=beit": "resamples them on a geometric grid, as BEiT and timm",
-    "patch_embed=timm": "resamples them, so that a resized patch gives what the patch did",
-    "in_chans=timm": "repeats or sums the channels, scaled to the same sum",
-    "in_chans=mean": "gives each channel the mean of all, scaled to the same sum",
-    "vocab=cut": "keeps the first entries",
-    "vocab=pad:mean": "adds entries of the mean of all",
-    "vocab=pad:zeros": "adds entries of zeros",
-    "vocab=pad:target": "adds entries of the model's initial values, which are untrained",
-    "inflate=mean": "repeats them over time, divided by its length",
-    "inflate=centre": "puts them at the middle moment, and zeros at the others",
-}
-
 
 def narrowed(case: Case) -> str:
     """Return what to say before the recipes if the file has more input channels than the model, which are left out.
@@ -634,6 +613,12 @@ def narrowed(case: Case) -> str:
                 f" 9), and all but {new[1]} would be lost"
             )
     return ""
+
+
+def _effect(text: str) -> str:
+    """Return what ``pos_embed=timm`` does."""
+    name, _, recipe = text.partition("=")
+    return RECIPES[name][recipe]
 
 
 def recipes_of(case: Case, has_values: bool = True) -> Iterator[Remedy]:
@@ -652,6 +637,6 @@ def recipes_of(case: Case, has_values: bool = True) -> Iterator[Remedy]:
         yield Remedy((("adapt", Placeholder(f"{first}:{_BY_HAND}")),), "resamples the grid of the file to the model's")
     elif case.library:
         also = f"; {' and '.join(others)} {'fit' if len(others) > 1 else 'fits'} too" if others else ""
-        yield Remedy((("adapt", (first,)),), f"{_RECIPES[first]}, and the model is one of {case.library}{also}")
+        yield Remedy((("adapt", (first,)),), f"{_effect(first)}, and the model is one of {case.library}{also}")
     else:
-        yield from (Remedy((("adapt", (text,)),), _RECIPES[text]) for text in (first, *others))
+        yield from (Remedy((("adapt", (text,)),), _effect(text)) for text in (first, *others))
