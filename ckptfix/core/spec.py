@@ -149,6 +149,11 @@ class TensorSpec(Struct, frozen=True, gc=False):
         first = offset * itemsize // per_byte
         return first, -(-(offset + count) * itemsize // per_byte) if count else first
 
+    def at(self, index: int) -> TensorSpec:
+        """Return the tensor at an index of the first dimension."""
+        offset = self.offset + index * self.strides[0]
+        return replace(self, shape=self.shape[1:], strides=self.strides[1:], offset=offset)
+
     @property
     def has_data(self) -> bool:
         """Whether values were saved at all (False for tensors of the meta device)."""

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from ckptfix.core.finding import Blocks, Finding, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule, rule
@@ -51,7 +49,7 @@ def _is_sound(spec: TensorSpec) -> bool:
         indices = spec.parts["indices"]
         rows = indices.shape[0] if len(indices.shape) == 2 else 0
         return len(indices.shape) == 2 and all(
-            _are_within(_row(indices, at), 0, spec.shape[at] - 1) for at in range(min(rows, len(spec.shape)))
+            _are_within(indices.at(at), 0, spec.shape[at] - 1) for at in range(min(rows, len(spec.shape)))
         )
     is_of_rows = "crow_indices" in spec.parts
     compressed, plain = (
@@ -68,12 +66,6 @@ def _is_sound(spec: TensorSpec) -> bool:
         compressed.shape[-1] == across + 1
         and _are_within(compressed, 0, plain.shape[-1])
         and _are_within(plain, 0, along - 1)
-    )
-
-
-def _row(indices: TensorSpec, at: int) -> TensorSpec:
-    return replace(
-        indices, shape=indices.shape[1:], strides=indices.strides[1:], offset=indices.offset + at * indices.strides[0]
     )
 
 

@@ -128,9 +128,8 @@ _BLOCK = 64
 def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, refusal: PlanError) -> TensorSpec:
     """Return a tensor of rows of ``spec``, which stay bit for bit, and of those that the recipe makes."""
     if spec.shape[:1] == edit.shape[:1] == (1,) and len(spec.shape) == len(edit.shape) == 2 and not edit.rows:
-        flat = replace(spec, shape=spec.shape[1:], strides=spec.strides[1:])
-        words = None if fresh is None else replace(fresh, shape=fresh.shape[1:], strides=fresh.strides[1:])
-        made = _of_rows(flat, replace(edit, shape=edit.shape[1:]), path, words, refusal)
+        words = None if fresh is None else fresh.at(0)
+        made = _of_rows(spec.at(0), replace(edit, shape=edit.shape[1:]), path, words, refusal)
         return replace(made, shape=edit.shape, strides=contiguous_strides(edit.shape))
     if not spec.shape or spec.shape[1:] != edit.shape[1:]:
         raise refusal

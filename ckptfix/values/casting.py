@@ -201,7 +201,7 @@ class UnpackedBytes:
 
     def _expert(self, expert: int) -> memoryview:
         codes, scales = (
-            torch.frombuffer(bytearray(row_major_bytes(_of_first(spec, expert), self.path)), dtype=torch.uint8).reshape(
+            torch.frombuffer(bytearray(row_major_bytes(spec.at(expert), self.path)), dtype=torch.uint8).reshape(
                 spec.shape[1:]
             )
             for spec in (self.spec, self.scales)
@@ -216,11 +216,6 @@ class UnpackedBytes:
             made[first : first + _ROWS] = torch.ldexp(pairs, powers).flatten(1)
         made = made.T.contiguous() if self.edit.scheme == MXFP4_TURNED else made
         return memoryview(bytes_of(made.view(torch.uint8)))
-
-
-def _of_first(spec: TensorSpec, index: int) -> TensorSpec:
-    offset = spec.offset + index * spec.strides[0]
-    return replace(spec, shape=spec.shape[1:], strides=spec.strides[1:], offset=offset)
 
 
 NON_FINITE, SUBNORMAL = "non-finite", "subnormal"

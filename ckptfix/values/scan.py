@@ -249,10 +249,9 @@ def first_units(spec: TensorSpec, count: int) -> Array:
 
 def first_numbers(spec: TensorSpec, count: int) -> Array:
     """Return the same, decoded."""
-    stored = encoding(spec.dtype)
-    assert stored is not None, f"{spec.dtype} holds no numbers"
-    numbers: Array = stored.decode(first_units(spec, count)).astype(np.float64)
-    return numbers
+    units, stored = first_units(spec, count), encoding(spec.dtype)
+    assert stored is not None
+    return stored.decode(units).astype(np.float64)
 
 
 LIBRARY = Path(__file__).parent / "_kernel.so"
