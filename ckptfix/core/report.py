@@ -131,20 +131,11 @@ class Report(Displayed, Struct, frozen=True):
             import pandas
         except ImportError as error:
             raise UsageError("to_dataframe() makes a table of pandas: pip install pandas") from error
-        columns = ("code", "name", "level", "message", "keys", "fixable", "fixed")
-        rows = [
-            (
-                each.code,
-                each.name,
-                each.level.name.lower(),
-                each.message,
-                list(each.keys),
-                each.is_fixable,
-                each in self.applied,
-            )
-            for each in self.findings
-        ]
-        return pandas.DataFrame(rows, columns=list(columns))
+        columns = ["code", "name", "level", "message", "keys", "fixable", "fixed"]
+        texts = [(each.code, each.name, each.level.name.lower(), each.message) for each in self.findings]
+        others = [(list(each.keys), each.is_fixable, each in self.applied) for each in self.findings]
+        rows = [(*left, *right) for left, right in zip(texts, others, strict=True)]
+        return pandas.DataFrame(rows, columns=columns)
 
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
         """Return the report as plain JSON data, the same that ``--output-format json`` prints.
@@ -184,9 +175,9 @@ def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | 
     return {"version": REPORT_VERSION, "versions": dict(versions), "reports": list(reports)}
 
 
-def error_to_json(source: str, message: str, exit_code: int = 2) -> dict[str, Any]:
+def error_to_json(source: str, message: str) -> dict[str, Any]:
     """Return the entry of a file that could not be checked."""
-    return {"version": REPORT_VERSION, "source": source, "exit_code": exit_code, "error": message}
+    return {"version": REPORT_VERSION, "source": source, "exit_code": 2, "error": message}
 
 
 def _finding(finding: Finding, fixed: bool, fixable: bool, fixes: bool) -> dict[str, Any]:

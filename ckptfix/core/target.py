@@ -197,12 +197,11 @@ _TORCH = "torch.nn.modules."
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module, or one inside of it, loads in a way of its own."""
-    from torch.nn import Module
-
-    if type(module).load_state_dict is not Module.load_state_dict:
+    plain = torch.nn.Module
+    if type(module).load_state_dict is not plain.load_state_dict:
         return True
     for child in module.modules():
-        if type(child)._load_from_state_dict is not Module._load_from_state_dict:
+        if type(child)._load_from_state_dict is not plain._load_from_state_dict:
             owner = next(base for base in type(child).__mro__ if "_load_from_state_dict" in vars(base))
             if not owner.__module__.startswith(_TORCH):
                 return True
@@ -235,8 +234,6 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     import copy
     import warnings
 
-    from torch.nn.parameter import is_lazy
-
     tensors = (*module.parameters(), *module.buffers())
     on_meta: dict[int, torch.Tensor] = {
         id(tensor): torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
@@ -247,12 +244,12 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     of_nan: dict[int, torch.Tensor] = {
         id(tensor): torch.nn.Parameter(torch.full(tensor.shape, math.nan, dtype=tensor.dtype), tensor.requires_grad)
         for tensor in module.parameters()
-        if tensor.is_floating_point() and not is_lazy(tensor)
+        if tensor.is_floating_point() and not _is_lazy(tensor)
     }
     of_nan |= {
         id(tensor): torch.full(tensor.shape, math.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
         for tensor in module.buffers()
-        if tensor.is_meta and not is_lazy(tensor)
+        if tensor.is_meta and not _is_lazy(tensor)
     }
     for memo in (on_meta, of_nan):
         try:
@@ -267,7 +264,7 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
         key
         for key, tensor in trial.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
-        if is_lazy(tensor) or not tensor.is_floating_point() or not tensor.numel() or not bool(tensor.isnan().all())
+        if _is_lazy(tensor) or not tensor.is_floating_point() or not tensor.numel() or not bool(tensor.isnan().all())
     )
 
 
@@ -289,16 +286,18 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
     )
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return bool(torch.nn.parameter.is_lazy(tensor))
+
+
 def _is_extra_state(key: str) -> bool:
     """Return whether a key holds what ``get_extra_state`` returned, whose shape is the module's business."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
 def _slot_of(tensor: torch.Tensor, is_parameter: bool) -> Slot:
-    from torch.nn.parameter import is_lazy
-
     # An uninitialised tensor raises when asked for its shape.
-    shape = None if is_lazy(tensor) else tuple(tensor.shape)
+    shape = None if _is_lazy(tensor) else tuple(tensor.shape)
     return Slot(str(tensor.dtype).removeprefix("torch."), shape, PARAMETER if is_parameter else BUFFER)
 
 
@@ -306,19 +305,15 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are one: the same object, or the same view of the same storage.
 
     Pointers to data would not do: they are 0 for every tensor that is empty or on the meta device."""
-    from torch.nn.parameter import is_lazy
-
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not is_plain or is_lazy(tensor):
+    if not is_plain or _is_lazy(tensor):
         return (id(tensor),)
     storage = tensor.untyped_storage()._cdata
     return (storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    from torch.nn.parameter import is_lazy
-
-    return {key: tensor.detach().cpu() for key, tensor in tensors.items() if not (is_lazy(tensor) or tensor.is_meta)}
+    return {key: tensor.detach().cpu() for key, tensor in tensors.items() if not (_is_lazy(tensor) or tensor.is_meta)}
 
 
 def _kind_of(key: str, spec: TensorSpec) -> str:

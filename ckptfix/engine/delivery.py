@@ -106,8 +106,12 @@ def deliver(
         return _delivered(report, None, smoke, findings)
     destination.refuse_replaced(settings.force)
     with _beside(draft.result, report, destination, settings) as files:
-        remarks = _deliver_beside(files, destination)
+        # Before the weights: of a run that is killed between, the next finds an optimizer that fits the weights as they
+        # become, and goes on.
+        for file, goal in files.items():
+            deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
         draft.put_in_place()
+    remarks = tuple(f"written beside it: {goal}" for goal in files.values())
     return replace(_delivered(report, draft.output, smoke, findings, remarks), written_as=draft.form)
 
 
@@ -200,14 +204,6 @@ def _without_container(result: Checkpoint, form: str) -> Checkpoint:
     lost = set(lost_extras(flat)) - set(flat.specs)
     kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
     return replace(flat, entries=kept, root=dict(kept))
-
-
-def _deliver_beside(files: dict[Path, Path], destination: Destination) -> tuple[str, ...]:
-    """Put them in place before the weights, and return remarks about them: of a run that is killed between, the next
-    finds an optimizer that fits the weights as they become, and goes on."""
-    for file, goal in files.items():
-        deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
-    return tuple(f"written beside it: {goal}" for goal in files.values())
 
 
 @contextlib.contextmanager

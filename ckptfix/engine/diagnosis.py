@@ -119,9 +119,9 @@ def carry_out(
     checkpoint: Checkpoint,
     target: Target | None,
     settings: Settings,
-    donor: Checkpoint | None = None,
-    measure: Measure | None = None,
-    draft: WriteDraft | None = None,
+    donor: Checkpoint | None,
+    measure: Measure | None,
+    draft: WriteDraft,
 ) -> Diagnosis:
     """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
     from ckptfix.engine.applying import apply_plan

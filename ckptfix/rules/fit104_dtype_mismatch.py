@@ -56,41 +56,37 @@ LARGEST = {
     "float8_e4m3fnuz": 240.0,
 }
 
-_SORTS = (
-    ("overflow", Level.ERROR, "values would overflow"),
-    ("quantized", Level.ERROR, "a load cannot copy out of a quantised tensor"),
-    ("lossy", Level.WARNING, "a load drops a part of each value"),
-    ("rounded", Level.WARNING, "parameters in integers were rounded, or are quantised"),
-    ("plain", Level.NOTE, "a load converts"),
-)
-
 _AS_STORED = Remedy(text="build the model in the dtype of the file")
-
-_REMEDIES = {
-    "plain": Remedy((UNSAFE_FIXES,), "casts them"),
-    "rounded": Remedy(text="take these tensors from another copy, or turn them into floats with what quantised them"),
+_FLOATS = Remedy(text="take these tensors from another copy, or turn them into floats with what quantised them")
+_SORTS = {
+    "overflow": (Level.ERROR, "values would overflow", _AS_STORED),
+    "quantized": (Level.ERROR, "a load cannot copy out of a quantised tensor", _AS_STORED),
+    "lossy": (Level.WARNING, "a load drops a part of each value", _AS_STORED),
+    "rounded": (Level.WARNING, "parameters in integers were rounded, or are quantised", _FLOATS),
+    "plain": (Level.NOTE, "a load converts", Remedy((UNSAFE_FIXES,), "casts them")),
 }
 
 
 @rule_for_target
 def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists tensors of another dtype, apart by what a load does with them."""
-    casts = list(_casts(context.checkpoint, target))
-    for sort, level, what in _SORTS:
-        alike = tuple(cast for cast in casts if _sort(cast, context, target) == sort)
-        if not alike:
+    casts: dict[str, list[Cast]] = {sort: [] for sort in _SORTS}
+    for cast in _casts(context.checkpoint, target):
+        casts[_sort(cast, context, target)].append(cast)
+    for sort, (level, what, remedy) in _SORTS.items():
+        if not (alike := tuple(casts[sort])):
             continue
         dtypes = Counter(f"{cast.before} → {cast.dtype}" for cast in alike)
-        tensors = counted(len(alike), "tensor")
-        is_plain = sort == "plain"
+        largest = {cast.key: context.statistics[cast.key].absmax for cast in alike if sort == "overflow"}
+        # A dtype that the user asked for is not to be cast away again.
+        is_cast = sort == "plain" and context.settings.dtype is None
         yield rule.finding(
             level,
-            f"{tensors} of another dtype than the target's ({', '.join(dtypes)}): {what}",
+            f"{counted(len(alike), 'tensor')} of another dtype than the target's ({', '.join(dtypes)}): {what}",
             keys=tuple(cast.key for cast in alike),
-            evidence={"dtypes": dict(dtypes), **_largest(alike, sort, context)},
-            # A dtype that the user asked for is not to be cast away again.
-            fix=Fix(alike, Applicability.UNSAFE) if is_plain and context.settings.dtype is None else None,
-            remedies=(_REMEDIES.get(sort, _AS_STORED),),
+            evidence={"dtypes": dict(dtypes), **({"absmax": largest} if largest else {})},
+            fix=Fix(alike, Applicability.UNSAFE) if is_cast else None,
+            remedies=(remedy,),
         )
 
 
@@ -103,13 +99,6 @@ def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
         slot = target.slots.get(key)
         if slot is not None and spec.dtype != slot.dtype and (_rank(spec.dtype), _rank(slot.dtype)) != (0, 0):
             yield Cast(key, spec.dtype, slot.dtype)
-
-
-def _largest(casts: tuple[Cast, ...], sort: str, context: Context) -> dict[str, dict[str, float]]:
-    """Return what overflows, by key."""
-    if sort != "overflow":
-        return {}
-    return {"absmax": {cast.key: context.statistics[cast.key].absmax for cast in casts}}
 
 
 def _sort(cast: Cast, context: Context, target: Target) -> str:

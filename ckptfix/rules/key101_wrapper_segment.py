@@ -24,7 +24,7 @@ timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from ckptfix.core.edits import RenameModule, renames
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
@@ -44,25 +44,18 @@ def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
     new = without_segments(entries)
     clash = colliding(entries, new) if new else None
     if new:
-        yield _keys(rule, new, clash, entries)
+        found = segments_in(new)
+        message = f"{counted(len(new), 'key')} with the wrapper segment {', '.join(found)}"
+        yield rule.finding(
+            Level.ERROR,
+            f"{message}, and without it two keys would both be {clash}" if clash else message,
+            keys=tuple(new),
+            evidence={} if clash else {"segments": found},
+            fix=None if clash else Fix(renames(new), Applicability.SAFE),
+            remedies=choice_of_copies(entries) if clash else (),
+        )
     if not clash and (target is None or not any(has_wrapper_segment(path) for path in target.modules or ())):
         yield from _rows(rule, context, new)
-
-
-def _keys(rule: Rule, new: Mapping[str, str], clash: str | None, entries: Collection[str]) -> Finding:
-    keys = tuple(new)
-    found = segments_in(keys)
-    message = f"{counted(len(keys), 'key')} with the wrapper segment {', '.join(found)}"
-    if clash:
-        return rule.finding(
-            Level.ERROR,
-            f"{message}, and without it two keys would both be {clash}",
-            keys=keys,
-            remedies=choice_of_copies(entries),
-        )
-    return rule.finding(
-        Level.ERROR, message, keys=keys, evidence={"segments": found}, fix=Fix(renames(new), Applicability.SAFE)
-    )
 
 
 def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Finding]:

@@ -69,7 +69,11 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     counters = _counters(checkpoint, target)
     keys = [key for key in checkpoint.entries if key not in counters]
-    new = _by_shared_prefix(keys) if target is None else _by_target(checkpoint, keys, target)
+    # Without a target, as many ``module.`` go as every single key has.
+    shared = shared_modules(keys) if target is None else 0
+    new = {key: without_first(key, shared) for key in keys} if shared else {}
+    if target is not None:
+        new = _by_target(checkpoint, keys, target)
     if not new and not counters:
         if target is None and (halves := _half_prefixed(keys)):
             yield rule.finding(
@@ -114,14 +118,8 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
     return tuple(key for key in depths if key in found and depths[key] < depth)
 
 
-def _by_shared_prefix(keys: list[str]) -> Mapping[str, str]:
-    """Without a target: as many ``module.`` as every single key has."""
-    shared = shared_modules(keys)
-    return {key: without_first(key, shared) for key in keys} if shared else {}
-
-
-def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
-    """With a target: the same cut for all keys or one cut for each, whichever agrees with the target more.
+def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
+    """Return the same cut for all keys or one cut for each, whichever agrees with the target more.
 
     With the same cut for all, keys that the target does not know (another head) follow, so that their names can be
     compared."""
@@ -136,7 +134,7 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mappi
     return max((cut for cut in cuts if agreement(cut) >= least), key=agreement, default=single)
 
 
-def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> Mapping[str, str]:
+def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
     """Return each key that the target does not know by the first cut that it wants; where there are such, then those
     too that it knows in another shape."""
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
@@ -144,18 +142,13 @@ def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) ->
         key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]
         for key in strange
     }
-    new: dict[str, str] = {}
-    for key in strange:
-        if (name := next((name for name in names[key] if _wants(checkpoint, key, target, name)), None)) is not None:
-            new[key] = name
+    wanted = {key: [name for name in names[key] if _wants(checkpoint, key, target, name)] for key in strange}
+    new = {key: found[0] for key, found in wanted.items() if found}
     taken = {*checkpoint.entries, *new.values()}
-    others = [key for key in strange if key not in new] if new else []
-    for key in others:
-        if (
-            name := next((name for name in names[key] if name in target.slots and name not in taken), None)
-        ) is not None:
-            new[key] = name
-            taken.add(name)
+    for key in [key for key in strange if key not in new] if new else ():
+        if found := [name for name in names[key] if name in target.slots and name not in taken]:
+            new[key] = found[0]
+            taken.add(found[0])
     return new
 
 

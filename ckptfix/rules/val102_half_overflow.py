@@ -55,14 +55,17 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
     if dtype is None:
         return
     figures = {key: context.statistics[key] for key in _castable(context, dtype)}
-    overflowing = {key: count for key in figures if (count := _overflowing(figures[key], dtype))}
-    vanishing = {
-        key: found
-        for key, found in figures.items()
-        if key not in overflowing and 0 < found.vanishing >= MOST * (found.numel - found.zeros)
-    }
-    values = sum(overflowing.values())
+    overflowing: dict[str, int] = {}
+    vanishing: dict[str, TensorStatistics] = {}
+    for key, found in figures.items():
+        if count := found.overflowing + (found.pos_inf + found.neg_inf if dtype == SATURATES else 0):
+            overflowing[key] = count
+        elif 0 < found.vanishing >= MOST * (found.numel - found.zeros):
+            vanishing[key] = found
+    wider = "scale them, or leave them as they are" if dtype in ("float32", "bfloat16") else "bfloat16 has the range"
+    remedies = advise(f"they keep their dtype; {wider}")
     if overflowing:
+        values = sum(overflowing.values())
         yield rule.finding(
             Level.ERROR,
             f"{counted(values, 'value')} of {counted(len(overflowing), 'tensor')} overflow in {dtype}",
@@ -73,7 +76,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
                     for key, count in overflowing.items()
                 }
             },
-            remedies=advise(f"they keep their dtype; {_wider(dtype)}"),
+            remedies=remedies,
         )
     if vanishing:
         yield rule.finding(
@@ -87,7 +90,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
                 },
                 "threshold": MOST,
             },
-            remedies=advise(f"they keep their dtype; {_wider(dtype)}"),
+            remedies=remedies,
         )
     specs = context.checkpoint.specs
     casts = tuple(
@@ -120,11 +123,3 @@ def _castable(context: Context, dtype: str) -> Iterator[str]:
         is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # a counter is BUF103's, whose dtype stands
         if is_plain and is_other and is_weight and (not is_small or is_matrix(key, spec, context.target)):
             yield key
-
-
-def _overflowing(figures: TensorStatistics, dtype: str) -> int:
-    return figures.overflowing + (figures.pos_inf + figures.neg_inf if dtype == SATURATES else 0)
-
-
-def _wider(dtype: str) -> str:
-    return "scale them, or leave them as they are" if dtype in ("float32", "bfloat16") else "bfloat16 has the range"

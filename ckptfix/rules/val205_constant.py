@@ -26,8 +26,7 @@ import re
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.core.lazy import torch
-from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix
@@ -67,16 +66,9 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
         return False
     if not re.search(_WEIGHT, key) or not is_matrix(key, spec, context.target):
         return False
-    if key in context.initial:
-        return not _is_flat(context.initial[key])
-    return not re.search(_SCALE, key) and not _is_by_design(figures.maximum, spec)
-
-
-def _is_flat(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and bool((tensor == tensor.flatten()[0]).all())
-
-
-def _is_by_design(value: float, spec: TensorSpec) -> bool:
-    """Return whether it is 1 or a mean, as precise as the dtype is."""
-    means = (1 / math.prod(spec.shape[1:]), 1 / math.prod(spec.shape[2:]), 1 / spec.shape[0])
-    return any(math.isclose(abs(value), mean, rel_tol=1e-2) for mean in (1.0, *means))
+    if (initial := context.initial.get(key)) is not None:
+        return bool((initial != initial.flatten()[0]).any())
+    # 1 or a mean is by design, as precise as the dtype is.
+    usual = (1.0, 1 / math.prod(spec.shape[1:]), 1 / math.prod(spec.shape[2:]), 1 / spec.shape[0])
+    is_usual = any(math.isclose(abs(figures.maximum), value, rel_tol=1e-2) for value in usual)
+    return not is_usual and not re.search(_SCALE, key)

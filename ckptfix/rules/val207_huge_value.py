@@ -27,17 +27,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.lazy import np
-from ckptfix.core.spec import TensorStatistics
+from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule, rule
-from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with, first_numbers
 
@@ -101,10 +99,8 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
         return Level.ERROR
     specs, (module, leaf) = context.checkpoint.specs, split_key(key)
     other = specs.get(module + _PARTNER[leaf]) if leaf in _PARTNER else None
-    if other is not None:
-        found = channels_with(specs[key], partial(_beyond, _bound(key)))
-        if {*found} <= {*channels_with(other, partial(_beyond, LARGE))}:
-            return Level.NOTE
+    if other is not None and {*_channels_beyond(_bound(key), specs[key])} <= {*_channels_beyond(LARGE, other)}:
+        return Level.NOTE
     values = np.sort(np.abs(first_numbers(specs[key], LOOK).astype(np.float64)))
     usual = float(values[(len(values) - 1) // 2]) if len(values) else 0.0
     return Level.WARNING if figures.absmax > FAR * usual else Level.NOTE
@@ -112,7 +108,7 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
 
 def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str, Any]:
     spec = context.checkpoint.specs[key]
-    channels = channels_with(spec, partial(_beyond, _bound(key)))
+    channels = _channels_beyond(_bound(key), spec)
     return {
         "absmax": figures.absmax,
         "rms": figures.rms,
@@ -120,6 +116,5 @@ def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str
     }
 
 
-def _beyond(bound: float, values: Array) -> Array:
-    beyond: Array = np.abs(values) > bound
-    return beyond
+def _channels_beyond(bound: float, spec: TensorSpec) -> tuple[int, ...]:
+    return channels_with(spec, lambda values: np.abs(values) > bound)

@@ -45,11 +45,12 @@ def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
     """Compare what was saved twice; take the sound twin where that was asked for.
 
     Another set is read where this one is broken, only at these keys, or where no set was chosen."""
+    found = context.statistics
     # What is all zero says nothing of a tie: an output layer that is not tied may start so.
     beside = {
         key: twin
         for key, twin in twins_beside(context.checkpoint, context.target).items()
-        if twin.is_certain or not _is_zero(key, twin.key, context)
+        if twin.is_certain or not any(name in found and found[name].all_zero for name in (key, twin.key))
     }
     if beside:
         yield from _findings(rule, context, beside, reads_all=True)
@@ -95,11 +96,6 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
             evidence={"twins": {key: twins[key].label for key in worse}},
             remedies=advise("stay with this set, and do not use the other one"),
         )
-
-
-def _is_zero(key: str, other: str, context: Context) -> bool:
-    figures = context.statistics
-    return any(name in figures and figures[name].all_zero for name in (key, other))
 
 
 def _is_suspect(figures: TensorStatistics) -> bool:
