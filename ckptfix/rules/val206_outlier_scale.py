@@ -27,7 +27,7 @@ from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.rules.rule import Context, Rule, rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, median, usual_rms
 
 SMALLEST = 64  # elements below which an RMS says little
@@ -41,17 +41,29 @@ OF_START_ALONE = 1000.0  # the same as `OF_START` for a layer with too few of it
 def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of another order of magnitude; replace them where that was asked for."""
     statistics, specs = context.statistics, context.checkpoint.specs
-    scales = _scales(context, statistics)
+    scales = {
+        key: figures.rms / usual_rms(spec)
+        for key in statistics
+        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
+        if "weight" in split_key(key)[1] and not is_scale_free(key) and (figures := statistics[key]).rms > 0
+    }
     if max(scales.values(), default=0.0) <= OF_START:
         return
     medians = _medians(scales, specs)
-    found = [key for key in medians if _is_outlier(key, statistics[key], medians[key], context)]
+
+    def is_large(key: str, scale: float) -> bool:
+        return scale > max(OF_KIND * medians[key], OF_START)
+
+    def starts_so(key: str) -> bool:
+        own = context.initial.get(key)
+        return own is not None and statistics[key].rms <= OF_START * float(own.detach().double().square().mean().sqrt())
 
     def is_sound(key: str, figures: TensorStatistics) -> bool:
-        return not (_is_large(figures, specs[key], medians[key]) or figures.nonfinite or figures.all_zero)
+        return not (is_large(key, figures.rms / usual_rms(specs[key])) or figures.nonfinite or figures.all_zero)
 
+    found = [key for key in medians if is_large(key, scales[key]) and not starts_so(key)]
     for keys, fix in replaced_apart(rule, context, found, is_sound):
-        worst = max(_scale(statistics[key], specs[key]) / medians[key] for key in keys)
+        worst = max(scales[key] / medians[key] for key in keys)
         verb, whose = ("is", "its") if len(keys) == 1 else ("are", "their")
         yield rule.finding(
             Level.WARNING,
@@ -73,16 +85,6 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _scales(context: Context, statistics: Figures) -> Mapping[str, float]:
-    specs = context.checkpoint.specs
-    return {
-        key: _scale(figures, spec)
-        for key in statistics
-        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
-        if "weight" in split_key(key)[1] and not is_scale_free(key) and (figures := statistics[key]).rms > 0
-    }
-
-
 def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Mapping[str, float]:
     """Return the median scale of the others of its kind for every matrix that has enough of them."""
     kinds: dict[str, dict[str, float]] = {}
@@ -97,19 +99,3 @@ def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Ma
             others = [scale for other, scale in scales.items() if other != key]
             usual |= {key: max(median(others), OF_START_ALONE / OF_KIND)} if others else {}
     return usual
-
-
-def _scale(figures: TensorStatistics, spec: TensorSpec) -> float:
-    return figures.rms / usual_rms(spec)
-
-
-def _is_large(figures: TensorStatistics, spec: TensorSpec, usual: float) -> bool:
-    return _scale(figures, spec) > max(OF_KIND * usual, OF_START)
-
-
-def _is_outlier(key: str, figures: TensorStatistics, usual: float, context: Context) -> bool:
-    spec = context.checkpoint.specs[key]
-    if not _is_large(figures, spec, usual):
-        return False
-    initial = context.initial
-    return key not in initial or figures.rms > OF_START * float(initial[key].detach().double().square().mean().sqrt())
