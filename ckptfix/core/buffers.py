@@ -5,7 +5,7 @@ configuration, so releases move them in and out of the state_dict: what one rele
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 # The counter that BatchNorm and InstanceNorm got in torch 0.4.1; 0-d, int64.
 NUM_BATCHES_TRACKED = "num_batches_tracked"
@@ -44,6 +44,14 @@ def split_key(key: str) -> tuple[str, str]:
     """Return the module path of a key, with its closing dot (empty at the top), and its last segment."""
     head, dot, leaf = key.rpartition(".")
     return head + dot, leaf
+
+
+def modules_of(key: str) -> Iterator[str]:
+    """Yield the paths of the modules that a key is in, the outermost first: ``a``, ``a.b`` of ``a.b.weight``."""
+    at = key.find(".")
+    while at >= 0:
+        yield key[:at]
+        at = key.find(".", at + 1)
 
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:

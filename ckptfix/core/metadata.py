@@ -6,7 +6,10 @@ the renames: where an old and a new key end in the same segments, what stands be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+from ckptfix.core.buffers import modules_of
 
 Metadata = Mapping[str, Mapping[str, Any]]
 
@@ -65,12 +68,7 @@ def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
 
 def _ancestors(path: str) -> Iterator[str]:
     """Yield the modules that hold a module or key, the root first."""
-    if path:
-        yield ""
-    position = path.find(".")
-    while position >= 0:
-        yield path[:position]
-        position = path.find(".", position + 1)
+    return chain([""] if path else (), modules_of(path))
 
 
 def _modules_of(keys: Iterable[str]) -> set[str]:

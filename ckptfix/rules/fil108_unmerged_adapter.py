@@ -43,6 +43,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, sqrt
 from pathlib import Path
 
+from ckptfix.core.buffers import modules_of
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import MergeAdapter
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, advise, counted
@@ -136,15 +137,10 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
     With an adapter, peft saves ``base_layer`` of embeddings and of trained biases, and layers of modules_to_save."""
     stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
     bases = {key.partition(_BASE)[0] for key in stored}
-    within = [any(map(bases.__contains__, _modules(key))) for layer in adapter.layers for key in layer.keys.values()]
+    within = [any(map(bases.__contains__, modules_of(key))) for layer in adapter.layers for key in layer.keys.values()]
     adapted = {key for layer in adapter.layers for key in layer.keys.values()}
     others = (key for key in checkpoint.specs if key not in adapted and _BASE not in key)
     return bool(bases) and all(within) and any(key.endswith(".weight") for key in others)
-
-
-def _modules(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    return (".".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
 def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle: bool) -> Iterator[Finding]:

@@ -32,10 +32,12 @@ is not filled beside a stored `weight_u`: the two belong together, and scale the
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice
 
-from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, split_key
+from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, modules_of, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
@@ -183,6 +185,9 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
 
 Shape = tuple[int, ...]
 
+_LAYER = re.compile(r"([^.]+(?:\.(?!\d+\.)[^.]+)*)\.(\d+)\.")  # the first number is that of a layer
+_NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
+
 MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
 
 LAYERS = 4  # layers of one stack that differ on both sides, from which on they are no heads of a detector's levels
@@ -234,7 +239,9 @@ def other_layout(context: Context, target: Target) -> str:
         for key, slot in target.slots.items()
         if (key not in checkpoint.entries or key in filled) and key not in given_up and slot.shape is not None
     }
-    adapted = {name for key in left if ".base_layer." in key for name in _without_adapter(key)}
+    # What a layer was called before peft put an adapter to it, and before it wrapped the model.
+    plain = [key.replace(".base_layer.", ".") for key in left if ".base_layer." in key]
+    adapted = {*plain, *(key.removeprefix("base_model.model.") for key in plain)}
     if number := sum(key in adapted for key in gone):
         return (
             f"{counted(number, 'weight')} of the file with an adapter beside, which was not merged: merge it "
@@ -279,7 +286,7 @@ def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
     is_telling = any(len(shape) > 1 for shape in wanted) and (shapes == wanted or len(gone) >= MANY)
     if not is_telling or not wanted <= shapes:
         return ""
-    if {_without_numbers(key) for key in gone} <= {_without_numbers(key) for key in left}:
+    if {_NUMBER.sub("", key) for key in gone} <= {_NUMBER.sub("", key) for key in left}:
         return (
             f"look at the numbers first: {next(iter(left))} is left over and {next(iter(gone))} missing, and where the "
             "two sides count from different numbers, the keys that are in their places are wrong too"
@@ -308,24 +315,14 @@ def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str
     )
 
 
-def _without_numbers(key: str) -> str:
-    return ".".join(part for part in key.split(".") if not part.isdigit())
-
-
-def _without_adapter(key: str) -> tuple[str, str]:
-    """Return what the layer was called before peft put an adapter to it, and before it wrapped the model."""
-    plain = key.replace(".base_layer.", ".")
-    return plain, plain.removeprefix("base_model.model.")
-
-
 _OTHER = "a parametrization"
 
 
 def _has_parts(tensors: Mapping[str, Shape], key: str, norm: str) -> bool:
-    if norm == _OTHER:
-        module, dot, leaf = key.rpartition(".")
-        return any(f"{module}{dot}parametrizations.{leaf}.{part}" in tensors for part in ("original", "original0"))
-    return any(form == norm and all(part in tensors for part in parts[:2]) for form, parts in forms_of(key))
+    module, leaf = split_key(key)
+    others = ((_OTHER, [f"{module}parametrizations.{leaf}.{part}"]) for part in ("original", "original0"))
+    forms = chain(forms_of(key), others)
+    return any(form == norm and all(part in tensors for part in parts[:2]) for form, parts in forms)
 
 
 def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
@@ -361,10 +358,8 @@ def _by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return the first key of each layer, by the path of its stack and its number."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for key in keys:
-        *path, _ = key.split(".")
-        at = next((at for at, segment in enumerate(path) if at and segment.isdigit()), 0)
-        if at:
-            found[".".join(path[:at])].setdefault(path[at], key)
+        if match := _LAYER.match(key):
+            found[match[1]].setdefault(match[2], key)
     return found
 
 
@@ -383,7 +378,7 @@ def _rearranged(
         {path: sum(map(math.prod, each.values())) for path, each in side.items()} for side in (mine, theirs)
     )
     equal = {path for path, numel in ours.items() if 1 < numel == wanted.get(path)}
-    innermost = equal - {above for path in equal for above in _paths(path)}
+    innermost = equal - {above for path in equal for above in modules_of(path)}
     for path in mine:
         if path in innermost and sorted(mine[path].values()) != sorted(theirs[path].values()):
             yield path, mine[path], theirs[path]
@@ -393,18 +388,9 @@ def _below(tensors: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
     """Return the tensors below each module, by its path."""
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
     for key, shape in tensors.items():
-        for path in _paths(key):
+        for path in islice(modules_of(key), DEEPEST):
             found[path][key] = shape
     return found
-
-
-def _paths(name: str) -> Iterator[str]:
-    at = name.find(".")
-    for _ in range(DEEPEST):
-        if at < 0:
-            return
-        yield name[:at]
-        at = name.find(".", at + 1)
 
 
 def _shown(path: str, keys: Iterable[str]) -> str:
