@@ -12,7 +12,8 @@ choices were made: that the weights are fp32 masters, which copies differ betwee
 ranks (the biases that GPT-NeoX adds up, and norms that differ), and what was left out. A
 warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype,
 files of two ranks that hold the same values, files that carry the name of another rank than saved them, and ranks of
-another run: their settings, or their copies of norms and biases, are other than those of most ranks.
+another run: their settings, or their copies of norms and biases, are other than those of most ranks. Of the first two,
+`repair` writes nothing, since the weights made of them are wrong.
 
 A file of plain tensors is one rank's part if vLLM, TensorRT-LLM or NeMo named it so, and wrote others beside it.
 
@@ -145,6 +146,8 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 f"{'; '.join(odd)}: {cause}, and the weights made of it are wrong",
                 evidence={kind.value.removeprefix("rank-"): len(odd)},
                 remedies=advise("fetch the files of these ranks again"),
+                # That settings differ may have another reason; two files of one rank may not.
+                blocks=Blocks.NOTHING if kind is Kind.RANK_FOREIGN else Blocks.WRITING,
             )
     differing = checkpoint.remarked(Kind.RANK_COPIES)
     for drift in sorted({bool(fact.data["drift"]) for fact in differing}):

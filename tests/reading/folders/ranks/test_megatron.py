@@ -268,6 +268,7 @@ def test_ranks_that_were_renamed_are_named(tmp_path: Path, change: str) -> None:
         swap(*sorted(tmp_path.glob("**/mp_rank_0?_000")))
     found = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_RENAMED]
     assert [mark.data["other"] for mark in found] == (["process 0"] if change == "swapped" else [])
+    assert ckptfix.repair(tmp_path).report.is_refused is (change == "swapped")
 
 
 @pytest.mark.parametrize("change", ["missing", "cut short"])

@@ -483,17 +483,21 @@ def test_no_rank_is_overwritten(tmp_path: Path, given: str) -> None:
             ckptfix.repair(source, **settings)
 
 
-def test_a_file_that_was_copied_over_another_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("salvage", [False, True])
+def test_nothing_is_written_of_a_file_that_was_copied_over_another(tmp_path: Path, salvage: bool) -> None:
     write_zero(tmp_path, {"w": torch.arange(64.0)}, world=2)
     first, second = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
     shutil.copy(tmp_path / first, tmp_path / second)
     (mark,) = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_REPEATED]
     assert (mark.place, mark.data["other"]) == (second, first)
+    assert ckptfix.repair(tmp_path, output=tmp_path / "whole.pth", salvage=salvage).report.is_refused
+    assert not (tmp_path / "whole.pth").exists()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_ranks_of_constant_weights_are_alike_by_right(tmp_path: Path, value: float) -> None:
     write_zero(tmp_path, {"w": torch.full((64,), value)}, world=2)
+    assert not ckptfix.repair(tmp_path).report.is_refused
     assert not [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_REPEATED]
 
 
