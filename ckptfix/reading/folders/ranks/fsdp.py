@@ -52,6 +52,7 @@ _DEPTH = 32
 _SETTLED = 2_000_000_000  # nanoseconds
 # Bytes of a file in which its pickle names the first tensors, and what it says of those of ranks.
 _HEAD = 64 << 10
+_DTENSOR = "DTensor"
 _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
 # How the names of files begin that a trainer has beside those of the model (verl, accelerate).
 _OPTIMIZERS = "optim"
@@ -199,7 +200,7 @@ class _Merge:
         self.places: dict[int, Path] = {}  # of flat parameters
 
     def document(self) -> Document | None:
-        """Return the merged document; None if no tensor is a part of a larger one."""
+        """Return the merged document; None if no tensor is a part of a larger one, and the ranks are no copies."""
         first: Any = None
         lacking: dict[_Path, Path] = {}
         alike = AlikeRanks()
@@ -218,13 +219,14 @@ class _Merge:
             known = len(self.found) if first is not None else None
             self._collect(rank, file, leaves)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
-            if not self.kinds:
+            if not (self.kinds or self._are_whole):
                 return None  # the files of the other ranks are not read for it
             if held is None:
                 first = root if first is None else first
                 alike.add(self.files.content(file), leaves, groups)
-        if not self.kinds:
+        if not self.kinds and (not self._are_whole or lacking or any(each.differs for each in self.found.values())):
             return None
+        self.kinds = self.kinds or {_DTENSOR}
         self._check_counters()
         self.files.note_foreign(self.told)
         if self.world:
@@ -237,6 +239,11 @@ class _Merge:
                 del self.files.remarks[mark]  # what is merged is a plain tensor
         producer = f"{' and '.join(sorted(self.kinds))} of {counted(len(self.ranks.files), 'rank')}"
         return self.files.document(NAME, root, producer)
+
+    @property
+    def _are_whole(self) -> bool:
+        """Whether the tensors of a mesh are whole in all ranks so far: HSDP with as many replicas as ranks."""
+        return any(name.endswith(f".{_DTENSOR}") for name in self.files.names)
 
     def _alike(self, alike: AlikeRanks, file: Path) -> tuple[Leaves, list[Any]] | None:
         """Return the tensors and groups of a rank whose file is that of another but for its place; None for others."""

@@ -184,6 +184,25 @@ def test_replicas_that_differ_are_damage(tmp_path: Path) -> None:
     assert [mark.place for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_COPIES] == ["x"]
 
 
+@pytest.mark.parametrize("changed", [None, 0.5])
+def test_ranks_that_all_have_the_whole_are_one_checkpoint_if_they_are_equal(tmp_path: Path, changed: Any) -> None:
+    """As HSDP over as many replicas as there are ranks."""
+    for rank in range(3):
+        whole = torch.full((4,), changed) if changed and rank == 2 else torch.arange(4.0)
+        save = {"w": dtensor(rank, whole, 3, placed="replicate"), "steps": torch.tensor(7)}
+        torch.save(save, tmp_path / f"model_world_size_3_rank_{rank}.pt")
+    if changed:
+        with pytest.raises(UnreadableError, match="name one of the files in it"):
+            ckptfix.open_checkpoint(tmp_path)
+        return
+    repaired = ckptfix.repair(tmp_path, output=tmp_path / "whole.pth")
+    assert [finding.code for finding in repaired.report.findings if finding.level] == []
+    assert torch.equal(torch.load(tmp_path / "whole.pth")["w"], torch.arange(4.0))
+    (tmp_path / "model_world_size_3_rank_1.pt").unlink()
+    with pytest.raises(UnreadableError, match="lacks 1 rank of 3"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_terms_of_a_sum_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": dtensor(rank, torch.ones(4), placed="partial")}, tmp_path / f"rank_{rank}.pt")
