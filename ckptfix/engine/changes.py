@@ -96,10 +96,8 @@ def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, supplies: Supplie
 
     if not isinstance(spec, TensorSpec):
         raise _foreign(checkpoint, f"{edit.source} is not a tensor to adapt")
-    if edit.untrained:
-        fresh = filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, "target"), supplies)
-        return adapted_spec(spec, edit, checkpoint.path, fresh)
-    return adapted_spec(spec, edit, checkpoint.path)
+    fill = Fill(edit.key, edit.dtype, edit.shape, "target")
+    return adapted_spec(spec, edit, checkpoint.path, filled(checkpoint, fill, supplies) if edit.untrained else None)
 
 
 def _folded(checkpoint: Checkpoint, spec: TensorSpec, edit: Fold, supplies: Supplies) -> TensorSpec:
@@ -128,9 +126,7 @@ def _replaced(checkpoint: Checkpoint, spec: TensorSpec, edit: Replace, supplies:
         found = spec_of_number(edit.dtype, edit.shape, 1)
     else:
         found = filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), supplies)
-    if found.dtype == edit.dtype:
-        return found
-    return cast_spec(found, edit.dtype, checkpoint.path)
+    return found if found.dtype == edit.dtype else cast_spec(found, edit.dtype, checkpoint.path)
 
 
 # What makes another tensor of one of the file, by kind of edit.

@@ -78,8 +78,11 @@ def diagnose(
     def write_draft(view: Checkpoint) -> None:
         """Write a draft, unless what was found already keeps it from being delivered."""
         is_refused = any(Blocks.WRITING in finding.blocks for finding in findings if finding not in fixed)
-        if draft is not None and not is_refused and (target is None or _loads(view, target)):
-            draft(view)
+        if draft is not None and not is_refused:
+            from ckptfix.core.coverage import obstacles
+
+            if target is None or not obstacles(view, target):
+                draft(view)
 
     statistics = _statistics(view, settings, write_draft)
     context = Context(view, target, statistics or {}, settings, donor, before, made, twin)
@@ -225,12 +228,6 @@ def unexamined(checkpoint: Checkpoint) -> Iterator[str]:
     for place, specs, is_optimizer in parts_beside(checkpoint):
         if sum(spec.numel for spec in specs) >= least and not is_optimizer:
             yield place
-
-
-def _loads(view: Checkpoint, target: Target) -> bool:
-    from ckptfix.core.coverage import obstacles
-
-    return not obstacles(view, target)
 
 
 def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | None) -> Statistics | None:

@@ -173,7 +173,9 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
             return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
-        return POS_EMBED if is_table or _is_map(old, new) or is_of_blocks(old, new) else ""
+        # In two dimensions, with the channels before or after them.
+        is_map = len(old) == 4 and old[0] == new[0] == 1 and (old[1] == new[1]) != (old[3] == new[3])
+        return POS_EMBED if is_table or is_map or is_of_blocks(old, new) else ""
     if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or _PATCHES.search(key)):
         return PATCH_EMBED if patch(old) and patch(new) else ""
     if (
@@ -201,12 +203,6 @@ def _of_other_sides(
         if new and new != asked.old and math.prod(new) == math.prod(asked.old) and POSITIONS.search(key):
             found[key] = (shape, shape)
     return found
-
-
-def _is_map(old: Shape, new: Shape) -> bool:
-    """Return whether the shapes are of positions in two dimensions with the channels before or after them."""
-    is_4d = len(old) == len(new) == 4 and old[0] == new[0] == 1
-    return is_4d and (old[1] == new[1]) != (old[3] == new[3])
 
 
 def _is_input(shape: Shape, target: Target) -> bool:

@@ -124,37 +124,32 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
 def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield what is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
     remarked = context.checkpoint.remarked
+    said: list[tuple[Level, str, str]] = []
     for fact in remarked(Kind.UNNAMED_LOSS):
-        yield rule.finding(
-            # With a target, what is missing of it is the finding of another rule.
-            Level.ERROR if context.target is None else Level.NOTE,
-            f"tensors are lost whose names are not known: those of {clause(fact)}",
-            remedies=advise("fetch the missing files, or name the model to compare with"),
-        )
+        # With a target, what is missing of it is the finding of another rule.
+        level = Level.ERROR if context.target is None else Level.NOTE
+        what = f"tensors are lost whose names are not known: those of {clause(fact)}"
+        said.append((level, what, "fetch the missing files, or name the model to compare with"))
     for fact in remarked(Kind.DAMAGED_NOTE):
-        yield rule.finding(
-            Level.WARNING,
-            f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing",
-            remedies=advise("write it again from the file that it was made of, or name the model to compare with"),
-        )
+        what = f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing"
+        cure = "write it again from the file that it was made of, or name the model to compare with"
+        said.append((Level.WARNING, what, cure))
     for fact in remarked(Kind.INDEX_SIZE):
         if fact.place == ".":
-            yield rule.finding(Level.NOTE, f"{clause(fact)}: one of them may belong to another save")
+            said.append((Level.NOTE, f"{clause(fact)}: one of them may belong to another save", ""))
         else:
-            yield rule.finding(
-                Level.WARNING,
-                f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed",
-                remedies=advise("fetch all shards of one save again"),
-            )
+            what = f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed"
+            said.append((Level.WARNING, what, "fetch all shards of one save again"))
     for fact in remarked(Kind.PACKED_MEMBERS):
-        yield rule.finding(
-            Level.NOTE,
-            f"{clause(fact)} compressed, which torch.save never does: another program packed the file again, and"
-            " torch.load(mmap=True) refuses it",
+        what = (
+            "compressed, which torch.save never does: another program packed the file again, and torch.load(mmap=True)"
         )
+        said.append((Level.NOTE, f"{clause(fact)} {what} refuses it", ""))
     if packed := remarked(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
-        yield rule.finding(Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked")
+        said.append((Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked", ""))
+    for level, message, advice in said:
+        yield rule.finding(level, message, remedies=advise(advice) if advice else ())
 
 
 def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ tensors have a shape that fits in either order, such as square matrices beside t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
@@ -115,13 +115,17 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         )
     for axes, keys in _turned(evidence, context.checkpoint, target).items():
         turned = {key: evidence.pop(key) for key in keys}
+        turns = []
+        for key, pair in turned.items():
+            part = Part(key, full(pair["file"]), full(pair["target"]), axes=axes)
+            turns.append(Assemble(key, context.checkpoint.specs[key].dtype, tuple(pair["target"]), (part,)))
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
             f"{', '.join(map(str, axes))} of the file",
             keys=tuple(keys),
             evidence={"shapes": turned},
-            fix=Fix(tuple(_turn(key, turned[key], axes, context.checkpoint) for key in keys), Applicability.UNSAFE),
+            fix=Fix(tuple(turns), Applicability.UNSAFE),
             remedies=(Remedy((UNSAFE_FIXES,), "puts the axes in the target's order"),),
             blocks=Blocks.FILLING,
         )
@@ -213,13 +217,12 @@ def _case_findings(
             fix=Fix(mine, Applicability.UNSAFE, asked=True),
         )
     if left:
-        drops = tuple(Drop(key) for key in left)
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(left), 'key')} of another shape than the target's: {case.words}",
             keys=tuple(left),
             evidence={"shapes": left},
-            fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
+            fix=_dropped(left, context),
             remedies=(*recipes_of(case, has_values), *_fillings(left, context)),
         )
 
@@ -228,8 +231,7 @@ def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Targe
     """Return the keys whose axes are in another order, by the order, if only one order makes the target's shapes of
     all mismatched tensors with so many axes.
 
-    A tensor that has the
-    right shape in either order may have to be turned as well, so that there must be none."""
+    A tensor that has the right shape in either order may have to be turned as well, so that there must be none."""
     found = {}
     for rank in sorted({len(shapes["target"] or ()) for shapes in mismatched.values()} & set(range(2, MOST_AXES + 1))):
         keys = [key for key, shapes in mismatched.items() if len(shapes["target"] or ()) == rank]
@@ -270,15 +272,9 @@ def _mixes_equal(axes: tuple[int, ...], shapes: list[list[int]]) -> bool:
     )
 
 
-def _turn(key: str, shapes: Mapping[str, Any], axes: tuple[int, ...], checkpoint: Checkpoint) -> Assemble:
-    part = Part(key, full(shapes["file"]), full(shapes["target"]), axes=axes)
-    return Assemble(key, checkpoint.specs[key].dtype, tuple(shapes["target"]), (part,))
-
-
 def _unknown(
     rule: Rule, context: Context, shapes: Mapping[str, Any], is_other: bool, heads: tuple[Remedy, ...]
 ) -> Finding:
-    drops = tuple(Drop(key) for key in shapes)
     turned = sum(_is_transposed(pair["file"], pair["target"]) for pair in shapes.values())
     # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
     is_turned = 2 * turned > sum(len(pair["target"] or ()) > 1 for pair in shapes.values())
@@ -298,7 +294,7 @@ def _unknown(
         f"{f', {turned} of them transposed' if turned else ''}",
         keys=tuple(shapes),
         evidence={"shapes": shapes},
-        fix=Fix(drops, Applicability.UNSAFE, asked=True) if context.settings.drop_mismatched else None,
+        fix=_dropped(shapes, context),
         remedies=remedies,
         blocks=Blocks.FILLING if is_turned or moved or is_other else Blocks.NOTHING,
     )
@@ -315,6 +311,11 @@ def _moved(mismatched: Mapping[str, Any], context: Context) -> str:
         if len(shape) > 1 and shape in missing:
             return f"{key} of the file has the shape of the missing {missing[shape]}"
     return ""
+
+
+def _dropped(keys: Iterable[str], context: Context) -> Fix | None:
+    asked = context.settings.drop_mismatched
+    return Fix(tuple(map(Drop, keys)), Applicability.UNSAFE, asked=True) if asked else None
 
 
 def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remedy]:

@@ -116,16 +116,10 @@ class Replacements(Struct, frozen=True, dict=True):
                 return Replace(key, spec.dtype, spec.shape, "twin"), None
             return Replace(key, spec.dtype, spec.shape, "twin", twin.key, twin.place or None), twin.spec
         if fill == "target":
-            return Replace(key, spec.dtype, spec.shape, "target"), self._initial(key)
+            own = self.context.initial.get(key)
+            return Replace(key, spec.dtype, spec.shape, "target"), None if own is None else spec_of_tensor(own.detach())
         donor = self.context.donor.specs.get(key) if self.context.donor is not None else None
         return Replace(key, spec.dtype, spec.shape, "donor", key), donor if donor and is_plain(donor) else None
-
-    def _initial(self, key: str) -> TensorSpec | None:
-        target = self.context.target
-        initial = target.initial() if target is not None and target.initial else {}
-        if key not in initial:
-            return None
-        return spec_of_tensor(initial[key].detach())
 
 
 def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:

@@ -169,21 +169,13 @@ def _message(tensors: Mapping[str, TensorStatistics]) -> str:
 
 def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
     counts = {"nan": figures.nan, "pos_inf": figures.pos_inf, "neg_inf": figures.neg_inf, "numel": figures.numel}
-    evidence = {**counts, "first_index": _coordinates(spec.shape, figures.first_nonfinite)}
+    first = figures.first_nonfinite
+    place = None if first is None else list(map(int, np.unravel_index(first, spec.shape)))
+    evidence: dict[str, Any] = {**counts, "first_index": place}
     channels = channels_with(spec, lambda values: ~np.isfinite(values))
     if channels:
         evidence |= {"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])}
     return evidence
-
-
-def _coordinates(shape: tuple[int, ...], index: int | None) -> list[int] | None:
-    if index is None:
-        return None
-    place = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        place.append(at)
-    return place[::-1]
 
 
 def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements: Replacements) -> tuple[Remedy, ...]:

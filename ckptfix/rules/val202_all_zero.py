@@ -132,14 +132,10 @@ def _excused(suspects: list[str], matrices: list[str], context: Context, is_trai
         excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
         excused |= set(suspects) if tables_only and len(suspects) < len(matrices) else set()
         last = [key for key in matrices[-1:] if key in suspects]
-        excused |= {key for key in last if re.search(_LAST, key) or _has_zero_bias(key, context.statistics)}
+        biases = {key: context.statistics.get(f"{split_key(key)[0]}bias") for key in last}
+        excused |= {key for key, bias in biases.items() if re.search(_LAST, key) or (bias and bias.all_zero)}
         excused |= _in_every_block(set(suspects), matrices)
     return [key for key in suspects if key in excused]
-
-
-def _has_zero_bias(key: str, statistics: Figures) -> bool:
-    bias = statistics.get(f"{split_key(key)[0]}bias")
-    return bias is not None and bias.all_zero
 
 
 def _closed_branches(zero: list[str], context: Context) -> frozenset[str]:

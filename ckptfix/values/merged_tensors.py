@@ -217,8 +217,6 @@ def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor
 
 def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
     """Return bytes of a tensor in the file, to be changed."""
-    import numpy as np
-
     place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
     if place is None:
         return memoryview(bytearray(RowMajorBytes(spec, path).read(start, stop)))
