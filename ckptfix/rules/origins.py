@@ -175,12 +175,6 @@ class Change(Struct, frozen=True, dict=True):
             return _once(found, ())  # only a model that has them all knows their order
         return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties, as_filed=False)
 
-    @property
-    def new(self) -> Layout:
-        """The parameters of the result that come from nothing in the file."""
-        found = {key: spec.shape for key, spec in self.result.items() if not self.origins[key].sources}
-        return self.of_model(found)
-
     def of_model(self, shapes: Mapping[str, Shape]) -> Layout:
         """Return the layout of parameters of the result."""
         if self.model is None:
