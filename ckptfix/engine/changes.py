@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
@@ -51,43 +50,50 @@ def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], supplies: S
     return replace(supplies, measured=supplies.measure(checkpoint, [edit.key for edit in wanted], wanted[0].source))
 
 
+# The edits that make another tensor of one of the file.
+CHANGES = frozenset({Adapt, Cast, Dequantise, Fold, MergeAdapter, Replace, Zero})
+
+
 def changed(checkpoint: Checkpoint, spec: object, edit: Edit, supplies: Supplies) -> TensorSpec:
     """Return what an edit makes of a tensor. Raises ``PlanError`` if it is not the tensor that the edit is about."""
+    path = checkpoint.path
     if not isinstance(spec, TensorSpec):
         raise _foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
-    return CHANGES[type(edit)](checkpoint, spec, edit, supplies)
+    if isinstance(edit, Adapt):
+        return adapted(checkpoint, spec, edit, supplies)
+    if isinstance(edit, Zero):
+        if spec.dtype != edit.dtype or edit.which not in WHICH or not can_be_zeroed(spec):
+            what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
+            raise _foreign(checkpoint, what)
+        return zeroed_spec(spec, edit.which, path)
+    if isinstance(edit, (Cast, Dequantise)):
+        if spec.dtype != edit.before:
+            raise _foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
+        if isinstance(edit, Cast):
+            return cast_spec(spec, edit.dtype, path)
+        scales = checkpoint.entries.get(edit.source)
+        made = dequantised_spec(spec, scales, edit, path) if isinstance(scales, TensorSpec) else None
+        if made is None:
+            raise _foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
+        return made
+    assert isinstance(edit, (Fold, MergeAdapter, Replace)), "the kinds of CHANGES"
+    has_data = isinstance(edit, Replace) or spec.storage is not None
+    if (spec.dtype, spec.shape) != (edit.dtype, edit.shape) or not has_data:
+        what = f"{edit.key} is {spec.dtype} {spec.shape} and not {edit.dtype} {edit.shape}"
+        raise _foreign(checkpoint, what)
+    if isinstance(edit, Replace):
+        found = _replaced(checkpoint, edit, supplies)
+        return found if found.dtype == edit.dtype else cast_spec(found, edit.dtype, path)
+    if isinstance(edit, Fold):
+        from ckptfix.values.adapted_tensors import folded_spec
 
-
-def _cast(checkpoint: Checkpoint, spec: TensorSpec, edit: Cast, supplies: Supplies) -> TensorSpec:
-    _expect_dtype(checkpoint, spec, edit)
-    return cast_spec(spec, edit.dtype, checkpoint.path)
-
-
-def _dequantised(checkpoint: Checkpoint, spec: TensorSpec, edit: Dequantise, supplies: Supplies) -> TensorSpec:
-    _expect_dtype(checkpoint, spec, edit)
-    scales = checkpoint.entries.get(edit.source)
-    made = dequantised_spec(spec, scales, edit, checkpoint.path) if isinstance(scales, TensorSpec) else None
-    if made is None:
-        raise _foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
-    return made
-
-
-def _zeroed(checkpoint: Checkpoint, spec: TensorSpec, edit: Zero, supplies: Supplies) -> TensorSpec:
-    if spec.dtype != edit.dtype or edit.which not in WHICH or not can_be_zeroed(spec):
-        raise _foreign(
-            checkpoint, f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
-        )
-    return zeroed_spec(spec, edit.which, checkpoint.path)
-
-
-def _merged(checkpoint: Checkpoint, spec: TensorSpec, edit: MergeAdapter, supplies: Supplies) -> TensorSpec:
+        return folded_spec(spec, [_of_adapter(checkpoint, "", key, supplies) for key in edit.sources], edit, path)
     from ckptfix.values.merged_tensors import merged_spec
 
-    _expect_form(checkpoint, spec, edit)
     factors = [
         [_of_adapter(checkpoint, delta.adapter, key, supplies) for key in delta.factors] for delta in edit.deltas
     ]
-    return merged_spec(spec, edit, factors, checkpoint.path)
+    return merged_spec(spec, edit, factors, path)
 
 
 def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, supplies: Supplies) -> TensorSpec:
@@ -100,45 +106,21 @@ def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, supplies: Supplie
     return adapted_spec(spec, edit, checkpoint.path, filled(checkpoint, fill, supplies) if edit.untrained else None)
 
 
-def _folded(checkpoint: Checkpoint, spec: TensorSpec, edit: Fold, supplies: Supplies) -> TensorSpec:
-    from ckptfix.values.adapted_tensors import folded_spec
+def _replaced(checkpoint: Checkpoint, edit: Replace, supplies: Supplies) -> TensorSpec:
+    """Return the values that take the place of a tensor's."""
+    if edit.origin == "data":
+        return spec_of_tensor(supplies.measured[edit.key])
+    if edit.origin == "ones":
+        return spec_of_number(edit.dtype, edit.shape, 1)
+    if edit.origin != "twin":
+        return filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), supplies)
+    from ckptfix.values.twins import entry_at
 
-    _expect_form(checkpoint, spec, edit)
-    beside = [_of_adapter(checkpoint, "", key, supplies) for key in edit.sources]
-    return folded_spec(spec, beside, edit, checkpoint.path)
-
-
-def _replaced(checkpoint: Checkpoint, spec: TensorSpec, edit: Replace, supplies: Supplies) -> TensorSpec:
-    """Return the values that take the place of a tensor's, in its dtype."""
-    _expect_form(checkpoint, spec, edit)
-    if edit.origin == "twin":
-        from ckptfix.values.twins import entry_at
-
-        found = entry_at(checkpoint, edit.place or "", edit.source or edit.key)
-        if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
-            raise _foreign(
-                checkpoint,
-                f"{edit.key} is to be taken from {edit.place or 'beside it'}, which does not have it in this shape",
-            )
-    elif edit.origin == "data":
-        found = spec_of_tensor(supplies.measured[edit.key])
-    elif edit.origin == "ones":
-        found = spec_of_number(edit.dtype, edit.shape, 1)
-    else:
-        found = filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), supplies)
-    return found if found.dtype == edit.dtype else cast_spec(found, edit.dtype, checkpoint.path)
-
-
-# What makes another tensor of one of the file, by kind of edit.
-CHANGES: Mapping[type[Edit], Callable[[Checkpoint, TensorSpec, Any, Supplies], TensorSpec]] = {
-    Adapt: adapted,
-    Cast: _cast,
-    Dequantise: _dequantised,
-    Fold: _folded,
-    MergeAdapter: _merged,
-    Replace: _replaced,
-    Zero: _zeroed,
-}
+    found = entry_at(checkpoint, edit.place or "", edit.source or edit.key)
+    if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
+        place = edit.place or "beside it"
+        raise _foreign(checkpoint, f"{edit.key} is to be taken from {place}, which does not have it in this shape")
+    return found
 
 
 def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec:
@@ -193,17 +175,6 @@ def _of_adapter(checkpoint: Checkpoint, path: str, key: str, supplies: Supplies)
     if not is_sound(spec.storage):
         raise PlanError(f"{path or checkpoint.path}: {key} fails the checksum of its archive; fetch the adapter again")
     return spec
-
-
-def _expect_dtype(checkpoint: Checkpoint, spec: TensorSpec, edit: Cast | Dequantise) -> None:
-    if spec.dtype != edit.before:
-        raise _foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
-
-
-def _expect_form(checkpoint: Checkpoint, spec: TensorSpec, edit: Fold | MergeAdapter | Replace) -> None:
-    has_data = isinstance(edit, Replace) or spec.storage is not None
-    if (spec.dtype, spec.shape) != (edit.dtype, edit.shape) or not has_data:
-        raise _foreign(checkpoint, f"{edit.key} is {spec.dtype} {spec.shape} and not {edit.dtype} {edit.shape}")
 
 
 def _foreign(checkpoint: Checkpoint, what: str) -> PlanError:
