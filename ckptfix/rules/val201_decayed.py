@@ -364,18 +364,14 @@ class Witness(Struct, frozen=True, dict=True):
 
     context: Context
 
-    @property
-    def knows_parameters(self) -> bool:
-        """Whether the file has an optimizer whose moments fit the parameters."""
-        return bool(self._trainings)
-
     @cached_property
     def strongest(self) -> dict[str, float] | None:
         """The hyperparameters of the group with the most decay, if there is an optimizer."""
         return strongest_decay(self.context.checkpoint.root)
 
     @cached_property
-    def _trainings(self) -> Mapping[str, Training]:
+    def trainings(self) -> Mapping[str, Training]:
+        """What an optimizer whose moments fit the parameters says of each."""
         if self.strongest is None:
             return {}  # no optimizer knows any parameter, and there may be very many
         return trainings(self.context.checkpoint, self.context.target)
@@ -390,7 +386,7 @@ class Witness(Struct, frozen=True, dict=True):
 
     def on(self, key: str, share: float) -> Corroboration:
         """Return what the file says of a matrix of which this share of its start is left."""
-        training = self._trainings.get(key)
+        training = self.trainings.get(key)
         if training is None:
             decay = (self.strongest or {}).get("weight_decay")
             return Corroboration(share, terms=f"weight_decay {decay:g}" if decay else "", weight_decay=decay)
@@ -425,7 +421,7 @@ def light_decay(
     are the matrices that were reported already."""
     proven: dict[str, Corroboration] = {}
     light: dict[str, Corroboration] = {}
-    for key, figures in matrices.items() if witness.knows_parameters else ():
+    for key, figures in matrices.items() if witness.trainings else ():
         share = figures.rms / usual_rms(context.checkpoint.specs[key])
         if key not in found and share < LIGHT and not figures.nonfinite:
             corroboration = witness.on(key, share)

@@ -86,11 +86,6 @@ class Encoding(Struct, frozen=True, dict=True):
         return np.isfinite(self.code_values)
 
     @cached_property
-    def strange_codes(self) -> Array:
-        """Which of them do not."""
-        return ~self.finite_codes
-
-    @cached_property
     def code_kinds(self) -> Array:
         """Which codes are NaN, infinite, negative infinite, zero, subnormal: a row of 0 and 1 for each."""
         values = self.code_values

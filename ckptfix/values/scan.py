@@ -60,15 +60,13 @@ class Scanner:
             return
         found = _tally(block, self._encoding, self._narrowing)
         if (unit := found.first_nonfinite) is not None:
-            found.first_nonfinite = self._index(unit) if self._order is None else self._least_index(block)
+            index = self._position + unit // self._encoding.units
+            found.first_nonfinite = index if self._order is None else self._least_index(block)
         self._position += block.nbytes // self._encoding.itemsize // self._encoding.units
         if self.found.numel:
             join(self.found, found)
         else:  # as of nearly all tensors
             self.found = found
-
-    def _index(self, unit: int) -> int:
-        return self._position + unit // self._encoding.units
 
     def _least_index(self, block: memoryview) -> int:
         """Return the row-major index of the first number that is not finite, of a block that has some."""

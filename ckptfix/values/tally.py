@@ -84,7 +84,7 @@ def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narr
         whole.mean = float(np.dot(values[codes], weights))
         whole.rms = math.sqrt(float(np.dot(values[codes] ** 2, weights)))
     if whole.nonfinite:
-        whole.first_nonfinite = int(encoding.strange_codes[units.view(np.uint8)].argmax())
+        whole.first_nonfinite = int(encoding.finite_codes[units.view(np.uint8)].argmin())
     return whole
 
 
