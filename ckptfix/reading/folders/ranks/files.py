@@ -44,9 +44,6 @@ _Rank = TypeVar("_Rank")
 # Reads the content of one file; the second argument says whether damaged files are to be salvaged.
 ReadContent = Callable[[Content, bool], Document]
 
-# Returns the merged document of a folder, None if the folder is of another kind.
-Reader = Callable[[Path, bool, ReadContent], Document | None]
-
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
     """Return the files whose whole name matches, by the numbers in its groups, in numerical order.
@@ -128,8 +125,9 @@ def _settings(tree: Any) -> dict[str, object]:
 class RankFiles:
     """One reading of the files of a folder: what is damaged, and what was noticed."""
 
-    def __init__(self, folder: Path, salvage: bool, read: ReadContent) -> None:
-        self.folder, self.salvage, self._read = folder, salvage, read
+    def __init__(self, folder: Path, salvage: bool, read: ReadContent, named: Path | None = None) -> None:
+        self.folder, self.salvage, self.read = folder, salvage, read
+        self.named = named  # the file for which those of its ranks are read, if not for the folder
         self.names: set[str] = set()
         self._home: Path | None = None
         self._opened: tuple[Path, Content] | None = None  # the last one
@@ -149,7 +147,7 @@ class RankFiles:
     def opened(self, file: Path) -> Document | None:
         """Return the document of a file; None if it cannot be read, which is damage."""
         try:
-            document = self._read(self.content(file), self.salvage)
+            document = self.read(self.content(file), self.salvage)
         except UnreadableError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
                 raise  # nothing is wrong with the file

@@ -36,8 +36,6 @@ from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
     RankFiles,
-    ReadContent,
-    Reader,
     add_rank,
     note_copies,
     unlike_most,
@@ -113,23 +111,34 @@ def is_named(folder: Path) -> bool:
     return any(mark in head for mark in _MARKS)
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of a folder; None if its files hold no tensors of ranks."""
-    found = _chosen(folder)
-    document = None if found is None else read_set(folder, found, salvage, read)
-    if document is None or found is None or found.stem.startswith(_BESIDE):
-        return document
-    return with_beside(document, _beside(folder, salvage, read))
+def document(files: RankFiles) -> Document | None:
+    """Return the document of a folder, or of the set of files of which one was named; None if these hold no tensors of
+    ranks."""
+    sets = rank_sets(files.folder)
+    named = NUMBERED.fullmatch(files.named.name) if files.named is not None else None
+    found, models = sets.get(_key(named)) if named else None, _models(sets)
+    is_all = found is None or (len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)))
+    found = _chosen(files.folder) if is_all else found
+    made = None if found is None else _Merge(files, found).document()
+    if made is None or found is None or not is_all or found.stem.startswith(_BESIDE):
+        return made
+    return with_beside(made, _beside(files))
 
 
-def _beside(folder: Path, salvage: bool, read: ReadContent) -> Iterator[Beside]:
+def _beside(files: RankFiles) -> Iterator[Beside]:
     """Yield what a trainer has saved in a folder beside the ranks of its model."""
-    for found in rank_sets(folder).values():
+
+    def read_set(ranks: RankSet) -> Document | None:
+        others = RankFiles(files.folder, files.salvage, files.read)
+        with others.merging():
+            return _Merge(others, ranks).document()
+
+    for found in rank_sets(files.folder).values():
         if found.stem.startswith(_BESIDE):
-            yield found.pattern.format("*"), partial(read_set, folder, found, salvage, read)
-    for child in sorted(folder.glob(f"{OPTIMIZER}*")):
+            yield found.pattern.format("*"), partial(read_set, found)
+    for child in sorted(files.folder.glob(f"{OPTIMIZER}*")):
         if child.is_dir() and dcp.looks_like(child):
-            yield child.name, partial(dcp.read_folder, child, salvage)
+            yield child.name, partial(dcp.read_folder, child, files.salvage)
 
 
 def _chosen(folder: Path) -> RankSet | None:
@@ -151,25 +160,11 @@ def _models(every: Mapping[_Key, RankSet]) -> list[RankSet]:
     return [found for found in sets if found.stem.startswith("model")] or sets
 
 
-def of_file(file: Path) -> tuple[Path, Reader] | None:
-    """Return the folder of a file of one rank, and what reads the set of files that it belongs to."""
-    if (match := NUMBERED.fullmatch(file.name)) is None:
-        return None
-    sets = rank_sets(file.parent)
-    found = sets.get(_key(match))
-    if found is None or len(found.files) < 2:
-        return None
-    models = _models(sets)
-    if len(models) == 1 and (models[0] is found or found.stem.startswith(_OPTIMIZERS)):
-        return file.parent, read_folder
-    return file.parent, lambda folder, salvage, read: read_set(folder, found, salvage, read)
-
-
-def read_set(folder: Path, files: RankSet, salvage: bool, read: ReadContent) -> Document | None:
-    """Return the document of one set of files; None if they hold no tensors of ranks."""
-    merge = _Merge(RankFiles(folder, salvage, read), files)
-    with merge.files.merging():
-        return merge.document()
+def folder_of(file: Path) -> Path | None:
+    """Return the folder of a file of one rank, if there are others of its set."""
+    match = NUMBERED.fullmatch(file.name)
+    found = rank_sets(file.parent).get(_key(match)) if match else None
+    return file.parent if found is not None and len(found.files) > 1 else None
 
 
 class _Collected(Struct):

@@ -18,7 +18,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies
+from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
 from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules
 from ckptfix.reading.weights.document import Document
@@ -45,9 +45,9 @@ def find(folder: Path) -> Path | None:
     return folder if by_rank(folder, LLAMA_SHARD) else None
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+def document(files: RankFiles) -> Document:
     """Return the document of a folder of Meta's Llama."""
-    files = RankFiles(folder, salvage, read)
+    folder, salvage = files.folder, files.salvage
     ranks = {rank: file for (rank,), file in by_rank(folder, LLAMA_SHARD).items()}
     states = {rank: root for rank, file in ranks.items() if (root := files.root(file)) is not None}
     params = _params(folder)
@@ -62,18 +62,17 @@ def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
     missing = emptied(next(iter(states.values())), str(folder))
     states = {rank: states.get(rank, missing) for rank in range(world)}
     joining = Joining(str(folder))
-    with files.merging():
-        weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
+    weights = OrderedDict(joining.join(list(states.values()), partial(_split, params)))
     note_copies(files.remarks, joining.differing, may_drift=False)  # the norms of Meta's files are the same in all
     return files.document(NAME, weights, f"Llama, {counted(len(states), 'rank')}")
 
 
-def of_file(file: Path) -> tuple[Path, Reader] | None:
+def folder_of(file: Path) -> Path | None:
     """Return the folder of a shard, if there are others beside it, or the sizes of the model."""
     is_one = LLAMA_SHARD.fullmatch(file.name) is not None and (
         (file.parent / LLAMA_PARAMS).is_file() or len(by_rank(file.parent, LLAMA_SHARD)) > 1
     )
-    return (file.parent, read_folder) if is_one else None
+    return file.parent if is_one else None
 
 
 def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:

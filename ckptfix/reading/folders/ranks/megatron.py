@@ -32,8 +32,6 @@ from ckptfix.reading.folders.chunks import Box, agree, merge_parts
 from ckptfix.reading.folders.ranks.files import (
     MOST_RANKS,
     RankFiles,
-    ReadContent,
-    Reader,
     note_copies,
     refuse_other,
     unlike_most,
@@ -104,17 +102,15 @@ def find(folder: Path) -> Path | None:
     return iterations[0] if iterations else None
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+def document(files: RankFiles) -> Document:
     """Return the document of an iteration of Megatron-LM."""
-    reading = _Reading(RankFiles(folder, salvage, read))
-    with reading.files.merging():
-        return reading.document()
+    return _Reading(files).document()
 
 
-def of_file(file: Path) -> tuple[Path, Reader] | None:
+def folder_of(file: Path) -> Path | None:
     """Return the folder of the iteration of which a file is one rank, if there are others."""
     is_one = file.name in FILES and MEGATRON_RANK.fullmatch(file.parent.name) is not None
-    return (file.parent.parent, read_folder) if is_one and _rank_files(file.parent.parent) else None
+    return file.parent.parent if is_one and _rank_files(file.parent.parent) else None
 
 
 def _iterations(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import NANOTRON
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, add_rank, tagged
+from ckptfix.reading.folders.ranks.files import RankFiles, add_rank, tagged
 from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
 from ckptfix.reading.folders.ranks.partition import narrowed
 from ckptfix.reading.weights.document import Document
@@ -43,19 +43,13 @@ def find(folder: Path) -> Path | None:
     )
 
 
-def of_file(file: Path) -> tuple[Path, Reader] | None:
+def folder_of(file: Path) -> Path | None:
     """Return None: one of thousands of files stands for itself, and says what it is a part of (FIL105)."""
     return None
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+def document(files: RankFiles) -> Document:
     """Return the document of a save: a flat state_dict with the names of the modules."""
-    files = RankFiles(folder, salvage, read)
-    with files.merging():
-        return _document(files)
-
-
-def _document(files: RankFiles) -> Document:
     found: dict[str, dict[int, Path]] = {}
     counts: dict[str, int] = {}
     paths = [path for path in (files.folder / NANOTRON_MODEL).rglob("model_*.safetensors") if path.is_file()]

@@ -26,7 +26,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, by_rank, note_copies, tagged
+from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, rules
@@ -49,24 +49,17 @@ def find(folder: Path) -> Path | None:
     return tagged(folder, zero.LATEST, _has_layers)
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
-    """Return the document of a folder with a file for each layer."""
-    files = RankFiles(folder, salvage, read)
-    with files.merging():
-        return _document(files)
-
-
-def of_file(file: Path) -> tuple[Path, Reader] | None:
+def folder_of(file: Path) -> Path | None:
     """Return the folder of a file of one layer, or of the states of one stage beside such files."""
     is_one = PIPELINE_LAYER.fullmatch(file.name) or ZERO_MODEL.fullmatch(file.name) or ZERO_OPTIM.fullmatch(file.name)
-    return (file.parent, read_folder) if is_one and _has_layers(file.parent) else None
+    return file.parent if is_one and _has_layers(file.parent) else None
 
 
 def _has_layers(folder: Path) -> bool:
     return any(PIPELINE_LAYER.fullmatch(path.name) for path in folder.iterdir())
 
 
-def _document(files: RankFiles) -> Document:
+def document(files: RankFiles) -> Document:
     """Return the merged document: the container of the first stage's model states, with whole weights in it."""
     folder, path = files.folder, str(files.folder)
     found = by_rank(folder, PIPELINE_LAYER)

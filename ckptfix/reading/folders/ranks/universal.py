@@ -21,7 +21,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import zero
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, Reader, tagged
+from ckptfix.reading.folders.ranks.files import RankFiles, tagged
 from ckptfix.reading.folders.ranks.names import ZERO_MODEL
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -39,16 +39,14 @@ def find(folder: Path) -> Path | None:
     return tagged(folder, LATEST, _masters)
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
+def document(files: RankFiles) -> Document:
     """Return the document of a universal checkpoint."""
-    reading = _Reading(RankFiles(folder, salvage, read))
-    with reading.files.merging():
-        return reading.document()
+    return _Reading(files).document()
 
 
-def of_file(file: Path) -> tuple[Path, Reader] | None:
+def folder_of(file: Path) -> Path | None:
     """Return the folder of the checkpoint of which a file is the model states."""
-    return (file.parent, read_folder) if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else None
+    return file.parent if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else None
 
 
 def _masters(folder: Path) -> bool:

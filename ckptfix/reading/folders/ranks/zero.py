@@ -41,8 +41,6 @@ from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
     MOST_RANKS,
     RankFiles,
-    ReadContent,
-    Reader,
     by_rank,
     note_copies,
     tagged,
@@ -80,7 +78,7 @@ _TOLD = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_sam
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
-def of_file(file: Path) -> tuple[Path, Reader] | None:
+def folder_of(file: Path) -> Path | None:
     """Return the folder of a file of one rank, if there are others beside it.
 
     Model states without a data-parallel rank in their name are whole if there are no others and no experts, and stand
@@ -90,7 +88,7 @@ def of_file(file: Path) -> tuple[Path, Reader] | None:
         is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT))
     else:
         is_one = ZERO_EXPERT.fullmatch(file.name) is not None
-    return (file.parent, read_folder) if is_one else None
+    return file.parent if is_one else None
 
 
 def _has_states(folder: Path) -> bool:
@@ -107,14 +105,8 @@ def find(folder: Path) -> Path | None:
     return tagged(folder, LATEST, _has_states)
 
 
-def read_folder(folder: Path, salvage: bool, read: ReadContent) -> Document:
-    """Return the document of a folder: the container of the first model states, with whole weights in it."""
-    files = RankFiles(folder, salvage, read)
-    with files.merging():
-        return _document(files)
-
-
-def _document(files: RankFiles) -> Document:
+def document(files: RankFiles) -> Document:
+    """Return the merged document: the container of the first model states, with whole weights in it."""
     path, optim, models = str(files.folder), by_rank(files.folder, ZERO_OPTIM), by_rank(files.folder, ZERO_MODEL)
     tensor = sorted({model for _, model in (*optim, *models)})
     states = [

@@ -156,7 +156,7 @@ def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
         if is_old:
             os.utime(tmp_path, (1, 1))
         looks.clear()
-        assert all(fsdp.of_file(file) for file in files)
+        assert all(fsdp.folder_of(file) for file in files)
         assert (len(looks) == 1) is is_old
         (tmp_path / "model_rank_20.pt").touch()
     (found,) = fsdp.rank_sets(tmp_path).values()
