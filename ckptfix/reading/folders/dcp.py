@@ -45,10 +45,11 @@ class Location(Struct, frozen=True):
     nbytes: int
 
 
-class StoredTensor(Struct, frozen=True):
+class Stored(Struct, frozen=True):
     """A tensor and its chunks; the location of a chunk is None if the metadata does not give it.
 
-    A chunk that several ranks saved is there several times."""
+    A chunk that several ranks saved is there several times. What is no tensor was pickled by torch.save: it has no dtype
+    and one location."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,20 +64,10 @@ class StoredTensor(Struct, frozen=True):
         return TensorSpec(self.dtype, self.shape, contiguous_strides(self.shape))
 
 
-class StoredObject(Struct, frozen=True):
-    """Something that is not a tensor, pickled by torch.save."""
-
-    location: Location | None
-
-    @property
-    def files(self) -> set[str]:
-        return {self.location.file} if self.location is not None else set()
-
-
 class StoredMetadata(Struct, frozen=True):
     """What a ``.metadata`` file says: the items by flat name in the order of saving, and the path of each."""
 
-    items: Mapping[str, StoredTensor | StoredObject]
+    items: Mapping[str, Stored]
     paths: Mapping[str, tuple[PathPart, ...]]
     names: frozenset[str]
 
@@ -86,14 +77,14 @@ def merged(parts: Sequence[StoredMetadata]) -> StoredMetadata:
 
     What several ranks have saved whole, be it a tensor or another object, is that of the first; a tensor keeps the
     locations of all, so that they can be compared."""
-    items: dict[str, StoredTensor | StoredObject] = {}
+    items: dict[str, Stored] = {}
     paths: dict[str, tuple[PathPart, ...]] = {}
     for part in parts:
         for name, item in part.items.items():
             before = items.setdefault(name, item)
-            if before is item or not isinstance(before, StoredTensor):
+            if before is item or not before.dtype:
                 continue
-            if not isinstance(item, StoredTensor) or (item.dtype, item.shape) != (before.dtype, before.shape):
+            if (item.dtype, item.shape) != (before.dtype, before.shape):
                 raise ValueError(f"ranks saved different things under the name {name}")
             items[name] = replace(before, chunks=before.chunks + item.chunks)
         paths = {**part.paths, **paths}
@@ -134,18 +125,16 @@ def _name(value: Any) -> str:
     return value
 
 
-def _item(
-    name: str, fields: Mapping[str, Any], where: Mapping[tuple[str, tuple[int, ...]], Location]
-) -> StoredTensor | StoredObject:
+def _item(name: str, fields: Mapping[str, Any], where: Mapping[tuple[str, tuple[int, ...]], Location]) -> Stored:
     """Return a ``TensorStorageMetadata``, or a ``BytesStorageMetadata``, which has no fields."""
     if "chunks" not in fields:
-        return StoredObject(where.get((name, ())))
+        return Stored("", (), ((Box((), ()), where.get((name, ()))),))
     properties = fields["properties"]
     # TensorProperties pickles as a tuple that begins with the dtype.
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.attributes["dtype"]
     boxes = [Box(sizes(chunk["offsets"]), sizes(chunk["sizes"])) for chunk in map(_fields, fields["chunks"])]
     chunks = tuple((box, where.get((name, box.offsets))) for box in boxes)
-    return StoredTensor(dtype_name(dtype), sizes(fields["size"]), chunks)
+    return Stored(dtype_name(dtype), sizes(fields["size"]), chunks)
 
 
 def _index(key: Any) -> tuple[str, tuple[int, ...]]:
@@ -253,20 +242,18 @@ class _Reading:
             damage=self._damage(),
         )
 
-    def _read(self, name: str, item: StoredTensor | StoredObject) -> None:
+    def _read(self, name: str, item: Stored) -> None:
         try:
-            self.leaves[name] = (
-                self._tensor(name, item) if isinstance(item, StoredTensor) else self._load(name, item.location)
-            )
+            self.leaves[name] = self._tensor(name, item) if item.dtype else self._load(name, item.chunks[0][1])
         except UnreadableError as error:
             self._blame(name, str(error), [])
-            if isinstance(item, StoredTensor):
+            if item.dtype:
                 self.leaves[name] = gone(name, item.spec, str(self.folder))
 
     def _blame(self, name: str, place: str, causes: Sequence[Fact]) -> None:
         self.faults.setdefault(Fact.of(Kind.ITEM_DAMAGED, place, causes=tuple(causes)), []).append(name)
 
-    def _tensor(self, name: str, item: StoredTensor) -> TensorSpec:
+    def _tensor(self, name: str, item: Stored) -> TensorSpec:
         """Return the spec of a tensor: that of its only chunk, or one over all of its chunks."""
         places: dict[Box, list[Location | None]] = {}
         for box, location in item.chunks:
