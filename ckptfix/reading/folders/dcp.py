@@ -48,8 +48,8 @@ class Location(Struct, frozen=True):
 class Stored(Struct, frozen=True):
     """A tensor and its chunks; the location of a chunk is None if the metadata does not give it.
 
-    A chunk that several ranks saved is there several times. What is no tensor was pickled by torch.save: it has no dtype
-    and one location."""
+    A chunk that several ranks saved is there several times. Any other object was pickled by torch.save: it has no
+    dtype, and one location."""
 
     dtype: str
     shape: tuple[int, ...]

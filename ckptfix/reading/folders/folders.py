@@ -15,9 +15,9 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
-from ckptfix.reading.folders.ranks.files import ReadContent
+from ckptfix.reading.folders.ranks.files import ReadContent, latest_of
 from ckptfix.reading.folders.ranks.frameworks import has_ranks, read_ranks
-from ckptfix.reading.folders.ranks.megatron import latest_iteration, of_torch_dist
+from ckptfix.reading.folders.ranks.megatron import LATEST, iteration_name, of_torch_dist
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
@@ -118,7 +118,7 @@ def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     Raises ``UnreadableError`` if there are several."""
     found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
     models = [child for child in found if not child.name.startswith("optimizer")]
-    if len(models) > 1 and (named := latest_iteration(folder, dcp.looks_like) or _linked(folder, models)) is not None:
+    if len(models) > 1 and (named := _latest(folder, models)) is not None:
         models = found = [named]
     if len(models) > 1:
         names = first_names([child.name for child in models])
@@ -141,9 +141,12 @@ def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | No
     return document
 
 
-def _linked(folder: Path, found: Sequence[Path]) -> Path | None:
-    """Return the one of these folders to which links lead, as ``latest`` of OLMo and ``latest-rank0.pt`` of Composer;
-    downloaded, the latter is a text (``latest-rank0.pt.symlink``). None if there are no links, or to several."""
+def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
+    """Return the one of these folders that a file of Megatron names, or to which links lead, as ``latest`` of OLMo and
+    ``latest-rank0.pt`` of Composer; downloaded, the latter is a text (``latest-rank0.pt.symlink``). None if nothing
+    says so, or links lead to several."""
+    if (latest := latest_of(folder, LATEST, dcp.looks_like, iteration_name)) is not None:
+        return latest
     real = [child for child in found if not child.is_symlink()]
     links = {child.resolve() for child in found if child.is_symlink()}
     texts = [file for file in folder.glob("*.symlink") if file.is_file() and file.stat().st_size < _LINK_LIMIT]

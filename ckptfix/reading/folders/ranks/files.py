@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,19 +63,15 @@ def add_rank(found: dict[_Rank, Path], rank: _Rank, path: Path) -> None:
         raise UnreadableError(f"{path.parent}: {names} are files of one rank; leave those of one save there")
 
 
-def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | None:
+def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool], name: Callable[[str], str] = str) -> Path | None:
     """Return the folder of a save: this one, the one that the file ``latest`` names, or the only one in it; None if
     there is none.
 
     Raises ``UnreadableError`` if there are several."""
     if is_one(folder):
         return folder
-    file = folder / latest
-    if file.is_file() and file.stat().st_size <= _TAG_LIMIT:
-        named = file_inside(folder, file.read_text(encoding="utf-8", errors="replace").strip(), str(file))
-        if named.is_dir() and is_one(named):
-            return named
-        refuse_other(file, named, [child for child in folder.iterdir() if child.is_dir() and is_one(child)])
+    if (named := latest_of(folder, latest, is_one, name)) is not None:
+        return named
     tags = [child for child in sorted(folder.iterdir()) if child.is_dir() and is_one(child)]
     if len(tags) > 1:
         names = first_names([tag.name for tag in tags])
@@ -83,11 +79,25 @@ def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool]) -> Path | 
     return tags[0] if tags else None
 
 
-def refuse_other(latest: Path, named: Path, others: Sequence[Path]) -> None:
-    """Raise ``UnreadableError`` if checkpoints are there, and not the one that a file calls the latest."""
-    if others and not named.is_dir():
-        names = first_names(sorted(other.name for other in others))
-        raise UnreadableError(f"{latest}: names {named.name}, which is not there; fetch it, or name {names}")
+def latest_of(
+    folder: Path, latest: str, is_one: Callable[[Path], bool], name: Callable[[str], str] = str
+) -> Path | None:
+    """Return the save that the file ``latest`` of a training names; ``name`` makes the folder's name of the word in it.
+
+    None if there is no such file, or if it names something else.
+
+    Raises ``UnreadableError`` if the save is not there, and others are."""
+    file = folder / latest
+    if not file.is_file() or file.stat().st_size > _TAG_LIMIT:
+        return None
+    word = file.read_text(encoding="utf-8", errors="replace").strip()
+    named = file_inside(folder, name(word), str(file))
+    if named.is_dir():
+        return named if is_one(named) else None
+    if others := sorted(child.name for child in folder.iterdir() if child.is_dir() and is_one(child)):
+        names = first_names(others)
+        raise UnreadableError(f"{file}: names {named.name}, which is not there; fetch it, or name {names}")
+    return None
 
 
 def unlike_most(told: Mapping[_Rank, object]) -> list[_Rank]:

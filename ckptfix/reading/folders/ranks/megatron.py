@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
 from operator import mul
 from pathlib import Path
@@ -33,7 +33,7 @@ from ckptfix.reading.folders.ranks.files import (
     MOST_RANKS,
     RankFiles,
     note_copies,
-    refuse_other,
+    tagged,
     unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
@@ -65,7 +65,7 @@ _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _NOTHING = re.compile(r"_extra_state/shard_\d+_\d+$")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
-_TEXT_LIMIT = 64
+_DIGITS = 64
 _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
@@ -95,11 +95,7 @@ RULES = rules(
 
 def find(folder: Path) -> Path | None:
     """Return the folder of an iteration, which has one for each rank. Raises ``UnreadableError`` for several."""
-    iterations = _iterations(folder)
-    if len(iterations) > 1:
-        names = first_names([path.name for path in iterations])
-        raise UnreadableError(f"{folder}: holds {len(iterations)} checkpoints of Megatron ({names}); name one of them")
-    return iterations[0] if iterations else None
+    return tagged(folder, LATEST, lambda place: bool(_rank_files(place)), iteration_name)
 
 
 def document(files: RankFiles) -> Document:
@@ -113,29 +109,9 @@ def folder_of(file: Path) -> Path | None:
     return file.parent.parent if is_one and _rank_files(file.parent.parent) else None
 
 
-def _iterations(folder: Path) -> list[Path]:
-    """Return the folders with one folder for each rank: this one, that of the latest iteration, or all in it."""
-    if _rank_files(folder):
-        return [folder]
-    if (named := latest_iteration(folder, lambda place: bool(_rank_files(place)))) is not None:
-        return [named]
-    return sorted(child for child in folder.iterdir() if child.is_dir() and _rank_files(child))
-
-
-def latest_iteration(folder: Path, is_one: Callable[[Path], bool]) -> Path | None:
-    """Return the checkpoint that the folder of a training calls its latest; None if it says nothing of one.
-
-    Raises ``UnreadableError`` if it is not there, and others are."""
-    latest = folder / LATEST
-    if not latest.is_file() or latest.stat().st_size > _TEXT_LIMIT:
-        return None
-    word = latest.read_text(encoding="utf-8", errors="replace").strip()
-    name = f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word
-    named = file_inside(folder, name, str(latest))
-    if named.is_dir() and is_one(named):
-        return named
-    refuse_other(latest, named, [child for child in folder.iterdir() if child.is_dir() and is_one(child)])
-    return None
+def iteration_name(word: str) -> str:
+    """Return the name of the folder of an iteration, for the word in ``latest_checkpointed_iteration.txt``."""
+    return f"iter_{int(word):07d}" if word.isascii() and word.isdigit() and len(word) < _DIGITS else word
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
