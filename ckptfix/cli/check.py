@@ -50,8 +50,7 @@ def _checkpoints(path: str) -> Iterable[str]:
     if not Path(path).is_dir():
         return [path]
     import ckptfix
-    from ckptfix.reading.folders.folders import weights_file
-    from ckptfix.reading.folders.ranks.frameworks import has_ranks
+    from ckptfix.reading.folders.folders import has_ranks, weights_file
     from ckptfix.reading.opening import OF_TRAINERS
 
     is_of_library = False

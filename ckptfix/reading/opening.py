@@ -173,7 +173,7 @@ def open_file(
 def _are_in_ranks(file: str) -> bool:
     """Return whether a file has weights without elements, which are in the ranks beside it: ``save_pretrained`` under
     ZeRO 3."""
-    from ckptfix.reading.folders.ranks.frameworks import has_ranks
+    from ckptfix.reading.folders.folders import has_ranks
 
     with contextlib.suppress(CkptfixError):  # what is wrong with one of them is said where it is read
         if has_ranks(Path(file).parent):
@@ -186,7 +186,7 @@ def _read_ranks(path: str, salvage: bool) -> Document | None:
     """Return the document of all ranks of a training, if the file is named like one and has others beside it."""
     if not may_be_rank(path):
         return None
-    from ckptfix.reading.folders.ranks.frameworks import read_siblings
+    from ckptfix.reading.folders.folders import read_siblings
 
     try:
         return read_siblings(Path(path), salvage, read_document)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 from msgspec.structs import replace
 
@@ -15,9 +16,8 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
-from ckptfix.reading.folders.ranks.files import ReadContent, latest_of
-from ckptfix.reading.folders.ranks.frameworks import has_ranks, read_ranks
-from ckptfix.reading.folders.ranks.megatron import LATEST, iteration_name, of_torch_dist
+from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
+from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
 from ckptfix.reading.torch_files import exploded
@@ -26,6 +26,13 @@ from ckptfix.reading.weights.document import Document
 # Every format that is a folder, in the order in which a folder is asked: a module with its NAME, ``looks_like`` and
 # ``read_folder``.
 FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded)
+
+# Every framework whose ranks are put together, in the order in which a folder is asked: a module with
+# `find(folder)`: the folder in which the ranks are by the names in it, which is this one or one below it;
+# `folder_of(file)`: the same for a file that is one of several ranks by its name;
+# `document(files)`: the merged document, None if the files are something else after all.
+# What its files are called is in `ranks/names.py`.
+FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fsdp)
 
 # What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
 TORCH_DIST = "common.pt"
@@ -102,12 +109,39 @@ def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
             if form.looks_like(folder):
                 found: Document = form.read_folder(folder, salvage)
                 return _with_common(found, folder, salvage, read) if form is dcp else found
-        document = read_ranks(folder, salvage, read) or _read_items(folder, salvage, read)
-        if document is not None:
+        for framework in FRAMEWORKS:
+            place = framework.find(folder)
+            if place is not None and (merged := _merged(framework, RankFiles(place, salvage, read))) is not None:
+                return merged
+        if (document := _read_items(folder, salvage, read)) is not None:
             return document
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
         raise UnreadableError(f"{path}: {why_closed(path, error)}") from error
+
+
+def has_ranks(folder: Path) -> bool:
+    """Return whether a folder is one that ranks wrote, by the names in it, or by the first file if names do not tell.
+
+    Raises ``UnreadableError`` if it holds several such checkpoints."""
+    try:
+        return any(form.find(folder) is not None for form in FRAMEWORKS if form is not fsdp) or fsdp.is_named(folder)
+    except OSError:
+        return False  # the reader of the folder says why
+
+
+def read_siblings(file: Path, salvage: bool, read: ReadContent) -> Document | None:
+    """Return the document of all ranks beside a file that is one of them; None for any other file."""
+    for form in FRAMEWORKS:
+        if (folder := form.folder_of(file)) is not None:
+            return _merged(form, RankFiles(folder, salvage, read, named=file))
+    return None
+
+
+def _merged(form: ModuleType, files: RankFiles) -> Document | None:
+    with files.merging():
+        document: Document | None = form.document(files)
+        return document
 
 
 def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
@@ -145,7 +179,7 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
     """Return the one of these folders that a file of Megatron names, or to which links lead, as ``latest`` of OLMo and
     ``latest-rank0.pt`` of Composer; downloaded, the latter is a text (``latest-rank0.pt.symlink``). None if nothing
     says so, or links lead to several."""
-    if (latest := latest_of(folder, LATEST, dcp.looks_like, iteration_name)) is not None:
+    if (latest := latest_of(folder, megatron.LATEST, dcp.looks_like, megatron.iteration_name)) is not None:
         return latest
     real = [child for child in found if not child.is_symlink()]
     links = {child.resolve() for child in found if child.is_symlink()}
@@ -172,7 +206,7 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
     copies: dict[str, TensorSpec] = {}
     remarks = [*document.remarks, *common.remarks]
     if file.name == TORCH_DIST:
-        root, copies = of_torch_dist(root, common.root)
+        root, copies = megatron.of_torch_dist(root, common.root)
         halves = sorted({copy.dtype for copy in copies.values()} - {"float32"})
         remarks += [Fact.of(Kind.MASTERS, dtype=half) for half in halves]
     return replace(
