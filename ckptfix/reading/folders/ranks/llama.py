@@ -20,23 +20,26 @@ from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
-from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules
+from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules, stacked
 from ckptfix.reading.weights.document import Document
 
 NAME = "llama"
 
 _PARAMS_LIMIT = 1 << 20
+_QUERIES = re.compile(r".*attention\.wq(kv)?\.weight")
 
 # Along which dimension a tensor is divided, by its name.
 RULES = rules(
     "0 wq.weight wk.weight wv.weight output.weight lm_head.weight",
     "0 w1.weight w3.weight mlp.c_fc.weight mlp.c_fc.bias conv1._linear.weight vision_projection.weight",
     "0 wq.bias wk.bias wv.bias w_in_shared_FD.weight w_swiglu_FD.weight",
-    "1 wo.weight w2.weight mlp.c_proj.weight w_out_shared_DF.weight",
+    "0+ mlp.fc1_weight",
+    "0 attention.wqkv.weight mlp.fc1.weight mlp.fc3.weight",
+    "1 wo.weight w2.weight mlp.c_proj.weight w_out_shared_DF.weight mlp.fc2.weight mlp.fc2_weight",
     "-1 moe_w_in_eD_F moe_w_swiglu_eD_F",
     "-2 moe_w_out_eF_D",
     "0 tok_embeddings.weight",
-    "- norm.weight attention_norm.weight ffn_norm.weight rope.freqs router_DE",
+    "- norm.weight attention_norm.weight ffn_norm.weight \\w+.layer_norm_weight rope.freqs router_DE",
 )
 
 
@@ -78,9 +81,11 @@ def folder_of(file: Path) -> Path | None:
 def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:
     """Return over how many ranks queries are divided, which have as many rows as columns if nothing else is known."""
     for key, spec in state.items() if isinstance(state, dict) else ():
-        if str(key).endswith("attention.wq.weight") and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
-            heads, width = params.get("n_heads"), params.get("head_dim")
+        if (match := _QUERIES.fullmatch(str(key))) and isinstance(spec, TensorSpec) and len(spec.shape) == 2:
+            heads, width, groups = params.get("n_heads"), params.get("head_dim"), params.get("n_kv_heads")
             whole = heads * width if isinstance(heads, int) and isinstance(width, int) else spec.shape[1]
+            if match[1] and isinstance(heads, int) and heads > 0:
+                whole += 2 * whole * (groups if isinstance(groups, int) else heads) // heads
             return whole // max(spec.shape[0], 1)
     return 1
 
@@ -106,6 +111,13 @@ def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
     if rule is None:
         return None
     rows, ranks = parts[0].shape[0] if parts[0].shape else 0, len(parts)
+    if rule.is_gated:
+        return Split(rule.axis, 2)
+    if name.endswith("wqkv.weight"):
+        return _of_queries(params, parts)
+    if rule.axis == -2 and len(parts[0].shape) == 2:  # the experts are one after another
+        experts = (params.get("moe_args") or {}).get("num_experts")
+        return Split(0, experts) if type(experts) is int and 0 < experts <= rows else None
     dim, vocabulary = params.get("dim"), params.get("vocab_size")
     if name.endswith("tok_embeddings.weight") and len(parts[0].shape) == 2:
         columns = parts[0].shape[1]
@@ -117,3 +129,16 @@ def _split(params: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
         has_copies = re.search(r"\.w[kv]\.\w+$", name) and rows * ranks > dim // max(heads, 1) * groups
         return Split(rule.axis, holders=ranks // groups if has_copies else 1)
     return Split(rule.axis)
+
+
+def _of_queries(params: Mapping[str, Any], parts: Sequence[TensorSpec]) -> Split | None:
+    """Return how queries, keys and values in one tensor are divided, each by themselves; None if ``params.json`` does
+    not say it."""
+    heads = params.get("n_heads")
+    groups = params.get("n_kv_heads") or heads
+    rows, ranks = parts[0].shape[0], len(parts)
+    if type(heads) is not int or type(groups) is not int or min(heads, groups) < 1 or heads % ranks or groups % ranks:
+        return None
+    width, rest = divmod(rows * ranks, heads + 2 * groups)
+    counts = (heads, groups, groups)
+    return None if rest else stacked(0, [[width * count // ranks] * ranks for count in counts], parts[0])

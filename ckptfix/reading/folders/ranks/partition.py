@@ -34,6 +34,22 @@ class Split(Struct, frozen=True):
 
 WHOLE = Split(None)
 
+
+def stacked(axis: int, widths: Sequence[Sequence[int]], part: TensorSpec) -> Split:
+    """Return the split of tensors that are one after another along an axis in the whole, and in each rank: of each,
+    ``widths`` says how long it is in every rank. ``part`` is that of a rank."""
+    places: list[list[tuple[Box, Box]]] = [[] for _ in widths[0]]
+    begin, starts = 0, [0] * len(places)
+    before, after = part.shape[:axis], part.shape[axis + 1 :]
+    none, last = (0,) * len(before), (0,) * len(after)
+    for own in widths:
+        for rank, length in enumerate(own):
+            extent = (*before, length, *after)
+            places[rank].append((Box((*none, begin, *last), extent), Box((*none, starts[rank], *last), extent)))
+            begin, starts[rank] = begin + length, starts[rank] + length
+    return Split(axis, places=tuple(map(tuple, places)), shape=(*before, begin, *after))
+
+
 _Key = TypeVar("_Key")
 
 

@@ -15,7 +15,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.ranks import megatron
-from ckptfix.reading.folders.ranks.partition import WHOLE, Rule, Split, Splits
+from ckptfix.reading.folders.ranks.partition import WHOLE, Rule, Split, Splits, stacked
 from ckptfix.reading.pickles.claims import sizes
 
 # Before version 1 of its checkpoints, Megatron had all queries of a rank before all keys and all values, as
@@ -121,16 +121,7 @@ def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: 
         if any(size % ranks for size in sizes(within)):
             raise ValueError(f"{name} consists of {list(within)}, which {ranks} ranks do not divide")
         widths = [[size // ranks] * ranks for size in sizes(within)]
-    places: list[list[tuple[Box, Box]]] = [[] for _ in parts]
-    begin, starts = 0, [0] * ranks
-    for own in map(sizes, widths):
-        for rank, length in enumerate(own):
-            extent = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-            before, after = (0,) * axis, (0,) * (len(extent) - axis - 1)
-            places[rank].append((Box((*before, begin, *after), extent), Box((*before, starts[rank], *after), extent)))
-            begin, starts[rank] = begin + length, starts[rank] + length
-    shape = (*first.shape[:axis], begin, *first.shape[axis + 1 :])
-    return Split(axis, places=tuple(map(tuple, places)), shape=shape)
+    return stacked(axis, [sizes(own) for own in widths], first)
 
 
 def _split_in_thirds(

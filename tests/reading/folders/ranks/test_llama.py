@@ -77,19 +77,59 @@ def test_the_vocabulary_of_llama_1_is_not_in_its_params(tmp_path: Path) -> None:
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("tok_embeddings.weight"), whole["tok_embeddings.weight"])
 
 
-def test_experts_of_llama_4(tmp_path: Path) -> None:
-    up, down = torch.randn(4, 6, 8), torch.randn(4, 8, 6)
-    for rank in range(2):
-        torch.save(
-            {
-                "layers.0.feed_forward.experts.moe_w_in_eD_F": up.chunk(2, -1)[rank].clone(),
-                "layers.0.feed_forward.experts.moe_w_out_eF_D": down.chunk(2, -2)[rank].clone(),
-            },
-            tmp_path / f"consolidated.{rank:02d}.pth",
-        )
+def write_llama_4(folder: Path, ranks: int, **params: Any) -> dict[str, torch.Tensor]:
+    """As Meta publishes it: queries, keys and values in one tensor, gates too, and the experts one after another.
+
+    The parts are those that ``reshard_mp`` of llama-models puts together."""
+    heads, groups, width, hidden, experts = 8, 4, 4, 16, 3
+    counts = [heads * width, groups * width, groups * width]
+    fused = [torch.randn(rows, DIM) for rows in counts]
+    gates = torch.randn(2, hidden, DIM)
+    up, down = torch.randn(experts, DIM, hidden), torch.randn(experts, hidden, DIM)
+    plain = {"wo.weight": (torch.randn(DIM, heads * width), 1), "wqkv.layer_norm_weight": (torch.randn(DIM), None)}
+    whole = {
+        "layers.0.attention.wqkv.weight": torch.cat(fused),
+        "layers.0.feed_forward.mlp.fc1_weight": gates.flatten(0, 1),
+    }
+    whole |= {f"layers.0.attention.{name}": value for name, (value, _) in plain.items()}
+    whole["layers.0.feed_forward.experts.moe_w_in_eD_F"] = up.flatten(0, 1)
+    whole["layers.0.feed_forward.experts.moe_w_out_eF_D"] = down.flatten(0, 1)
+    for rank in range(ranks):
+        parts = [torch.cat([part.chunk(ranks)[rank] for part in fused]), gates.chunk(ranks, 1)[rank].flatten(0, 1)]
+        parts += [value if axis is None else value.chunk(ranks, axis)[rank] for value, axis in plain.values()]
+        parts += [up.chunk(ranks, 2)[rank].flatten(0, 1), down.chunk(ranks, 1)[rank].flatten(0, 1)]
+        state = {name: part.clone() for name, part in zip(whole, parts, strict=True)}
+        torch.save(state, folder / f"consolidated.{rank:02d}.pth")
+    sizes = {
+        "dim": DIM,
+        "n_heads": heads,
+        "n_kv_heads": groups,
+        "head_dim": width,
+        "moe_args": {"num_experts": experts},
+    }
+    (folder / "params.json").write_text(json.dumps({**sizes, **params}))
+    return whole
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_llama_4_has_in_one_tensor_is_divided_each_by_itself(tmp_path: Path, ranks: int) -> None:
+    whole = write_llama_4(tmp_path, ranks)
     got = ckptfix.open_checkpoint(tmp_path).state_dict()
-    assert torch.equal(got["layers.0.feed_forward.experts.moe_w_in_eD_F"], up)
-    assert torch.equal(got["layers.0.feed_forward.experts.moe_w_out_eF_D"], down)
+    assert list(got) == list(whole)
+    assert [key for key, value in whole.items() if not torch.equal(got[key], value)] == []
+    if ranks == 4:
+        (tmp_path / "consolidated.03.pth").unlink()
+        with pytest.raises(UnreadableError, match=r"lacks 1 rank of 4: consolidated\.03\.pth"):
+            ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "params", [{"moe_args": None}, {"moe_args": {"num_experts": 10**12}}, {"n_heads": None}, {"n_kv_heads": 3}]
+)
+def test_what_the_sizes_of_llama_4_do_not_say_is_not_guessed(tmp_path: Path, params: dict[str, Any]) -> None:
+    write_llama_4(tmp_path, 2, **params)
+    with pytest.raises(UnreadableError, match="no rule says how it is divided"):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 def test_a_norm_that_differs_is_that_of_the_first(tmp_path: Path) -> None:
