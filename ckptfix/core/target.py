@@ -126,7 +126,7 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
             for name, size in getattr(vars(child).get("config"), "__dict__", {}).items()
             if _VOCABULARY.match(name) and isinstance(size, int)
         ),
-        loads=_Trial(module) if _has_hooks(module) else None,
+        loads=cache(lambda checkpoint: _loads(module, checkpoint)) if _has_hooks(module) else None,
         layers=_layers(module),
         frozen=frozenset(key for key, tensor in tensors.items() if is_parameter[key] and not tensor.requires_grad),
     )
@@ -209,20 +209,6 @@ def _has_hooks(module: torch.nn.Module) -> bool:
         if any(not getattr(getattr(hook, "hook", hook), "__module__", "").startswith(_TORCH) for hook in hooks):
             return True
     return False
-
-
-class _Trial:
-    """Tries strict loads on copies of a module, each checkpoint once."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._known: dict[int, tuple[Checkpoint, frozenset[str] | None]] = {}
-
-    def __call__(self, checkpoint: Checkpoint) -> frozenset[str] | None:
-        if id(checkpoint) not in self._known:
-            # The checkpoint is kept beside what is known of it, or its id could be that of another one.
-            self._known[id(checkpoint)] = checkpoint, _loads(self._module, checkpoint)
-        return self._known[id(checkpoint)][1]
 
 
 def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | None:

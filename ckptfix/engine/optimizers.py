@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint, PathPart
+from ckptfix.core.checkpoint import Checkpoint, PathPart, value_at
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
 from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
@@ -24,33 +23,31 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
     """Return the checkpoint after the edits of its optimizers. Raises ``PlanError`` if they do not fit it."""
     root, beside = checkpoint.root, dict(checkpoint.beside)
     found = {optimizer.name: optimizer for optimizer in optimizers_of(checkpoint)}
-    for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
-        optimizer = found.get(regroup.where)
-        if optimizer is None:
+    for edit in edits:
+        if isinstance(edit, (Regroup, Omit)) and edit.where not in found:
             raise PlanError(
-                f"{checkpoint.path}: {rule} edits the optimizer {regroup.where}, which is not there; the plan belongs "
-                "to another file"
+                f"{checkpoint.path}: {rule} edits the optimizer {edit.where}, which is not there; the plan belongs to "
+                "another file"
             )
+    for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
+        optimizer = found[regroup.where]
         made = regrouped(checkpoint, optimizer, edits, rule)
-        change = partial(_flattened if optimizer.is_flat else _updated, made)
+        if optimizer.is_flat:
+            made = flat(made["state"], made["param_groups"])
         # Of several with as many groups, nothing tells whose the scheduler is.
         is_alone = all(each is optimizer or len(each.groups) != len(optimizer.groups) for each in found.values())
         like = regroup.like if is_alone and not optimizer.is_flat else ()
-        if optimizer.path[:1] and optimizer.path[0] in beside:
-            beside = _with(beside, optimizer.path, change)
+        is_beside = bool(optimizer.path) and optimizer.path[0] in beside
+        old = {} if optimizer.is_flat else value_at(beside if is_beside else root, optimizer.path)
+        if is_beside:
+            beside = _with(beside, optimizer.path, {**old, **made})
         else:
-            root = _with(root, optimizer.path, change)
+            root = _with(root, optimizer.path, {**old, **made})
         if like and like != tuple(range(len(optimizer.groups))):
             root, beside = (_with_schedulers(one, like, len(optimizer.groups)) for one in (root, beside))
     for edit in edits:
         if isinstance(edit, Omit):
-            optimizer = found.get(edit.where)
-            if optimizer is None:
-                raise PlanError(
-                    f"{checkpoint.path}: {rule} leaves out {edit.where}, which is not there; the plan belongs to "
-                    "another file"
-                )
-            root = _with(root, optimizer.path, lambda before: None)
+            root = _with(root, found[edit.where].path, None)
     ordered = (key for edit in edits if isinstance(edit, Regroup) for key in edit.order)
     entries = {**{key: checkpoint.entries[key] for key in ordered if key in checkpoint.entries}, **checkpoint.entries}
     return replace(checkpoint, root=root, beside=beside, entries=entries)
@@ -76,20 +73,12 @@ def _with_schedulers(root: Any, like: tuple[int, ...], count: int, depth: int = 
     return result
 
 
-def _updated(made: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    return {**before, **made}
-
-
-def _flattened(made: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    return flat(made["state"], made["param_groups"])
-
-
-def _with(root: Any, path: tuple[PathPart, ...], change: Callable[[Any], Any]) -> Any:
-    """Return a container with what ``change`` makes of the value at a place; nothing is changed in place."""
+def _with(root: Any, path: tuple[PathPart, ...], value: dict[str, Any] | None) -> Any:
+    """Return a container with another value at a place, or without it for None; nothing is changed in place."""
     if not path:
-        return change(root)
+        return value
     result = copy(root)
-    made = _with(root[path[0]], path[1:], change)
+    made = _with(root[path[0]], path[1:], value)
     if made is None and isinstance(root, dict):
         del result[path[0]]
     else:  # a list keeps its length, or the places of the others would be other ones

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptfix.core.adaptations import Adaptation
 from ckptfix.core.wording import nearest
-from ckptfix.errors import Opt, UsageError
+from ckptfix.errors import Opt, UsageError, Words
 
 MEAN = "mean"  # what a map has for a class that the file does not have
 
@@ -25,33 +25,33 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
 
     The map has a class of the file, by its number, or ``mean``, on each line; or the lists have the names of both
     sides. Raises ``UsageError`` if they do not fit the layers."""
-    option = Opt("adapt", asked.text)
+
+    def refusal(*words: Words) -> UsageError:
+        return UsageError(Opt("adapt", asked.text), ": ", *words)
+
     lists = [_lines(name) for name in asked.files()]
     if len(lists) > 2:
-        raise UsageError(option, ": give one map, or the names of the file's classes and those of the model's")
+        raise refusal("give one map, or the names of the file's classes and those of the model's")
     if not all(lists):
-        raise UsageError(option, ": a list of classes has no lines; write a class on each")
+        raise refusal("a list of classes has no lines; write a class on each")
     groups, others = _groups(key, old, new, len(lists[-1]))
     if groups > 1 and len(lists) == 1:
-        raise UsageError(
-            option,
-            f": {key} seems to have {groups} rows for each class; give the names of the file's classes and of the "
+        raise refusal(
+            f"{key} seems to have {groups} rows for each class; give the names of the file's classes and of the "
             "model's, which say how many there are: ",
             Opt("adapt", asked.with_recipe("OLD.txt,NEW.txt")),
         )
     classes, wanted = old // groups - others, new // groups - others
     names = lists[0] if len(lists) == 2 else [str(row) for row in range(classes)]
     if len(names) != classes:
-        raise UsageError(
-            option,
-            f": {asked.files()[0]} has {len(names)} lines, and {key} {classes} classes in the file"
+        raise refusal(
+            f"{asked.files()[0]} has {len(names)} lines, and {key} {classes} classes in the file"
             f"{_ONE_MORE * (classes == len(names) + 1)}",
         )
     place = {MEAN: classes, **{name: row for row, name in enumerate(names)}}
     if len(lists[-1]) != wanted:
-        raise UsageError(
-            option,
-            f": {asked.files()[-1]} has {len(lists[-1])} lines, and {key} {wanted} classes in the model"
+        raise refusal(
+            f"{asked.files()[-1]} has {len(lists[-1])} lines, and {key} {wanted} classes in the model"
             f"{_ONE_MORE * (wanted == len(lists[-1]) + 1)}",
         )
     for number, name in enumerate(lists[-1], 1):
@@ -59,21 +59,19 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
             close = nearest(name, names)
             hint = f"did you mean {close!r}? " if close and len(lists) == 2 else ""
             rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {classes - 1}"
-            raise UsageError(
-                option,
-                f": line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one",
+            raise refusal(
+                f"line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one"
             )
         # A name that the model does not want, such as N/A in lists of COCO, may be there several times.
         for file, of in zip(asked.files(), lists, strict=True) if len(lists) == 2 and name != MEAN else ():
             if of.count(name) > 1:
-                raise UsageError(option, f": {file} has {name!r:.60} {of.count(name)} times; give each class its name")
+                raise refusal(f"{file} has {name!r:.60} {of.count(name)} times; give each class its name")
     found = tuple(place[name] for name in lists[-1])
     if groups == 1:
         return found
     if classes in found:
-        raise UsageError(
-            option,
-            f": {key} has {groups} rows for each class, and no mean for a new one; leave new classes out, or take a "
+        raise refusal(
+            f"{key} has {groups} rows for each class, and no mean for a new one; leave new classes out, or take a "
             "fresh head with ",
             Opt("drop-mismatched"),
             " ",
