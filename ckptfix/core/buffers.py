@@ -56,10 +56,7 @@ def modules_of(key: str) -> Iterator[str]:
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
-    return _is_transient_leaf(split_key(key)[1], shape)
-
-
-def _is_transient_leaf(leaf: str, shape: tuple[int, ...]) -> bool:
+    leaf = split_key(key)[1]
     if leaf in _MASKS:
         return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
     return leaf in TRANSIENT
@@ -67,5 +64,4 @@ def _is_transient_leaf(leaf: str, shape: tuple[int, ...]) -> bool:
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether the name alone says that a tensor is a buffer and no parameter."""
-    leaf = split_key(key)[1]
-    return leaf in RUNNING_STATISTICS or _is_transient_leaf(leaf, shape)
+    return split_key(key)[1] in RUNNING_STATISTICS or is_transient(key, shape)

@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -251,7 +251,7 @@ class Table:
         self.versions: Mapping[str, str] = dict(each.split("=") for each in first.split())
         self._ends = [int(end) for end in second.split()]
         self._lines = self._rows.split("\n")
-        self._blocks: dict[int, tuple[list[str], dict[int, Items]]] = {}
+        self._kept = lru_cache(_BLOCKS)(self._block)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -291,7 +291,7 @@ class Table:
             name, *sizes = word.split(";")
             own = {text[0]: int(text[1:]) for text in sizes}
             models.append(Model(name, own or (models[0].sizes if models else own)))
-        lines, modules = self._block(int(block))
+        lines, modules = self._kept(int(block))
         root, *ties = lines[int(line)].split(" ")
         tokens, transient, others = dict[str, str](), set[str](), set[str]()
         for key, token in expanded(lines, int(root), modules):
@@ -306,15 +306,11 @@ class Table:
 
     def _block(self, number: int) -> tuple[list[str], dict[int, Items]]:
         """Return the lines of a block, and the modules that were expanded: its structures have most in common."""
-        if number not in self._blocks:
-            if len(self._blocks) == _BLOCKS:
-                self._blocks.clear()
-            start = self._ends[number - 1] if number else 0
-            with self._path.open("rb") as file:
-                file.seek(self._start + start)
-                packed = file.read(self._ends[number] - start)
-            self._blocks[number] = decompress(packed).decode().split("\n"), {}
-        return self._blocks[number]
+        start = self._ends[number - 1] if number else 0
+        with self._path.open("rb") as file:
+            file.seek(self._start + start)
+            packed = file.read(self._ends[number] - start)
+        return decompress(packed).decode().split("\n"), {}
 
 
 def expanded(lines: list[str], line: int, modules: dict[int, Items]) -> Items:

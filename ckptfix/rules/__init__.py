@@ -76,15 +76,10 @@ class Listed(Struct, frozen=True, dict=True):
 
     def propose(self, context: Context) -> Iterator[Finding]:
         """Return the findings of the rule."""
-        return self.rule.propose(context) if self._has_something_to_say(context) else iter(())
-
-    def _has_something_to_say(self, context: Context) -> bool:
-        if not self.needs.are_met(context):
-            return False
-        if not self.keys or self.is_wanted(context.settings):
-            return True
-        search = re.compile(self.keys).search
-        return any(map(search, context.checkpoint.entries))
+        is_heard = self.needs.are_met(context)
+        if is_heard and self.keys and not self.is_wanted(context.settings):
+            is_heard = any(map(re.compile(self.keys).search, context.checkpoint.entries))
+        return self.rule.propose(context) if is_heard else iter(())
 
 
 # Every rule, once. What names say comes before what shapes say, and both before what values say.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
@@ -146,52 +145,29 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
         (place, row), *others = run
         box = Box((place, *(0,) * (len(spec.shape) - 1)), (1 + len(others), *spec.shape[1:]))
         if is_new:
-            chunks.append((box, _NewRows(spec, edit, path, fresh, box)))
+            chunks.append((box, _Computed(spec, box.shape, partial(_new_rows, spec, edit, path, fresh, box))))
         else:
             piece = replace(spec, shape=box.shape, offset=spec.offset + row * spec.strides[0])
             chunks.append((box, RowMajorBytes(piece, path)))
     return _made(spec, edit, ChunkedBytes(edit.shape, spec.itemsize, chunks))
 
 
-class _NewRows(Struct, frozen=True, eq=False, dict=True):
-    """The bytes of rows that the file does not have."""
-
-    spec: TensorSpec
-    edit: Adapt
-    path: str
-    fresh: TensorSpec | None
-    box: Box
-
-    @cached_property
-    def _bytes(self) -> memoryview:
-        place, count = self.box.offsets[0], self.box.shape[0]
-        if self.edit.recipe == PAD_TARGET:
-            assert self.fresh is not None, "checked when the edit was applied"
-            rows = _tensor(self.fresh, self.path)[place : place + count]
-        elif self.edit.recipe == "vocab=pad:zeros":
-            rows = torch.zeros(self.box.shape)
-        else:
-            rows = self._mean().expand(self.box.shape)
-        return _bytes_of(rows.to(torch_dtype(self.spec.dtype)))
-
-    def _mean(self) -> Tensor:
-        """Return the mean of all rows of the file, in float64."""
-        total = torch.zeros(self.spec.shape[1:], dtype=torch.float64)
+def _new_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, box: Box) -> Tensor:
+    """Return rows that the file does not have."""
+    if edit.recipe == PAD_TARGET:
+        assert fresh is not None, "checked when the edit was applied"
+        rows = _tensor(fresh, path)[box.offsets[0] : box.offsets[0] + box.shape[0]]
+    elif edit.recipe == "vocab=pad:zeros":
+        rows = torch.zeros(box.shape)
+    else:  # the mean of all rows of the file, in float64
+        total = torch.zeros(spec.shape[1:], dtype=torch.float64)
         with one_thread():
-            for first in range(0, self.spec.shape[0], _BLOCK):
-                shape = (min(_BLOCK, self.spec.shape[0] - first), *self.spec.shape[1:])
-                block = replace(self.spec, shape=shape, offset=self.spec.offset + first * self.spec.strides[0])
-                total += _tensor(block, self.path).double().sum(0)
-        return total / self.spec.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes there are."""
-        return self.box.numel * self.spec.itemsize
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the new rows."""
-        return self._bytes[start:stop]
+            for first in range(0, spec.shape[0], _BLOCK):
+                shape = (min(_BLOCK, spec.shape[0] - first), *spec.shape[1:])
+                block = replace(spec, shape=shape, offset=spec.offset + first * spec.strides[0])
+                total += _tensor(block, path).double().sum(0)
+        rows = (total / spec.shape[0]).expand(box.shape)
+    return rows.to(torch_dtype(spec.dtype))
 
 
 # ---- formulas
