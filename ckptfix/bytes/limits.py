@@ -2,10 +2,10 @@
 
 A byte of a pickle can ask for 56 bytes of memory (an empty list), so what is made is counted by what Python says that
 it takes. It ends at four times the file, or at 64 MB where that is more. In between lies a trade-off. Honest data takes
-more than four times its bytes as well: a log of a row for each step takes 8 to 13 times as much, a legacy file of a
-hundred thousand small tensors 7 times, and to refuse one of these is worse than to spend 100 MB on a crafted file. So a
-file of 4 to 64 MB may take up to sixteen times its size, 256 MB at most; a file of empty lists still ends at a third of
-what it asks for. What a small file was packed from counts up to eight times the packed size.
+more than four times its bytes as well: a log of a row for each step takes 8 to 13 times as much, hundreds of thousands
+of small tensors 4 to 9 times, and to refuse one of these is worse than to spend memory on a crafted file. So a file
+may take up to sixteen times its size, 256 MB at most, or ten times, 1 GB at most; a file of empty lists still ends at
+a third of what it asks for. What a small file was packed from counts up to eight times the packed size.
 
 A pickle of a few bytes can also name one object many times over: whatever copies an object, hashes it or shows it has
 to be bounded, or a small file takes all time (memo bombs, colliding keys, calls that copy the same list again and
@@ -24,8 +24,8 @@ from ckptfix.errors import HostileError
 MEMORY = 64 << 20  # bytes that the parsed form of a small file may take
 MEMORY_SHARE = 4  # how many times its size the parsed form of a large file may take
 
-# The same for a file that is not large, and the bytes at which that ends: rows of numbers take more than tensors.
-DENSE, DENSE_SHARE = 256 << 20, 16
+# The same for a file that is not large, and the bytes at which that ends: rows of numbers, and small tensors.
+DENSE_SHARES = ((16, 256 << 20), (10, 1 << 30))
 
 # How many times a packed file what is in it counts; it may expand to anything. Logs and names pack five to one.
 PACKING = 8
@@ -62,7 +62,8 @@ class Bounds:
     def __init__(self, path: str, size: int) -> None:
         self.path, self._size = path, size
         self.names: set[str] = set()
-        self.limit = self.left = max(MEMORY, min(DENSE, DENSE_SHARE * size), MEMORY_SHARE * size)
+        dense = (min(share * size, most) for share, most in DENSE_SHARES)
+        self.limit = self.left = max(MEMORY, MEMORY_SHARE * size, *dense)
         self._steps = STEPS + size // 2
         self._handed = HANDED_SHARE * size + HANDED
         self._hashes: Counter[int] = Counter()

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 import torch
 
+import ckptfix
 from ckptfix.bytes import limits as bounds
 from ckptfix.bytes.limits import Bounds, bounded_key, bounded_keys, shown
 from ckptfix.errors import HostileError
@@ -86,7 +87,7 @@ def test_what_a_pickle_makes_is_counted(opcodes, tmp_path, monkeypatch):
     path.write_bytes(torch_zip(around(x=opcodes)))
     monkeypatch.setattr(bounds, "MEMORY", 60_000)
     monkeypatch.setattr(bounds, "MEMORY_SHARE", 0)
-    monkeypatch.setattr(bounds, "DENSE", 0)
+    monkeypatch.setattr(bounds, "DENSE_SHARES", ())
     with pytest.raises(HostileError, match="more than 0 MB of memory"):
         opened(path)
 
@@ -94,7 +95,7 @@ def test_what_a_pickle_makes_is_counted(opcodes, tmp_path, monkeypatch):
 def test_marks_are_counted_while_they_wait(tmp_path, monkeypatch):
     path = tmp_path / "marks.pth"
     monkeypatch.setattr(bounds, "MEMORY", 100_000)
-    monkeypatch.setattr(bounds, "DENSE", 0)
+    monkeypatch.setattr(bounds, "DENSE_SHARES", ())
     path.write_bytes(torch_zip(around(x=b"N" + b"(1" * 2000)))
     assert len(opened(path).specs) == 1
     path.write_bytes(torch_zip(PROTO + b"(" * 2000))
@@ -128,10 +129,24 @@ def test_opcodes_that_leave_nothing_behind_come_to_an_end(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("size", "limit"),
-    [(0, 64), (1, 64), (4, 64), (8, 128), (16, 256), (60, 256), (64, 256), (100, 400), (1024, 4096)],
+    [(0, 64), (1, 64), (4, 64), (8, 128), (16, 256), (60, 600), (200, 1024), (1024, 4096)],
 )
 def test_the_account_of_a_file_in_megabytes(size, limit):
     assert Bounds("f", size << 20).limit == limit << 20
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "ours"])
+def test_a_file_of_any_number_of_small_tensors_is_read(form, tmp_path, monkeypatch):
+    """Each of them takes a share of the limit that is the same in a file of a thousand and in one of a million."""
+    path = tmp_path / "small.pth"
+    state_dict = {f"layer.{number}.weight": torch.zeros(1) for number in range(2000)}
+    torch.save(state_dict, path, _use_new_zipfile_serialization=form != "legacy")
+    if form == "ours":
+        ckptfix.repair(path, output=tmp_path / "ours.pth", format="pth")
+        path = tmp_path / "ours.pth"
+    monkeypatch.setattr(bounds, "MEMORY", 0)
+    monkeypatch.setattr(bounds, "DENSE_SHARES", bounds.DENSE_SHARES[1:])
+    assert len(opened(path).keys()) == len(state_dict)
 
 
 def test_what_a_file_was_packed_from_counts_as_far_as_it_is_no_bomb():
@@ -166,7 +181,7 @@ def test_json_is_counted_before_it_is_parsed(monkeypatch):
 
 def test_what_lies_in_a_packed_file_spends_from_the_packed_size(tmp_path, monkeypatch):
     monkeypatch.setattr(bounds, "MEMORY", 40_000)
-    monkeypatch.setattr(bounds, "DENSE", 0)
+    monkeypatch.setattr(bounds, "DENSE_SHARES", ())
     path = tmp_path / "many.pkl.gz"
     plain = around(x=b"](" + b"]" * 2000 + b"e" + b"0" + b"B" + struct.pack("<I", 200_000) + bytes(200_000))
     path.write_bytes(gzip.compress(torch_zip(plain)))
