@@ -473,6 +473,16 @@ def test_masters_that_are_not_those_of_the_weights_are_named(tmp_path: Path, nam
     assert not [finding for finding in ckptfix.check(folder, values=False).findings if finding.level]
 
 
+@pytest.mark.parametrize("form", [None, "pth", "safetensors"])
+def test_a_folder_that_is_well_becomes_a_file_if_a_format_is_asked_for(tmp_path: Path, form: str | None) -> None:
+    """``migrate --format pth`` has no other way to say so."""
+    write_zero(tmp_path, {"w": torch.arange(64.0)}, world=2)
+    output = ckptfix.repair(tmp_path, format=form, beside=True).report.output
+    assert (output is None) == (form is None)
+    if output is not None:
+        assert torch.equal(ckptfix.open_checkpoint(output).read("w"), torch.arange(64.0))
+
+
 @pytest.mark.parametrize("given", ["folder", "file"])
 def test_no_rank_is_overwritten(tmp_path: Path, given: str) -> None:
     folder, _ = saved(tmp_path)
