@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -47,13 +47,6 @@ def is_sound(storage: Storage) -> bool:
             pass
         found = _SOUND[storage]
     return found and (not storage.parts or all(map(is_sound, storage.parts)))
-
-
-def prove_ahead(storages: Iterable[Storage]) -> None:
-    """Work out at once, in two threads, what ``is_sound`` will be asked of many storages."""
-    batches = list(batched(filter(is_unproved, storages), lambda storage: storage.nbytes, _BATCH))
-    for _ in side_by_side(lambda batch: list(map(is_sound, batch)), batches):
-        pass
 
 
 def is_open(storage: Storage) -> bool:
@@ -186,12 +179,13 @@ class Hole(Struct, frozen=True):
 _HOLES: WeakKeyDictionary[Storage, Hole] = WeakKeyDictionary()
 
 
-def soundness(storages: Sequence[Storage]) -> list[bool]:
+def soundness(storages: Collection[Storage]) -> list[bool]:
     """Return whether each storage has the checksum of its file, two at a time: a checksum takes longer than reading."""
-    unproved = list(filter(is_unproved, storages))
-    task = Task("proving checksums", sum(storage.nbytes for storage in unproved))
-    for storage, _ in zip(unproved, side_by_side(is_sound, unproved), strict=True):
-        task.advance(storage.nbytes)
+    batches = list(batched(filter(is_unproved, storages), lambda storage: storage.nbytes, _BATCH))
+    sizes = [sum(storage.nbytes for storage in batch) for batch in batches]
+    task = Task("proving checksums", sum(sizes))
+    for nbytes, _ in zip(sizes, side_by_side(lambda batch: list(map(is_sound, batch)), batches), strict=True):
+        task.advance(nbytes)
     return list(map(is_sound, storages))
 
 

@@ -12,6 +12,9 @@ from typing import Any
 # Memory that an xz or lzma stream may ask for; the highest preset needs 65 MB. It is all in use at the end.
 DICTIONARY_LIMIT = 128 << 20
 
+# What a decoder says of a stream that asks for more memory than that.
+TOO_LARGE = "Memory usage limit exceeded"
+
 # What a decoder raises where its stream is damaged.
 FAULTS = (zlib.error, lzma.LZMAError, OSError, ValueError, EOFError)
 
@@ -42,11 +45,6 @@ METHODS = {
 
 _ENCRYPTED, _AES = 1, 99
 _LZMA_HEAD = 9
-
-
-def is_too_large(fault: str) -> bool:
-    """Return whether what a decoder says is that its stream asks for more memory than ``DICTIONARY_LIMIT``."""
-    return fault == "Memory usage limit exceeded"
 
 
 class Stored:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.checksums import Alarm, is_sound, prove_ahead, proved_stream, refusal
+from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusal, soundness
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import are_equal, blocks_of, located, stream
 from ckptfix.core.checkpoint import Checkpoint
@@ -253,7 +253,7 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
     The tensors of the keys in ``mapped`` share the memory of the file if they can, and are read if they cannot."""
     storages = _storages_under(checkpoint, mapped)
     if storages:
-        prove_ahead(storages)  # what is read is proved on the way
+        soundness(storages)  # what is read is proved on the way
     builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint), storages)
     made: dict[int, Any] = {}
     try:

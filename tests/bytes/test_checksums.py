@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 import ckptfix
-from ckptfix.bytes.checksums import is_sound, prove_ahead
+from ckptfix.bytes.checksums import is_sound, soundness
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
@@ -146,7 +146,7 @@ def test_what_is_proved_ahead_is_read_once(batch: int, monkeypatch: pytest.Monke
     monkeypatch.setattr("ckptfix.bytes.checksums._BATCH", batch)
     made = [counted(WHOLE, crc_of(WHOLE) ^ (number % 3 == 1), 1) for number in range(7)]
     storages = [checkpoint.specs["t0"].storage for checkpoint, _ in made]
-    prove_ahead([storage for storage in storages if storage is not None])
+    soundness([storage for storage in storages if storage is not None])
     found = [storage is not None and is_sound(storage) for storage in storages]
     assert found == [number % 3 != 1 for number in range(7)]
     assert [source.count for _, source in made] == [WHOLE.nbytes] * 7

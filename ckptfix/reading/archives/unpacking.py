@@ -253,7 +253,7 @@ class Compression(Struct, frozen=True):
             for block, _ in stream.blocks():
                 crc = zlib.crc32(block, crc) if self is GZIP else 0
                 yield block, stream.position
-            if decoders.is_too_large(stream.fault):
+            if stream.fault == decoders.TOO_LARGE:
                 raise UnreadableError(
                     f"{content.path}: to unpack it takes more than {decoders.DICTIONARY_LIMIT >> 20} MB of memory; if "
                     f"you trust it, unpack it yourself ({self.name} -d)"

@@ -204,7 +204,9 @@ class _Merge:
             self.absent.append(name)
             return
         try:
-            shard = self.opened[name] = _open_shard(file, self.salvage)
+            content = open_content(file)
+            checkpoint = open_document(read_document(content, self.salvage), salvage=True)
+            shard = self.opened[name] = replace(checkpoint, member=content.member)
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             return
@@ -305,11 +307,6 @@ class _Merge:
                 " meant; take the wrong one out, or save the checkpoint again"
             )
         return True
-
-
-def _open_shard(path: str, salvage: bool) -> Checkpoint:
-    content = open_content(path)
-    return replace(open_document(read_document(content, salvage), salvage=True), member=content.member)
 
 
 def _indexes(folder: Path) -> list[Path]:

@@ -116,8 +116,8 @@ class _Base(Struct):
         found = list(pattern.finditer(own.data))
         stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(own.data)]
         places = _Places.of(found)
-        shards = [box for _, leaf in leaves if _is_sharded(leaf) for box, _ in leaf.parts]
-        said = [(list(box.offsets), list(box.shape)) for box in shards]
+        sharded = [leaf for _, leaf in leaves if isinstance(leaf, Divided) and leaf.splits is None]
+        said = [(list(box.offsets), list(box.shape)) for leaf in sharded for box, _ in leaf.parts]
         if said != list(zip(places.offsets, map(_numbers, places.sizes), strict=True)):
             return None
         between = [own.data[start:stop] for start, stop in zip(stops, starts, strict=True)]
@@ -187,10 +187,6 @@ def _of_shards(data: bytes) -> tuple[bytes, ...]:
     part += [words["shard_sizes"], _LIST % b"sizes", words["placement"], new, rb"\}", _PUT, rb"\("]
     part += [words["_worker_name"], rb"N", words["_rank"], _INT]
     return b"".join(part), words["local_rank"] + _INT + words["global_rank"] + _INT
-
-
-def _is_sharded(leaf: Any) -> bool:
-    return isinstance(leaf, Divided) and leaf.splits is None
 
 
 def _numbers(packed: bytes) -> list[int]:

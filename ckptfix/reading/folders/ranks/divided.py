@@ -52,7 +52,8 @@ def _of_shards(tensor: Opaque) -> Divided:
 def _of_mesh(tensor: Opaque) -> Divided:
     """Return the local part of a ``DTensor``."""
     local, spec = tensor.attributes["_local_tensor"], tensor.attributes["_spec"].attributes
-    shape = sizes(_meta(spec["tensor_meta"]))
+    meta = spec["tensor_meta"]  # a named tuple of shape, strides and dtype
+    shape = sizes(meta.args[0] if meta.args else meta.attributes["shape"])
     mesh = spec["mesh"].attributes
     coordinates, counts = sizes(mesh["_coordinate_on_dim"]), _mesh_shape(mesh)
     placements = spec["placements"]
@@ -79,11 +80,6 @@ def box_at(shape: tuple[int, ...], splits: _Splits, coordinates: Sequence[int]) 
     return Box(tuple(offsets), tuple(lengths))
 
 
-def _meta(meta: Any) -> Any:
-    """Return the shape in a ``TensorMeta``, a named tuple of shape, strides and dtype."""
-    return meta.args[0] if meta.args else meta.attributes["shape"]
-
-
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of a mesh: that of its tensor of ranks, or of its layout since torch 2.9."""
     if isinstance(mesh.get("mesh"), TensorSpec):
@@ -103,11 +99,8 @@ def _order(placements: Sequence[Any], shard_order: Any) -> list[int]:
     A ``_StridedShard`` marks a dimension that was split by tensor parallelism first, whose dimension of the mesh comes
     after that of FSDP."""
     if shard_order:
-        order = [axis for entry in shard_order for axis in sizes(_mesh_dims(entry))]
+        dims = [entry.args[1] if entry.args else entry.attributes["mesh_dims"] for entry in shard_order]
+        order = [axis for own in dims for axis in sizes(own)]
         return [*order, *(axis for axis in range(len(placements)) if axis not in order)]
     axes = list(range(len(placements)))
     return axes[::-1] if any(place.cls.name == "_StridedShard" for place in placements) else axes
-
-
-def _mesh_dims(entry: Any) -> Any:
-    return entry.args[1] if entry.args else entry.attributes["mesh_dims"]

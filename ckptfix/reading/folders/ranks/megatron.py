@@ -158,7 +158,9 @@ class _Reading:
             roots = {n: {"model": root, "checkpoint_version": 3.0, "args": sizes_of} for n, root in roots.items()}
         first = roots[min(roots)]
         args = _arguments(first)
-        self._check_iterations(found, roots)
+        steps = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
+        if odd := [found[numbers].parent.name for numbers in unlike_most(steps)]:
+            raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
         told = {found[numbers].parent.name: {key: root.get(key) for key in _TOLD} for numbers, root in roots.items()}
         self.files.note_foreign(told)
         self.files.note_repeated({found[numbers].parent.name: roots[numbers] for numbers in roots})
@@ -185,12 +187,6 @@ class _Reading:
         note_copies(self.files.remarks, self.joining.differing, may_drift(first))
         kinds = ", ".join(f"{kind} {size}" for kind, size in zip(("TP", "PP", "EP"), grid, strict=True) if size > 1)
         return self.files.document(NAME, root, f"Megatron, {kinds}")
-
-    def _check_iterations(self, found: Mapping[tuple[int, ...], Path], roots: Mapping[tuple[int, ...], Any]) -> None:
-        told = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
-        odd = [found[numbers].parent.name for numbers in unlike_most(told)]
-        if odd:
-            raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
 
     def _check_complete(self, roots: Mapping[tuple[int, int, int], Any], grid: tuple[int, int, int]) -> None:
         """Raise ``UnreadableError`` naming the ranks that are missing, or note them if what is whole is to be salvaged:
@@ -244,10 +240,12 @@ class _Reading:
         version = first.get("checkpoint_version")
         version = version if isinstance(version, (int, float)) else 0  # as Megatron takes it
         heads = _arguments(first).get("num_attention_heads")
-        chunks = sorted((key for key in first if isinstance(key, str) and _CHUNK.fullmatch(key)), key=_chunk_number)
+        numbers = {
+            key: int(match[1] or 0) for key in first if isinstance(key, str) and (match := _CHUNK.fullmatch(key))
+        }
         weights: OrderedDict[tuple[str, ...], Any] = OrderedDict()
         begin: dict[str, int] = {}
-        for chunk in chunks or ["model"]:
+        for chunk in sorted(numbers, key=numbers.__getitem__) or ["model"]:
             for stage in range(pipeline):
                 layers: dict[str, int] = {}
                 experts = 0
@@ -448,7 +446,11 @@ def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
     groups, held = saved.get("param_groups"), saved.get("state")
     groups = groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else []
     step = held.get("common_step") if isinstance(held, dict) else None
-    plain = [name for name, moments in state.items() if name.endswith(".bias") or _is_vector(moments)]
+    plain = [
+        name
+        for name, moments in state.items()
+        if name.endswith(".bias") or all(len(m.shape) == 1 for m in moments.values() if isinstance(m, TensorSpec))
+    ]
     steps = [group.get("step") for group in groups]  # where the distributed optimizer has it
     if step is None and type(steps[0] if steps else None) in (int, float) and steps.count(steps[0]) == len(steps):
         step = steps[0]
@@ -465,10 +467,6 @@ def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:
         "state": state,
         "param_groups": [{**group, "params": part} for group, part in zip(groups, names, strict=True)],
     }
-
-
-def _is_vector(moments: Mapping[str, Any]) -> bool:
-    return all(len(spec.shape) == 1 for spec in moments.values() if isinstance(spec, TensorSpec))
 
 
 def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
@@ -492,10 +490,6 @@ def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
             offset = value.offset + number * value.strides[0]
             made[name] = replace(value, shape=value.shape[1:], strides=value.strides[1:], offset=offset)
     return made
-
-
-def _chunk_number(key: str) -> int:
-    return int(key.removeprefix("model") or 0)
 
 
 def _flat(value: Any) -> dict[tuple[str, ...], Any]:
