@@ -155,7 +155,7 @@ def repair(
     checked = checked_settings(settings, model, like)
     places = {"output": output, "beside": beside, "in_place": in_place, "backup": backup, "plan": plan}
     call = _call(REPAIR, source, model, {**places, "like": like, "model_args": model_args, **settings}, checked)
-    before = state_of(source) if in_place else None
+    before, is_form_asked = state_of(source) if in_place else None, checked.format is not None
     checkpoint = open_source(source, checked)
     destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
     if destination is not None:
@@ -178,7 +178,7 @@ def repair(
             diagnosis = carry_out(plan, checkpoint, target, checked, donor, measure, drafts.attempt)
         report = report_on(checkpoint, target, diagnosis, checked)
         report = replace(report, likeness=_likeness(checkpoint, target), call=call)
-        is_changed = differs(checkpoint, diagnosis.plan, checked)
+        is_changed = differs(checkpoint, diagnosis.plan, checked, is_form_asked)
         if not is_changed and (only_changes or output is None):
             destination = None
         if is_changed or destination is not None:

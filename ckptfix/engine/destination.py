@@ -21,17 +21,17 @@ Inputs = Mapping[Words, str | os.PathLike[str] | None]  # the files that are rea
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
 
-def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings) -> bool:
+def differs(checkpoint: Checkpoint, plan: Plan, settings: Settings, is_form_asked: bool) -> bool:
     """Return whether a file with the result would be another one than the source; only this decides it.
 
-    ``settings.format`` is the format of the output, None for that of the source: a folder of ranks that is asked for in
-    a format becomes a file, and shards stay shards."""
+    ``settings.format`` is the format of the output, None for that of the source. If the user asked for it, a folder of
+    ranks becomes a file; shards stay shards."""
     if plan or checkpoint.member or checkpoint.damage or settings.shard_bytes is not None:
         return True
     if output_format(checkpoint, settings.format) != output_format(checkpoint, None):
         return True
     is_sharded = checkpoint.format in (sharded.NAME, sharded.NAME_SAFETENSORS)
-    if settings.format is not None and not is_sharded and Path(checkpoint.path).is_dir():
+    if is_form_asked and not is_sharded and Path(checkpoint.path).is_dir():
         return True
     return checkpoint.format == torch_zip.NAME and settings.is_for_torch_before(FIRST_ZIP)
 
