@@ -144,6 +144,7 @@ def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset
     _doubt_uneven_lists(inference)
     _doubt_exchanges(inference)
     _doubt_broken_lists(inference, sides)
+    _doubt_other_places(inference)
     return inference
 
 
@@ -618,6 +619,21 @@ def _doubt_broken_lists(inference: Inference, sorted_sides: Sequence[int]) -> No
             one = inference.matches[each]
             alternatives = tuple(dict.fromkeys((*one.alternatives, *others)))
             inference.matches[each] = replace(one, label=Label.AMBIGUOUS, alternatives=alternatives)
+
+
+def _doubt_other_places(inference: Inference) -> None:
+    """Call the layers of a numbered list likely, and not certain, if they do not come in its order on the other side,
+    forwards or backwards: each side may lack another one of them."""
+    lists: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
+    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    for key, source in sources.items():
+        path = re.split(r"(\d+)", source)
+        for at in range(1, len(path), 2):
+            place = (int(path[at]), *numbers((key,)))
+            lists["".join(path[:at]), "".join(path[at + 1 :]), template(key)].append(place)
+    places = {each: [place[1:] for place in sorted(members)] for each, members in lists.items()}
+    doubtful = {each[0] for each, ends in places.items() if ends not in (sorted(ends), sorted(ends, reverse=True))}
+    inference.doubt((key for key, source in sources.items() if source.startswith(tuple(doubtful))), Label.LIKELY)
 
 
 def _list_of(key: str) -> str:

@@ -780,6 +780,17 @@ def test_nothing_is_certain_beside_a_layer_that_is_left_over(lacking):
     assert {each.label for each in found.values()} == {Label.LIKELY if lacking else Label.CERTAIN}
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_blocks_at_other_places_of_their_list_are_not_certain(at):
+    """Each side lacks a layer of the same shape, in another block: nothing is left over."""
+    block: Specs = {f"{name}.weight": (8, 24) for name in ("a", "b", "c")} | {"d.weight": (24, 5)}
+    source, target = stack("h", [block] * 3), stack("g", [block] * 3)
+    del source["h.1.c.weight"], target[f"g.{2 * at}.c.weight"]
+    found = infer_tied(source, target, {}).matches
+    assert len(found) == 11
+    assert max(each.label for each in found.values()) is Label.LIKELY
+
+
 def test_the_norms_of_stages_are_a_list_though_there_are_three():
     """The backbone of Mask2Former: the last norm of the target has the shape of the norm of the last stage."""
     source: Specs = {}
