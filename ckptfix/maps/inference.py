@@ -140,6 +140,7 @@ def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset
     _doubt_orientation(inference)
     _doubt_torn_layers(inference)
     _doubt_norms(inference, sides)
+    _doubt_torn_norms(inference, sides)
     _doubt_beside_gaps(inference)
     _doubt_uneven_lists(inference)
     _doubt_exchanges(inference)
@@ -466,6 +467,33 @@ def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
             sides = zip(names, fronts, strict=True)
             if any(path[:-2] in side and path[-2][-1] in "12" and "norm" in concepts(path[-2]) for path, side in sides):
                 inference.doubt([key])
+
+
+def _doubt_torn_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
+    """Call a batch norm ambiguous that goes elsewhere than the convolution which it comes next to on both sides: in the
+    downsampling of ShuffleNet, torchvision has the branches in another order than others."""
+    if sorted_sides:
+        return
+    after = dict(_followers(inference.source))
+    before = {two: one for one, two in _followers(inference.target)}
+    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    for key, source in sources.items():
+        matrix = f"{before[_layer(key)]}.weight" if _layer(key) in before else ""
+        follower = after.get(_layer(sources[matrix]), "") if matrix in sources else ""
+        if follower and follower != _layer(source):
+            own = f"{follower}.{key.rpartition('.')[2]}"
+            if inference.source.get(own) == inference.target[key]:
+                inference.doubt([key])
+
+
+def _followers(specs: Shapes) -> Iterator[tuple[str, str]]:
+    """Yield the layers of a matrix with the batch norms that come next in the same module."""
+    sizes: dict[str, int] = {}
+    for key, shape in specs.items():
+        sizes[_layer(key)] = max(sizes.get(_layer(key), 0), len(shape))
+    for one, two in pairwise(sizes):
+        if sizes[one] > 1 and f"{two}.running_mean" in specs and _layer(one) == _layer(two):
+            yield one, two
 
 
 def _doubt_beside_gaps(inference: Inference) -> None:

@@ -780,10 +780,39 @@ def test_nothing_is_certain_beside_a_layer_that_is_left_over(lacking):
     assert {each.label for each in found.values()} == {Label.LIKELY if lacking else Label.CERTAIN}
 
 
+def test_a_batch_norm_that_leaves_the_convolution_which_it_follows_is_ambiguous():
+    """The downsampling of ShuffleNet in pytorchcv, which has the branches in another order than torchvision."""
+    names = [f"conv{at}" for at in range(1, 6)]
+    places = ["branch1.0", "branch1.2", "branch2.0", "branch2.3", "branch2.5"]
+    truth = dict(zip(places, ["conv4", "conv5", "conv1", "conv2", "conv3"], strict=True))
+    kernels = {
+        "conv1": (8, 8, 1, 1),
+        "conv2": (8, 1, 3, 3),
+        "conv3": (8, 8, 1, 1),
+        "conv4": (4, 1, 3, 3),
+        "conv5": (8, 4),
+    }
+
+    def block(layers: dict[str, tuple[str, str]]) -> Specs:
+        merged: Specs = {}
+        for conv, (name, bn) in layers.items():
+            merged[f"{conv}.weight"] = kernels[name]
+            merged |= {f"{bn}.{end}": kernels[name][:1] for end in ("weight", "bias", "running_mean", "running_var")}
+        return merged
+
+    ours = block({name: (name, name.replace("conv", "bn")) for name in names})
+    theirs = block({at: (truth[at], f"{at[:-1]}{int(at[-1]) + 1}") for at in places})
+    matches = infer(stack("units", [ours] * 3), stack("stage", [theirs] * 3)).matches
+    for place, name in truth.items():
+        match = matches[f"stage.1.{place[:-1]}{int(place[-1]) + 1}.weight"]
+        is_right = match.parts[0].source == f"units.1.{name.replace('conv', 'bn')}.weight"
+        assert is_right or match.label is Label.AMBIGUOUS, place
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_blocks_at_other_places_of_their_list_are_not_certain(at):
     """Each side lacks a layer of the same shape, in another block: nothing is left over."""
-    block: Specs = {f"{name}.weight": (8, 24) for name in ("a", "b", "c")} | {"d.weight": (24, 5)}
+    block: Specs = {"a.weight": (8, 24), "b.weight": (8, 24), "c.weight": (8, 24), "d.weight": (24, 5)}
     source, target = stack("h", [block] * 3), stack("g", [block] * 3)
     del source["h.1.c.weight"], target[f"g.{2 * at}.c.weight"]
     found = infer_tied(source, target, {}).matches

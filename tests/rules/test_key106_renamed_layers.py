@@ -348,7 +348,7 @@ def test_another_name_gives_a_tensor_no_other_shape():
     target.fc = nn.Linear(8, 5)
     lines = list(report_lines(ckptfix.check(_spelled(source.state_dict(), "", "_"), target, values=False)))
     (line,) = [line for line in map(str, lines) if "FIT103 shape-mismatch: " in line]
-    assert "--drop-mismatched" in line
+    assert "drop_mismatched=True" in line
 
 
 @pytest.mark.parametrize(
