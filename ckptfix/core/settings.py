@@ -15,17 +15,8 @@ from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
 
 _SIZE = r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]I?)?B?\s*"
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
 FORMATS = PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"  # what `--format` takes
@@ -33,13 +24,7 @@ FORMATS = PTH, SAFETENSORS, UNIVERSAL = "pth", "safetensors", "universal"  # wha
 # What `--dtype` takes, by torch's names.
 CAST_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
-_SHORT_DTYPES = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn",
-}
+_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 SOURCE = "source"  # what `--compare` calls the file that is repaired
 
