@@ -9,7 +9,7 @@ place of a model's float parameters are a warning.
 ## Why it matters
 
 `load_state_dict` converts silently, so that the load works; but the precision is the file's, or the model's,
-whichever is lower. Into a narrower dtype, values overflow: above 65504 float16 has infinity, and casting back does
+whichever is lower. Into a narrower dtype, values overflow: from 65520 on float16 has infinity, and casting back does
 not restore it. A quantised tensor cannot be copied into any other. Parameters that are integers were rounded, most of
 them to zero, or are quantised by a scheme that the model does not know.
 
@@ -42,19 +42,8 @@ from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Leve
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.values.decode import NARROWINGS
 from ckptfix.values.roles import is_layers_own
-
-# The largest finite number of each float dtype, as `torch.finfo(dtype).max` gives it.
-LARGEST = {
-    "float64": 1.7976931348623157e308,
-    "float32": 3.4028234663852886e38,
-    "bfloat16": 3.3895313892515355e38,
-    "float16": 65504.0,
-    "float8_e5m2": 57344.0,
-    "float8_e5m2fnuz": 57344.0,
-    "float8_e4m3fn": 448.0,
-    "float8_e4m3fnuz": 240.0,
-}
 
 _AS_STORED = Remedy(text="build the model in the dtype of the file")
 _FLOATS = Remedy(text="take these tensors from another copy, or turn them into floats with what quantised them")
@@ -113,11 +102,9 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
         return "rounded"
     if _rank(cast.before) > _rank(cast.dtype):
         return "lossy"
-    limit = LARGEST.get(cast.dtype, inf)
-    narrows = limit < LARGEST.get(cast.before, inf)
-    if narrows and cast.key in context.statistics:
-        return "overflow" if context.statistics[cast.key].absmax > limit else "plain"
-    return "plain"
+    limit, before = (NARROWINGS[dtype].largest if dtype in NARROWINGS else inf for dtype in (cast.dtype, cast.before))
+    is_narrowed = limit < before and cast.key in context.statistics
+    return "overflow" if is_narrowed and context.statistics[cast.key].absmax > limit else "plain"
 
 
 def _rank(dtype: str) -> int:
