@@ -445,7 +445,7 @@ class _Following(Struct, dict=True):
         is_open = recipe.rises is None and not recipe.is_mixed and not all(self.optimizer.sizes)
         if is_open and not all(change.origins[key].sources for key in of_key):
             return None  # the empty group may be for what is new
-        if recipe.within is not None and self._lists_anew(recipe.within):
+        if recipe.within is not None and are_listed_anew(change, layout.shapes, recipe.within):
             return None  # a prefix that is gone may have been in the names that were sorted
         if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
             sources = {key: source for key in of_key for source in self.sources(key)}
@@ -478,10 +478,6 @@ class _Following(Struct, dict=True):
                 return None
             like.append(found)
         return like, [members for _, members in groups]
-
-    def _lists_anew(self, within: Order) -> bool:
-        """Return whether what is left comes in another order if it has the new names."""
-        return are_listed_anew(self.change, self.scope.layout.shapes, within)
 
     def _labels(self, recipe: Recipe) -> dict[Hashable, int]:
         """Return the group that each label of a recipe has in the optimizer."""

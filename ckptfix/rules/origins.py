@@ -363,11 +363,10 @@ def _placed(order: list[str], roots: Sequence[str], tails: Sequence[str]) -> Ite
     """Yield the orders with modules, or with parameters, after each of their siblings and before all of them."""
     is_leaf = list(tails) == [""]
     parent = roots[0].rpartition(".")[0]
-    names = [_below(key, parent) for key in order]
-    siblings = dict.fromkeys(name for name, is_own in filter(None, names) if is_own or not is_leaf)
-    own = [name for name, is_own in filter(None, names) if is_own]
+    members = dict(filter(None, (_below(key, parent) for key in order)))
+    own = [name for name, is_own in members.items() if is_own]
     # A module's own parameters come before those of the modules in it.
-    after = [None, *siblings] if is_leaf else [own[-1] if own else None, *(one for one in siblings if one not in own)]
+    after = [None, *own] if is_leaf else [own[-1] if own else None, *(one for one in members if one not in own)]
     for sibling in after:
         made = list(order)
         for root in roots:
@@ -427,11 +426,11 @@ def _parents(key: str) -> set[str]:
 def _is_renamed_alike(old: str, new: str) -> bool:
     """Return whether a key has one or two other segments at most, as in a later release of the same model."""
     ours, theirs = old.split("."), new.split(".")
-    head = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    tail = 0
-    while tail < min(len(ours), len(theirs)) - head and ours[-1 - tail] == theirs[-1 - tail]:
-        tail += 1
-    return len(ours) - head - tail <= 2
+    while ours and theirs and ours[0] == theirs[0]:
+        ours, theirs = ours[1:], theirs[1:]
+    while ours and theirs and ours[-1] == theirs[-1]:
+        ours, theirs = ours[:-1], theirs[:-1]
+    return len(ours) <= 2
 
 
 def may_learn(key: str, spec: TensorSpec, target: Target | None, is_wide: bool = False) -> bool:
