@@ -167,6 +167,8 @@ def _shape(text: str) -> Shape:
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
+# Beside one of those, these tell a training's file where the message names no missing key (`strict=False`).
+_TRAINING = frozenset({"epoch", "global_step", "iteration", "optimizer", "optimizer_states", "optimizer_state_dict"})
 
 _FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")  # keys that fit: most of a model does, and is not in the message
 
@@ -218,8 +220,8 @@ def read_fit(message: Message) -> Reading:
 
 def _container_key(mismatch: Mismatch) -> str | None:
     """Return where the weights are, when the unexpected keys are those of a training checkpoint."""
-    keys = set(mismatch.unexpected)
-    if not keys or any("." in key for key in keys) or not mismatch.missing or keys & set(mismatch.missing):
+    keys, missing = set(mismatch.unexpected), set(mismatch.missing)
+    if any("." in key for key in keys) or keys & missing or not (missing or keys & _TRAINING):
         return None
     return next((name for name in _CONTAINERS if name in keys), None)
 

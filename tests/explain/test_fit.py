@@ -78,6 +78,7 @@ def test_no_prefix_where_there_is_none(message: str):
         (text(["fc.weight"]), "1 key that the file does not have"),
         (text(under(), [f"other{n}.kernel" for n in range(5)]), "The other names do not match"),
         (text(under(), ["epoch", "state_dict", "optimizer"]), "the weights stand in it under 'state_dict'"),
+        (text([], ["epoch", "state_dict", "optimizer"]), "the weights stand in it under 'state_dict'"),
         (text(None, None, size("fc.weight", [10, 5], [2, 5]), size("fc.bias", [10], [2])), "10 classes"),
         (text(None, None, size("wte.embedding.weight", [10, 5], [2, 5])), "10 entries of a vocabulary"),
         (text(None, None, size("conv1.weight", [8, 3, 7, 7], [8, 1, 7, 7])), "3 input channels in the file and 1"),
