@@ -96,23 +96,24 @@ class InertTable(Struct):
     attributes: dict[str, None] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
-    _known: dict[Global, Callable[..., Any]] = field(default_factory=dict)
+    _known: dict[Global, tuple[Callable[..., Any] | None, str, str]] = field(default_factory=dict)
     _stored: dict[int, Storage] = field(default_factory=dict)
     _stored_bytes: int = 0
     _logical_bytes: int = 0
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
         """Return the inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
-        if (handler := self._known.get(function)) is None:
+        if (known := self._known.get(function)) is None:
             name = str(function)
-            if (handler := _TABLE.get(name) or _TABLE.get(canonical(name))) is not None:
-                self._known[function] = handler
+            usual = canonical(name)
+            known = self._known[function] = _TABLE.get(name) or _TABLE.get(usual), name, usual
+        handler, name, usual = known
         if handler is not None:
             made = handler(self, *args)
             if made is not NotImplemented:
                 return made
         if not is_union(function, args):
-            self.called.add(f"{function}()" if _goes_through(canonical(str(function)), args) else str(function))
+            self.called.add(f"{name}()" if _goes_through(usual, args) else name)
         return Opaque(function, args)
 
     def remarks(self) -> list[Fact]:
