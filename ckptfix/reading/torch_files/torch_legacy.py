@@ -29,7 +29,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque, holds_tensors, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.stream import NoOpcodeError, PickleEndError
@@ -104,6 +104,11 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
     outer file.
 
     torch has always written such a file in the legacy format."""
+    if data.startswith(b"PK"):
+        raise HostileError(
+            f"{path}: what should be the bytes of a tensor is a zip archive with a pickle of its own, which torch.load "
+            "would run and torch never writes; do not use this file"
+        )
     document = read(Content(path, data, account=bounds), nesting)
     if any(remark.kind is Kind.TRAILING_BYTES for remark in document.remarks):
         raise UnreadableError(
