@@ -5,33 +5,39 @@ with a mesh) says how it is placed on a mesh of ranks and where in the mesh this
 replicated tensor is the same box several times. What is no such tensor is that of the first rank, as in torch's
 ``full_state_dict``.
 
+Trainers save the optimizer beside the ranks of a model, in ranks of its own or as a folder: verl has
+``optim_world_size_8_rank_0.pt``, whose DTensors have the numbers of the parameters, accelerate
+``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors have their names. The shapes of these moments are
+those of weights that ``LOCAL_STATE_DICT`` has flattened. Schedulers and random states are each rank's own.
+
 Names of files: verl, dinov2, fvcore, accelerate."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import PathPart, path_name
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.core.wording import clause, first_names
+from ckptfix.core.wording import clause, clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp
 from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
-from ckptfix.reading.folders.ranks.beside import OPTIMIZER, Beside, with_beside
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -57,6 +63,12 @@ _OPTIMIZERS = "optim"
 _BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler")
 # Keys of numbers that are the same in all ranks of one save.
 _COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
+
+
+OPTIMIZER = "optimizer"
+
+# The name of files or of a folder beside those of the model, and what reads them: None if no tensor in them is divided.
+_Beside = tuple[str, Callable[[], Document | None]]
 
 
 class RankSet(Struct, frozen=True):
@@ -122,10 +134,10 @@ def document(files: RankFiles) -> Document | None:
     made = None if found is None else _Merge(files, found).document()
     if made is None or found is None or not is_all or found.stem.startswith(_BESIDE):
         return made
-    return with_beside(made, _beside(files))
+    return _with_beside(made, _beside(files))
 
 
-def _beside(files: RankFiles) -> Iterator[Beside]:
+def _beside(files: RankFiles) -> Iterator[_Beside]:
     """Yield what a trainer has saved in a folder beside the ranks of its model."""
 
     def read_set(ranks: RankSet) -> Document | None:
@@ -139,6 +151,61 @@ def _beside(files: RankFiles) -> Iterator[Beside]:
     for child in sorted(files.folder.glob(f"{OPTIMIZER}*")):
         if child.is_dir() and dcp.looks_like(child):
             yield child.name, partial(dcp.read_folder, child, files.salvage)
+
+
+def _with_beside(document: Document, others: Iterator[_Beside]) -> Document:
+    """Return the document of a model with the optimizer that is beside it, under ``optimizer``.
+
+    What cannot be merged is noted, and the weights are read without it."""
+    for name, read in others:
+        why = ""
+        found: Document | None = None
+        try:
+            found = read()
+        except UnreadableError as error:
+            why = str(error).removeprefix(f"{document.path}: ")
+        optimizer, root = _optimizer(found.root) if found is not None else None, document.root
+        if found is not None and found.damage:
+            optimizer, why = None, clauses(found.damage)
+        if found is None or optimizer is None or not isinstance(root, dict) or OPTIMIZER in root:
+            document = replace(document, remarks=[*document.remarks, Fact.of(Kind.RANK_LEFT_OUT, name, why=why)])
+            continue
+        if any(isinstance(entry, TensorSpec) for entry in root.values()):
+            root = {"model": root}
+        document = replace(
+            document,
+            root={**root, OPTIMIZER: optimizer},
+            names=document.names | found.names,
+            remarks=list(dict.fromkeys([*document.remarks, *found.remarks])),
+        )
+        document = _shaped(document, optimizer["state"])
+    return document
+
+
+def _optimizer(root: Any) -> dict[str, Any] | None:
+    """Return the state of an optimizer: what was saved, or in it under a name, as accelerate has it; None if none."""
+    held = root.get(OPTIMIZER, root) if isinstance(root, dict) else None
+    return held if isinstance(held, dict) and is_optimizer(held) and isinstance(held.get("state"), dict) else None
+
+
+def _shaped(document: Document, state: Mapping[Any, Any]) -> Document:
+    """Return a document whose flattened weights have the shapes of their moments."""
+    flattened = next((fact for fact in document.remarks if fact.kind is Kind.FLATTENED), None)
+    weights = document.root.get("model")
+    if flattened is None or not isinstance(weights, dict):
+        return document
+    left = []
+    for key in flattened.data["keys"]:
+        spec, moments = weights.get(key), state.get(key)
+        held = moments.values() if isinstance(moments, dict) else ()
+        shapes = {moment.shape for moment in held if isinstance(moment, TensorSpec) and moment.shape}
+        shape = shapes.pop() if len(shapes) == 1 else ()
+        if isinstance(spec, TensorSpec) and shape and math.prod(shape) == spec.numel:
+            weights[key] = replace(spec, shape=shape, strides=contiguous_strides(shape))
+        else:
+            left.append(key)
+    remarks = [fact for fact in document.remarks if fact is not flattened]
+    return replace(document, remarks=[*remarks, *([Fact.of(Kind.FLATTENED, keys=tuple(left))] if left else ())])
 
 
 def _chosen(folder: Path) -> RankSet | None:
