@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,6 +69,21 @@ def test_what_comes_before_the_damage_is_read(form: str, kind: str, count: int, 
     assert set(KEYS[:2]) <= set(checkpoint.specs) <= set(KEYS)
     for key in checkpoint.specs:
         assert bytes_of(checkpoint.read(key)) == bytes_of(TENSORS[key])
+
+
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: {"epoch": 3, "model": model}])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_layers_before_the_end_of_a_module_that_is_cut_are_read(
+    around: Callable[[nn.Module], object], layers: int, tmp_path: Path
+) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    data, path = pickle.dumps(around(model)), tmp_path / "cut.pkl"
+    members = model.state_dict()
+    path.write_bytes(data[: data.index(bytes_of(members[f"{layers}.weight"])) + 100])
+    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
+    assert list(checkpoint.specs) == list(members)[: 2 * layers]
+    for key in checkpoint.specs:
+        assert bytes_of(checkpoint.read(key)) == bytes_of(members[key])
 
 
 def test_a_repair_says_that_more_may_be_lost(tmp_path: Path) -> None:
