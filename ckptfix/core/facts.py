@@ -155,6 +155,12 @@ class Fact(Struct, frozen=True):
         return cls(kind, place, data)
 
 
+def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
+    """Return the first few facts, and one of the kind ``rest`` with the number of the others, if there are any."""
+    more = len(facts) - most
+    return facts[:most] + ([Fact.of(rest, more=more)] if more > 0 else [])
+
+
 # What is wrong beside tensors that are whole, and right once the file is written anew.
 BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 

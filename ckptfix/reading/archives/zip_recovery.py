@@ -24,7 +24,7 @@ from msgspec import Struct, field
 from ckptfix.bytes.decoders import DEFLATED, STORED, UNPACKED, zip_decoder
 from ckptfix.bytes.files import RangeBuffer
 from ckptfix.bytes.sources import Content, TornBytes, filled_end, zero_tail
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, first_facts
 from ckptfix.core.spec import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Stream, printable
@@ -200,7 +200,6 @@ class Proof:
         return stream.ended and crc == claim.crc and stream.expanded == claim.size
 
 
-NAMED_LIMIT = 3
 HEADER_RECORD, ENTRY_RECORD = "header", "entry"  # which record of a member is damaged
 CANDIDATES = 8  # headers of one name that are looked at
 NOWHERE = -1  # the place of a member that no header is found for
@@ -278,10 +277,7 @@ class DirectoryRepair:
         """Return the members, each as it is proved to be where its two descriptions differ."""
         for place in self.odd:
             self.listing.infos[place] = self._repaired(self.listing.infos[place])
-        more = len(self.faults) - NAMED_LIMIT
-        self.listing.damage = self.faults[:NAMED_LIMIT]
-        self.listing.damage += [Fact.of(Kind.ZIP_RECORDS, more=more)] if more > 0 else []
-        self.listing.damage += self.listing.doubts
+        self.listing.damage = [*first_facts(self.faults, Kind.ZIP_RECORDS), *self.listing.doubts]
         return self.listing
 
     def _repaired(self, info: Member) -> Member:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.sources import Content, is_torn
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, first_facts
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
@@ -60,7 +60,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
             chunks.setdefault(key, {}).setdefault(box, []).append(spec)
     faults: list[Fact] = []
     entries = OrderedDict((key, _tensor(key, parts, str(folder), faults)) for key, parts in chunks.items())
-    damage += faults[:1] + ([Fact.of(Kind.TENSORS_LACKING, more=len(faults) - 1)] if len(faults) > 1 else [])
+    damage += first_facts(faults, Kind.TENSORS_LACKING, most=1)
     if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
         raise UnreadableError(f"{folder}: {clauses(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
     lacking = bool(missing) or len(read) < len(names)

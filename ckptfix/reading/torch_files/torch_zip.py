@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from ckptfix.bytes.decoders import FAULTS, STORED, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, LateBytes, TornBytes, whole_bytes
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, first_facts
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec
@@ -45,7 +45,6 @@ _WORDS = {
 _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
 
 SMALL_LIMIT = 64 << 20  # bytes up to which a member may be taken into memory whatever the size of the archive
-NAMED_LIMIT = 3  # storages that are named one by one where they are gone
 _PADDING = 64  # zeros after the last member that are alignment
 _LONGEST = 1 << 12  # bytes of a small member
 _FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
@@ -165,7 +164,7 @@ class Reading(Struct, dict=True):
     @property
     def damage(self) -> list[Fact]:
         """What is damaged, the first few of each kind by name."""
-        return [*_some(self.faults, Kind.MEMBERS_DAMAGED), *_some(self.torn, Kind.STORAGES_LACKING)]
+        return [*first_facts(self.faults, Kind.MEMBERS_DAMAGED), *first_facts(self.torn, Kind.STORAGES_LACKING)]
 
 
 def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
@@ -173,11 +172,6 @@ def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[
     from ckptfix.reading.torch_files.torch_legacy import read_nested
 
     return read_nested(data, path, nesting, bounds)
-
-
-def _some(causes: list[Fact], rest: Kind) -> list[Fact]:
-    more = len(causes) - NAMED_LIMIT
-    return causes[:NAMED_LIMIT] + ([Fact.of(rest, more=more)] if more > 0 else [])
 
 
 def read_archive(archive: TorchArchive, form: str) -> Document:

@@ -7,8 +7,8 @@ replicated tensor is the same box several times. What is no such tensor is that 
 
 Trainers save the optimizer beside the ranks of a model, in ranks of its own or as a folder: verl has
 ``optim_world_size_8_rank_0.pt``, whose DTensors have the numbers of the parameters, accelerate
-``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors have their names. The shapes of these moments are
-those of weights that ``LOCAL_STATE_DICT`` has flattened. Schedulers and random states are each rank's own.
+``optimizer_0_rank0.bin`` and the folder ``optimizer_0``, whose tensors have their names. The shapes of these moments
+are those of weights that ``LOCAL_STATE_DICT`` has flattened. Schedulers and random states are each rank's own.
 
 Names of files: verl, dinov2, fvcore, accelerate."""
 
