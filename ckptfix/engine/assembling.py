@@ -87,14 +87,11 @@ def _joined(shape: Shape, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> ByteSo
 def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
     """Return the box of a part as a tensor of the same storage, in the order of its axes."""
     if spec.math_bits:  # torch resolves them
-        ordered = Storage(part.source, RowMajorBytes(spec, path))
-        spec = replace(spec, storage=ordered, offset=0, strides=contiguous_strides(spec.shape), math_bits={})
+        spec = computed(spec, part.source, RowMajorBytes(spec, path), ())
     offset = spec.offset + sum(start * step for (start, _), step in zip(part.box, spec.strides, strict=True))
     piece = replace(spec, shape=extent(part.box), offset=offset)
     if part.view:
-        if not piece.is_contiguous:
-            piece = replace(piece, storage=Storage(part.source, _ordered(piece)), offset=0)
-        piece = replace(piece, shape=part.view, strides=contiguous_strides(part.view))
+        piece = _shaped(piece, part.view)
     if part.axes:
         shape, strides = (tuple(sizes[axis] for axis in part.axes) for sizes in (piece.shape, piece.strides))
         piece = replace(piece, shape=shape, strides=strides)

@@ -19,7 +19,8 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
-from ckptfix.reading.tensors import bytes_of, one_thread, row_major_bytes, torch_dtype
+from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
+from ckptfix.values.casting import whole_tensor
 
 if TYPE_CHECKING:
     Tensor = torch.Tensor
@@ -48,7 +49,7 @@ def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | N
 
 def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
     try:
-        made = FORMULAS[edit.recipe](_tensor(spec, path), edit)
+        made = FORMULAS[edit.recipe](whole_tensor(spec, path), edit)
     except RuntimeError as error:  # torch's word for shapes that do not go together
         raise PlanError(f"{path}: {edit.source} cannot be adapted by {edit.recipe}: {error}") from error
     if tuple(made.shape) != edit.shape:
@@ -65,7 +66,7 @@ def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path
     parametrization."""
 
     def compute() -> Tensor:
-        weight, *others = (_tensor(each, path) for each in (spec, *beside))
+        weight, *others = (whole_tensor(each, path) for each in (spec, *beside))
         if edit.form == WEIGHT_NORM:
             return torch._weight_norm(weight, others[0], edit.dim)
         if edit.form == PRUNING:
@@ -110,10 +111,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return bytes_of(tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8))
 
 
-def _tensor(spec: TensorSpec, path: str) -> Tensor:
-    return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
-
-
 # ---- rows that stay as they are
 
 _NEW_ROWS = frozenset({"vocab=pad:mean", "vocab=pad:zeros", PAD_TARGET})
@@ -156,7 +153,7 @@ def _new_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None
     """Return rows that the file does not have."""
     if edit.recipe == PAD_TARGET:
         assert fresh is not None, "checked when the edit was applied"
-        rows = _tensor(fresh, path)[box.offsets[0] : box.offsets[0] + box.shape[0]]
+        rows = whole_tensor(fresh, path)[box.offsets[0] : box.offsets[0] + box.shape[0]]
     elif edit.recipe == "vocab=pad:zeros":
         rows = torch.zeros(box.shape)
     else:  # the mean of all rows of the file, in float64
@@ -165,7 +162,7 @@ def _new_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None
             for first in range(0, spec.shape[0], _BLOCK):
                 shape = (min(_BLOCK, spec.shape[0] - first), *spec.shape[1:])
                 block = replace(spec, shape=shape, offset=spec.offset + first * spec.strides[0])
-                total += _tensor(block, path).double().sum(0)
+                total += whole_tensor(block, path).double().sum(0)
         rows = (total / spec.shape[0]).expand(box.shape)
     return rows.to(torch_dtype(spec.dtype))
 

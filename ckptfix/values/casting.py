@@ -18,6 +18,11 @@ from ckptfix.values.tally import magnitudes
 _BLOCK = 1 << 18  # numbers that are compared at a time
 
 
+def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
+    """Return a copy of a plain tensor of the file, in row-major order."""
+    return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
+
+
 class _ChangedBytes:
     """The bytes of a tensor, changed block by block when they are read; ``stored`` gives some elements as they are."""
 
@@ -168,12 +173,7 @@ class ScaledBytes:
         first, last = start // width, -(-stop // width)
         row = self.spec.strides[0] * first
         part = replace(self.spec, shape=(last - first, columns), offset=self.spec.offset + row)
-        codes, scales = (
-            torch.frombuffer(bytearray(row_major_bytes(spec, self.path)), dtype=torch_dtype(spec.dtype))
-            .reshape(spec.shape)
-            .float()
-            for spec in (part, self.scales)
-        )
+        codes, scales = (whole_tensor(spec, self.path).float() for spec in (part, self.scales))
         steps = scales.reshape(-(-rows // across), -(-columns // along))
         steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
         product = (codes * steps * FACTORS[self.edit.scheme]).to(torch_dtype(self.edit.dtype)).flatten()
@@ -200,12 +200,7 @@ class UnpackedBytes:
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def _expert(self, expert: int) -> memoryview:
-        codes, scales = (
-            torch.frombuffer(bytearray(row_major_bytes(spec.at(expert), self.path)), dtype=torch.uint8).reshape(
-                spec.shape[1:]
-            )
-            for spec in (self.spec, self.scales)
-        )
+        codes, scales = (whole_tensor(spec.at(expert), self.path) for spec in (self.spec, self.scales))
         dtype = torch_dtype(self.edit.dtype)
         numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
         made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
