@@ -119,6 +119,7 @@ class Recipe(Struct, frozen=True):
     is_own: bool = False  # whether it is that of no trainer: its labels are a part of the model and a kind of parameter
     sign: str = ""
     """What only its trainer leaves beside the optimizer: a file, an entry of the checkpoint, an option of groups."""
+    is_signed: bool = False  # whether no groups without the sign are its
     rises: Callable[[Any], tuple[float, float]] | None = None
     """What the learning rate and the weight decay of a group rise with, by its label, if they do."""
 
@@ -135,10 +136,11 @@ class Recipe(Struct, frozen=True):
 
     def agrees(self, labels: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the hyperparameters of groups do not contradict these labels."""
+        if self.is_signed and not all(self.sign in group for group in groups):
+            return False
         if self.rises is _decaying and len({tuple(_without_decay(group).items()) for group in groups}) > 1:
             return False
-        is_signed = all(self.sign in group for group in groups)
-        if self.rises is _layered and not is_signed and len({layer for layer, _ in labels}) < 2:
+        if self.rises is _layered and len({layer for layer, _ in labels}) < 2:
             return False  # of a model without numbered blocks it would be by decay only
         ranks = list(map(self.rises, labels)) if self.rises is not None else []
         for which, names in enumerate((("lr_scale", "lr"), ("weight_decay",))):
@@ -220,6 +222,7 @@ RECIPES = (
     ),
     EACH,
     Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),
+    Recipe("BEiT without layer-wise decay", _decays_in_vit, sign="lr_scale", is_signed=True, rises=_decaying),
     Recipe(
         "layer-wise decay of BEiT and MAE",
         lambda layout, key: (_layer(key), _decays_in_vit(layout, key)),
