@@ -2,7 +2,8 @@
 
 ## What it finds
 An optimizer most of whose moments of two and more dimensions have a shape that no tensor of the file has: the state
-of another model, or of this one before it was changed. Moments that one flat tensor holds together are left out.
+of another model, or of this one before it was changed. Moments that one flat tensor holds together are left out, and
+those beside an object of a class, such as GaLore's, which are of fewer rows or columns than their weight (OPT102).
 
 ## Why it matters
 `optimizer.load_state_dict` compares the numbers of parameters only. If these agree, the load succeeds and the first
@@ -23,7 +24,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from ckptfix.core.finding import Finding, Level
-from ckptfix.core.objects import tensors_in
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.maps.optimizer_states import fits, logical_shape, optimizers_of, values_in
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule, rule
@@ -45,7 +46,8 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
         matrices = 0
         for row in map(optimizer.row, optimizer.ids):
             kept = {name: shape for name, value in values_in(row) if (shape := logical_shape(value))}
-            if not any(len(shape) > 1 for shape in kept.values()):
+            is_projected = any(isinstance(value, Opaque) and not logical_shape(value) for value in row.values())
+            if is_projected or not any(len(shape) > 1 for shape in kept.values()):
                 continue
             matrices += 1
             form = tuple(kept.items())

@@ -76,6 +76,25 @@ def test_noop_what_prodigy_keeps_in_one_row(tmp_path, step):
     assert all(torch.equal(made["state"][n]["s"], saved["optimizer"]["state"][n]["s"]) for n in range(2))
 
 
+class Projector:
+    """As GaLore keeps one beside the moments of a matrix in fewer rows."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.ortho_matrix = matrix
+
+
+def test_moments_in_fewer_rows_are_no_finding(tmp_path):
+    saved = run(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
+    for row in saved["optimizer"]["state"].values():
+        if row["exp_avg"].ndim > 1:
+            row |= {name: row[name][:2].clone() for name in ("exp_avg", "exp_avg_sq")}
+            row["projector"] = Projector(torch.ones(2, 6))
+    torch.save(saved, tmp_path / "run.pth")
+    report = ckptfix.check(tmp_path / "run.pth")
+    assert found(report, "OPT104") == []
+    assert [finding.evidence["classes"] for finding in found(report, "OPT102")] == [[f"{__name__}.Projector"]]
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_one_of_another_model_is_named(tmp_path, make):
     saved = run(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))
