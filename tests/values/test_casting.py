@@ -21,6 +21,24 @@ def test_a_cast_gives_what_torch_gives_read_in_any_pieces(goal, tensor):
     assert b"".join(bytes(spec.storage.source.read(i, i + 1)) for i in range(spec.nbytes)) == expected
 
 
+_COMPLEX = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "goal"),
+    [
+        (_COMPLEX.conj(), "complex128"),
+        (torch._neg_view(_COMPLEX), "complex128"),
+        (torch._neg_view(torch.ones(3)), "float64"),
+    ],
+    ids=["conjugated", "negated", "negated floats"],
+)
+def test_a_cast_sees_the_numbers_that_a_lazy_view_stands_for(tensor, goal):
+    spec = spec_of_tensor(tensor)
+    assert any(spec.math_bits.values())
+    assert torch.equal(build_tensor(cast_spec(spec, goal, "f")), tensor.to(getattr(torch, goal)))
+
+
 @pytest.mark.parametrize(
     ("value", "goal"), [(float("nan"), "int32"), (float("-inf"), "int64"), (2.0**63, "int64"), (-1.0, "uint8")]
 )
