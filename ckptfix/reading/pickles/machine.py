@@ -305,13 +305,6 @@ class PickleMachine(PickleStream):
         self.bounds.spend(-_MARK)
         return values
 
-    def drop(self) -> None:
-        """POP: the top value, or the mark if no value is above it."""
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.pop_mark()
-
     def remember(self, index: int) -> None:
         """Keep the top value under a number."""
         self.bounds.spend(self.memo.keep(index, self.stack[-1]))
@@ -353,10 +346,6 @@ class PickleMachine(PickleStream):
             self.called.add(f"{cls.module}.{name}")
         bounds.spend(_GLOBAL)
         return bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
-
-    def persist(self, pid: Any) -> None:
-        """PERSID and BINPERSID: what stands for the storage or class that the file keeps outside of the pickle."""
-        self.stack.append(self.bounds.make(self.persistent_load(pid)))
 
     def build(self) -> None:
         """BUILD: hand a state to the object below it."""
@@ -532,7 +521,7 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"\x80": _set_protocol,
     b"\x95": _frame,
     b"(": lambda m: m.mark(),
-    b"0": lambda m: m.drop(),
+    b"0": lambda m: m.pop() if m.stack else m.pop_mark(),
     b"1": lambda m: m.pop_mark(),
     b"2": lambda m: m.push(m.stack[-1]),
     # Plain values
@@ -598,8 +587,8 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
     b"\x82": lambda m: m.push_global("copyreg", f"extension {m.unsigned(1)}"),
     b"\x83": lambda m: m.push_global("copyreg", f"extension {m.unsigned(2)}"),
     b"\x84": lambda m: m.push_global("copyreg", f"extension {m.unsigned(4)}"),
-    b"P": lambda m: m.persist(str(python2_text(m.line()))),
-    b"Q": lambda m: m.persist(m.pop()),
+    b"P": lambda m: m.push_new(m.persistent_load(str(python2_text(m.line())))),
+    b"Q": lambda m: m.push_new(m.persistent_load(m.pop())),
 }
 _HANDLERS = [_OPCODES.get(bytes([code])) for code in range(256)]
 

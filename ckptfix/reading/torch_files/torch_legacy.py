@@ -35,7 +35,7 @@ from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.stream import NoOpcodeError, PickleEndError
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.weights.document import Document
-from ckptfix.reading.weights.modules import is_module, module_state_dict
+from ckptfix.reading.weights.modules import PARTS, is_module, module_state_dict
 
 NAME = "torch-legacy"
 PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
@@ -366,8 +366,6 @@ def _document(content: Content, pickles: StoragePickle, root: Any, damage: list[
     return Document(content.path, PLAIN, root, None, pickles.names, remarks, damage)
 
 
-# What a module has of its weights and of the modules in it, in this order.
-_MODULE = frozenset({"_parameters", "_buffers", "_modules"})
 _NOTHING = Global("", "")  # what no value is
 _LONG = 16  # bytes of a value that may be the data of a tensor
 
@@ -406,7 +404,7 @@ def _long_strings(data: bytes) -> list[tuple[int, int, bool]]:
 
 def _unfinished_key(runs: list[list[Any]]) -> str | None:
     """Return the key of the innermost dict whose value is not whole; in a module, it is only a part of a name."""
-    if any(isinstance(value, str) and value in _MODULE for run in runs for value in run):
+    if any(isinstance(value, str) and value in PARTS for run in runs for value in run):
         return None
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
         if outer and isinstance(outer[-1], dict):
@@ -432,8 +430,8 @@ def _settle(run: list[Any]) -> None:
     """Give objects at the end of a run the state that was being made for them, as that of a module and its parts."""
     while len(run) > 1 and isinstance(run[-2], Opaque) and run[-2].state is None and isinstance(run[-1], dict):
         owner, state = run[-2], run.pop()
-        if not _MODULE.isdisjoint(state):
-            state.update((name, {}) for name in _MODULE - state.keys())
+        if not state.keys().isdisjoint(PARTS):
+            state.update((name, {}) for name in PARTS if name not in state)
         owner.state = state
 
 

@@ -35,7 +35,8 @@ COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 # What stands for the weights of a lazy module before its first forward pass.
 UNINITIALIZED = frozenset({"torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer"})
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+# What a module has of its weights and of the modules in it, in this order.
+PARTS = ("_parameters", "_buffers", "_modules")
 
 
 def is_module(value: Any) -> bool:
@@ -69,7 +70,7 @@ def module_parts(value: Any) -> Mapping[str, Any] | None:
     if is_packed_convolution(value):
         return {"_parameters": {}, "_buffers": {}, "_modules": {}}
     attributes = value.attributes
-    return attributes if all(isinstance(attributes.get(name), dict) for name in _PARTS) else None
+    return attributes if all(isinstance(attributes.get(name), dict) for name in PARTS) else None
 
 
 class _Gatherer(Struct):
@@ -92,7 +93,7 @@ class _Gatherer(Struct):
                 f"{self.path}: modules nested deeper than {DEPTH_LIMIT}, or one inside of another over and over; do "
                 "not use this file"
             )
-        parts = module_parts(module) or {name: {} for name in _PARTS}
+        parts = module_parts(module) or {name: {} for name in PARTS}
         self.metadata[prefix.removesuffix(".")] = _row(module, parts)
         transient = parts.get("_non_persistent_buffers_set")
         if not isinstance(transient, (set, frozenset)):
