@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,24 @@ def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
     return root not in ("builtins", "collections", "itertools") and is_known(root)
 
 
+_WRAPPED = 8  # layers of `functools.partial`, of which Python itself makes one
+
+
+def _handed(args: tuple[Any, ...]) -> Iterator[Global]:
+    """Yield the globals among the arguments of a call, those in a list or wrapped by ``functools.partial`` too."""
+    for arg in args:
+        for value in arg if isinstance(arg, (list, tuple)) else (arg,):
+            for _ in range(_WRAPPED):
+                if not (isinstance(value, Opaque) and canonical(str(value.cls)) == "functools.partial"):
+                    break
+                made = value.state if isinstance(value.state, tuple) else value.args
+                value = made[0] if made else None
+            else:
+                value = Global("functools", "partial()")  # more of them hide what they wrap
+            if isinstance(value, Global):
+                yield value
+
+
 def _per_channel(values: Any, dtype: str) -> Any:
     """Return a list of numbers as the tensor that later releases write; anything else as it is."""
     if not isinstance(values, list):
@@ -114,6 +132,9 @@ class InertTable(Struct):
                 return made
         if not is_union(function, args):
             self.called.add(f"{name}()" if _goes_through(usual, args) else name)
+        if usual.startswith(("torch.", "numpy.")):
+            # It may call what it is handed: the constructor of a bit generator, the schedule of a learning rate.
+            self.called.update(map(str, _handed(args)))
         return Opaque(function, args)
 
     def remarks(self) -> list[Fact]:

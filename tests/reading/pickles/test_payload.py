@@ -136,6 +136,29 @@ def test_what_a_pickle_calls_is_remarked(value, names):
     assert found(data) == names
 
 
+LOADER = b"cyaml\nunsafe_load\n"
+WRAPPED = b"cfunctools\npartial\n(" + LOADER + b"VX\ntR"
+
+
+@pytest.mark.parametrize(
+    "handed",
+    [LOADER, WRAPPED, b"(l" + WRAPPED + b"a", b"cfunctools\npartial\n(cbuiltins\nint\ntR(" + LOADER + b")}Ntb"],
+    ids=["itself", "with its arguments", "in a list", "by a state"],
+)
+@pytest.mark.parametrize("caller", ["torch.optim.lr_scheduler LambdaLR", "numpy.random._pickle __generator_ctor"])
+def test_what_torch_and_numpy_are_handed_they_may_call(caller, handed):
+    module, name = caller.encode().split()
+    assert found(b"c" + module + b"\n" + name + b"\n(N" + handed + b"tR.") == ["yaml.unsafe_load"]
+    assert found(handed + b".") == []
+
+
+def test_a_function_that_is_wrapped_over_and_over_is_hidden():
+    made = WRAPPED
+    for _ in range(20):
+        made = b"cfunctools\npartial\n(" + made + b"tR"
+    assert found(b"ctorch.optim.lr_scheduler\nLambdaLR\n(N" + made + b"tR.") == ["functools.partial"]
+
+
 def test_a_name_that_is_called_is_remarked_once():
     assert [fact.data["name"] for fact in payload_remarks({"torch.load", "torch.load()", "copy.copy()"})] == [
         "copy.copy",
