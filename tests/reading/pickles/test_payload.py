@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Kind
@@ -80,6 +81,7 @@ HEALTHY = {
     "containers": [collections.defaultdict(list), collections.deque([1]), collections.Counter("aa")],
     "paths and names": [pathlib.PurePosixPath("a"), uuid.uuid4(), argparse.Namespace(a=1), logging.getLogger("x")],
     "functions made of functions": [functools.partial(torch.nn.LayerNorm, eps=1e-6), operator.itemgetter(1)],
+    "a tensor that its class makes of others": TwoTensor(torch.ones(2), torch.zeros(2)),
     "what torch's documentation saves beside a model": [PowerSGDState(None), powerSGD_hook, torch.no_grad()],
     "patterns and iterators": [re.compile("a+"), iter([1]), type(None)],
     "types": [typing.Literal["a"], typing.Callable[[int], str], dict[str, int], int | str, list[int]],
