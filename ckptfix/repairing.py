@@ -227,16 +227,16 @@ def _call(
 ) -> Call:
     """Return the call of a function. What was not asked for is left out, and a list of texts has one form: it may have
     been given as one text."""
-    told = {}
+    kept = {}
     for name, value in given.items():
         if value not in (None, False, (), []):
-            told[name] = _told(getattr(settings, name, value) if name != "rename_map" else value, name)
+            kept[name] = _literal(getattr(settings, name, value) if name != "rename_map" else value, name)
     off = {name: False for name in ("values", "smoke") if given.get(name) is False}
     name = "state_dict" if isinstance(source, Mapping) else "checkpoint"
-    return Call(function, (_told(source, name), *(() if model is None else (_told(model, "model"),))), told | off)
+    return Call(function, (_literal(source, name), *(() if model is None else (_literal(model, "model"),))), kept | off)
 
 
-def _told(value: object, name: str) -> object:
+def _literal(value: object, name: str) -> object:
     """Return an argument of a call, or a placeholder for what has no literal."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -54,7 +54,7 @@ _PLAIN_HASH = (1 << 61) - 1  # a smaller int is its own hash
 
 
 class Bounds:
-    """The account of one file of ``size`` bytes. Every method raises ``HostileError`` where it is overdrawn.
+    """The limits on parsing one file of ``size`` bytes. Every method raises ``HostileError`` where one is exceeded.
 
     ``names`` are the globals that its pickles named so far (``Document.names``): of a file that cannot be read there
     is no document that would have them."""

@@ -229,7 +229,7 @@ class Content(Struct, eq=False, weakref=True):
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
     ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds. ``damage`` says
     what is wrong with the files that it was inside of, and ``wrapper`` is the form of the outermost of them.
-    ``account`` is what reading it may spend, where it is a part of a larger file or was packed in a smaller one."""
+    ``shared_bounds`` limits what reading it may spend, if it is part of a larger file or packed in a smaller one."""
 
     path: str
     buffer: Buffer
@@ -238,7 +238,7 @@ class Content(Struct, eq=False, weakref=True):
     salvage: bool = False
     damage: list[Fact] = field(default_factory=list)
     wrapper: str = ""
-    account: Bounds | None = None
+    shared_bounds: Bounds | None = None
     size: int = 0
 
     def __post_init__(self) -> None:
@@ -274,10 +274,10 @@ class Content(Struct, eq=False, weakref=True):
 
     @property
     def bounds(self) -> Bounds:
-        """The account of all that is parsed of the file."""
-        if self.account is None:
-            self.account = Bounds(self.path, len(self))
-        return self.account
+        """The limits on what is parsed of the file."""
+        if self.shared_bounds is None:
+            self.shared_bounds = Bounds(self.path, len(self))
+        return self.shared_bounds
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
         """Return a range of the content, which outlives it."""

@@ -15,7 +15,7 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import CHECK, library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import CkptfixError, UnreadableError, UsageError
-from ckptfix.report.advice import Mode, Telling
+from ckptfix.report.advice import Mode, Presentation
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -33,12 +33,12 @@ def check(run: Run, paths: Sequence[str]) -> int:
         arguments = library_settings(choices, CHECK)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
-        telling = Telling(Mode.CHECK, console.verbose, choices)
+        presentation = Presentation(Mode.CHECK, console.verbose, choices)
         found = [each for path in paths for each in _checkpoints(path)]
         with _checking(found, arguments, choices.get("jobs", 1)) as reports:
             for number, (path, report) in enumerate(zip(found, reports, strict=True), 1):
                 console.progress(f"checking {path}{f' ({number} of {len(found)})' if len(found) > 1 else ''}")
-                writer.account(path, telling, report)
+                writer.write_report(path, presentation, report)
                 if console.is_hopeless:
                     break
         writer.close()

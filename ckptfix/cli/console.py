@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from ckptfix.core.progress import SMALL, Task, watched_by
 from ckptfix.errors import CkptfixError, HostileError, TargetError, UsageError, WriteError
-from ckptfix.report.style import Line, Paper, Span, size
+from ckptfix.report.style import Line, Span, TextFormat, size
 
 QUIET = 2.0  # seconds of work before anything is shown: most of it is done by then
 
@@ -130,12 +130,12 @@ class Console(Struct):
     def write(self, lines: Iterable[Line]) -> None:
         """Write lines of a report to stdout."""
         self.end_progress()
-        write_output(Paper.of(sys.stdout).write(lines))
+        write_output(TextFormat.of(sys.stdout).write(lines))
 
     def write_plain(self, lines: Iterable[Line]) -> None:
         """Write lines for a program to stdout, never with colours."""
         self.end_progress()
-        write_output(Paper(encoding=Paper.of(sys.stdout).encoding).write(lines))
+        write_output(TextFormat(encoding=TextFormat.of(sys.stdout).encoding).write(lines))
 
     def note(self, text: str) -> None:
         """Write a line to stderr, unless the user wants quiet."""
@@ -147,11 +147,11 @@ class Console(Struct):
         """Show what is being done, only on a terminal, until something else is written."""
         if sys.stderr.isatty() and not self.quiet:
             self.end_progress()
-            paper = Paper.of(sys.stderr)
+            text_format = TextFormat.of(sys.stderr)
             shown = f"{text} …"
-            if paper.width and len(shown) >= paper.width:  # a second row could not be taken away again
-                shown = f"{text[: max(paper.width - 3, 1)]} …"
-            _write_error_text(paper.write([shown]).rstrip("\n"))
+            if text_format.width and len(shown) >= text_format.width:  # a second row could not be taken away again
+                shown = f"{text[: max(text_format.width - 3, 1)]} …"
+            _write_error_text(text_format.write([shown]).rstrip("\n"))
             self._shows_progress = True
 
     @contextmanager
@@ -204,7 +204,7 @@ class Console(Struct):
             raise click.exceptions.Exit(self.tell_stop(stop, source)) from None
         except MemoryError:
             self._fail(_naming(names, "the machine has too little memory for this file"))
-        except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours and is told as one
+        except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours, and is reported as one
             if self.verbose:
                 _write_error_text(traceback.format_exc())
             self._fail(_naming(names, _too_little(error) or _bug(error)))
@@ -212,10 +212,10 @@ class Console(Struct):
     @contextmanager
     def guarding(self, source: str = "") -> Iterator[None]:
         """Show an error about ``source`` and end the program with exit code 2."""
-        told = len(self.failures)
+        failed_before = len(self.failures)
         with self.surviving(source):
             yield
-        if len(self.failures) > told:
+        if len(self.failures) > failed_before:
             raise click.exceptions.Exit(FAILED)
 
     def tell_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
@@ -252,7 +252,7 @@ def write_output(text: str) -> None:
 
 
 def _write_error(lines: Iterable[Line]) -> None:
-    _write_error_text(Paper.of(sys.stderr).write(lines))
+    _write_error_text(TextFormat.of(sys.stderr).write(lines))
 
 
 def _write_error_text(text: str) -> None:

@@ -19,13 +19,13 @@ from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report, envelope, error_to_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import UsageError
-from ckptfix.report.advice import Telling, suggested
+from ckptfix.report.advice import Presentation, suggested
 
 
 class _Document(Protocol):
     """A form that is written when all files have been checked."""
 
-    def add(self, report: Report, telling: Telling) -> None: ...
+    def add(self, report: Report, presentation: Presentation) -> None: ...
     def add_error(self, source: str, message: str, runs_code: bool) -> None: ...
     def text(self) -> str: ...
 
@@ -46,10 +46,10 @@ class ReportWriter(Struct):
     def __post_init__(self) -> None:
         self._document = _document(self.form)
 
-    def report(self, report: Report, telling: Telling) -> None:
+    def report(self, report: Report, presentation: Presentation) -> None:
         """Write the report of one file."""
         if self._document is not None:
-            self._document.add(report, telling)
+            self._document.add(report, presentation)
         elif self.form == "github":
             from ckptfix.report.ci import github_lines
 
@@ -57,30 +57,32 @@ class ReportWriter(Struct):
         elif not (self.console.quiet and report.exit_code == 0):
             from ckptfix.report.terminal import concise_lines, full_lines
 
-            lines = concise_lines(report, telling) if self.form == "concise" else full_lines(report, telling)
+            lines = concise_lines(report, presentation) if self.form == "concise" else full_lines(report, presentation)
             separator = [""] if self._written and self.form == "full" else []
             self.console.write([*separator, *lines])
             self._written += 1
 
-    def account(self, source: str, telling: Telling, make: Callable[[], Report]) -> None:
+    def write_report(self, source: str, presentation: Presentation, make: Callable[[], Report]) -> None:
         """Make the report of one file and write it; an error takes its place and stops no other file."""
-        told = len(self.console.failures)
+        failed_before = len(self.console.failures)
         beside = [
-            str(telling.choices[name]) for name in ("like", "fill", "compare", "apply") if name in telling.choices
+            str(presentation.choices[name])
+            for name in ("like", "fill", "compare", "apply")
+            if name in presentation.choices
         ]
         with self.console.surviving(source, *beside):
             begun = time.monotonic()
             with self.console.watching():
                 report = make()
             if self.page is not None:
-                self.page.add(report, telling, time.monotonic() - begun)
-            self.report(report, telling)
+                self.page.add(report, presentation, time.monotonic() - begun)
+            self.report(report, presentation)
             self.exit_code = max(self.exit_code, report.exit_code)
             left = [finding for finding in report.remaining if finding.level > Level.NOTE]
             self._counts["with defects" if left else "without"] += 1
             self._counts["defects"] += len(left)
             self._counts["fixable"] += sum(map(report.is_fixable, left))
-        for message, runs_code in self.console.failures[told:]:
+        for message, runs_code in self.console.failures[failed_before:]:
             if self.page is not None:
                 self.page.add_error(source, message)
             self.error(source, message, runs_code)
@@ -135,12 +137,12 @@ class _JsonDocument:
     def __init__(self) -> None:
         self._entries: list[Mapping[str, Any]] = []
 
-    def add(self, report: Report, telling: Telling) -> None:
+    def add(self, report: Report, presentation: Presentation) -> None:
         commands = [
             {"words": list(words), "text": typed(words), **({"price": price} if price else {})}
-            for words, price in suggested(report, telling)
+            for words, price in suggested(report, presentation)
         ]
-        digest = _sha256(report.source) if telling.choices.get("values", True) else None
+        digest = _sha256(report.source) if presentation.choices.get("values", True) else None
         self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
 
     def add_error(self, source: str, message: str, runs_code: bool) -> None:
@@ -185,12 +187,12 @@ class PageWriter:
         self._title, self._count = "", 0
         self._records, self._weights = _spool(), _spool()
 
-    def add(self, report: Report, telling: Telling, seconds: float) -> None:
+    def add(self, report: Report, presentation: Presentation, seconds: float) -> None:
         """Take in the report of one file."""
         from ckptfix.report.page import record_of
         from ckptfix.report.page.data import weights_to_json
 
-        self._add(report.source, record_of(report, telling, seconds))
+        self._add(report.source, record_of(report, presentation, seconds))
         self._weights.write(json.dumps(weights_to_json(report), allow_nan=False) + "\n")
 
     def add_error(self, source: str, message: str) -> None:

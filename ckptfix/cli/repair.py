@@ -12,7 +12,7 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import Opt, PlanError, UsageError, Words
-from ckptfix.report.advice import Mode, Telling
+from ckptfix.report.advice import Mode, Presentation
 from ckptfix.writing.atomic import OwnFile
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ def repair(run: Run, path: str) -> int:
         if "backup" in run.given and not choices.get("in_place"):
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         arguments = repair_arguments(choices)
-        telling = Telling(Mode.REPAIR, console.verbose, choices)
+        presentation = Presentation(Mode.REPAIR, console.verbose, choices)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
         console.progress(f"repairing {path}")
-        writer.account(path, telling, lambda: _repair(path, arguments, choices))
+        writer.write_report(path, presentation, lambda: _repair(path, arguments, choices))
         writer.close()
     return writer.exit_code
 

@@ -52,7 +52,7 @@ def inspect(run: Run, path: str) -> int:
     with console.guarding(path), console.watching():
         import ckptfix
         from ckptfix.bytes.files import is_url
-        from ckptfix.report.advice import Telling
+        from ckptfix.report.advice import Presentation
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 
         form = choices.get("output_format", "full")
@@ -64,7 +64,7 @@ def inspect(run: Run, path: str) -> int:
         elif form == "concise":
             console.write_plain(key_lines(checkpoint))
         else:
-            console.write(inspection_lines(checkpoint, size, Telling(verbose=console.verbose, choices=choices)))
+            console.write(inspection_lines(checkpoint, size, Presentation(verbose=console.verbose, choices=choices)))
     return 0
 
 

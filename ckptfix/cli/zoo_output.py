@@ -46,7 +46,7 @@ class MigrationMeter(Struct):
 
     console: Console
     dry_run: bool = False
-    _told: float = field(default_factory=lambda: time.monotonic())
+    _shown_at: float = field(default_factory=lambda: time.monotonic())
     _last: Summary | None = None
 
     def show(self, summary: Summary) -> None:
@@ -54,8 +54,8 @@ class MigrationMeter(Struct):
         self._last = summary
         if sys.stderr.isatty():
             self.console.progress(progress_text(summary))
-        elif time.monotonic() - self._told >= _EVERY:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._shown_at >= _EVERY:
+            self._shown_at = time.monotonic()
             self.console.note(progress_text(summary))
 
     def how_to_go_on(self) -> str:

@@ -26,7 +26,7 @@ class _Unstorable(Exception):
 
 
 class _Encoder:
-    """Writes values as JSON; one account of ``REPEATED`` for all that a note holds. ``lost`` are the places of those
+    """Writes values as JSON; one limit of ``REPEATED`` for all that a note holds. ``lost`` are the places of those
     that JSON cannot hold."""
 
     def __init__(self) -> None:

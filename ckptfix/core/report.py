@@ -35,7 +35,7 @@ class Call(Struct, frozen=True):
 
 
 class Report(Displayed, Struct, frozen=True):
-    """The account of one file.
+    """What was found in one file, and what was done about it.
 
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after

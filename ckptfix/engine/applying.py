@@ -32,7 +32,7 @@ from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
 from ckptfix.engine.assembling import assembled
-from ckptfix.engine.changes import CHANGES, Supplies, adapted, changed, filled, with_measurements
+from ckptfix.engine.changes import CHANGES, ValueSources, adapted, changed, filled, with_measurements
 from ckptfix.errors import PlanError
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE
@@ -43,14 +43,14 @@ from ckptfix.writing.plain import plain_root
 CONVERTED_REMARKS = frozenset({*CONVERSIONS, Kind.NON_STRING_KEY, Kind.UNINITIALIZED})
 
 
-def apply_plan(plan: Plan, checkpoint: Checkpoint, supplies: Supplies | None = None) -> Checkpoint:
+def apply_plan(plan: Plan, checkpoint: Checkpoint, value_sources: ValueSources | None = None) -> Checkpoint:
     """Return the checkpoint after all steps of a plan. Raises ``PlanError`` if the plan does not fit it."""
     for step in plan.steps:
-        checkpoint = apply_step(checkpoint, step, supplies or Supplies())
+        checkpoint = apply_step(checkpoint, step, value_sources or ValueSources())
     return checkpoint
 
 
-def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkpoint:
+def apply_step(checkpoint: Checkpoint, step: Step, value_sources: ValueSources) -> Checkpoint:
     """Return the checkpoint after one step. Raises ``PlanError`` for two sources of a key, and for a missing key."""
     renames = {edit.key: edit.to for edit in step.edits if isinstance(edit, Rename)}
     dropped = {edit.key for edit in step.edits if isinstance(edit, Drop)}
@@ -62,7 +62,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
 
     entries = _moved(checkpoint, step, renames, dropped, made_of, used)
     made: dict[tuple[object, ...], TensorSpec] = {}
-    supplies = with_measurements(checkpoint, changes, supplies)
+    value_sources = with_measurements(checkpoint, changes, value_sources)
     for change in changes:
         name = renames.get(change.key, change.key)
         # The same change of two names of one tensor leaves them one tensor.
@@ -70,9 +70,9 @@ def apply_step(checkpoint: Checkpoint, step: Step, supplies: Supplies) -> Checkp
         same = replace(change, key="", source="") if isinstance(change, Adapt) else replace(change, key="")
         view = (entry.view, same) if isinstance(entry, TensorSpec) and entry.storage else (name,)
         if view not in made:
-            made[view] = changed(checkpoint, entry, change, supplies)
+            made[view] = changed(checkpoint, entry, change, value_sources)
         entries[name] = made[view]
-    entries = _with_additions(checkpoint, step, entries, supplies)
+    entries = _with_additions(checkpoint, step, entries, value_sources)
 
     renames |= used
     kept = {key: renames.get(key, key) for key in checkpoint.entries if key not in dropped}
@@ -125,7 +125,9 @@ def _moved(
     return entries
 
 
-def _with_additions(checkpoint: Checkpoint, step: Step, entries: dict[str, Any], supplies: Supplies) -> dict[str, Any]:
+def _with_additions(
+    checkpoint: Checkpoint, step: Step, entries: dict[str, Any], value_sources: ValueSources
+) -> dict[str, Any]:
     """Return the entries with the new ones, each after the last entry of its module, or else at the end."""
     additions: list[Any] = [edit for edit in step.edits if _is_added(edit)]
     if not additions:
@@ -140,9 +142,9 @@ def _with_additions(checkpoint: Checkpoint, step: Step, entries: dict[str, Any],
                 "overwritten"
             )
         if isinstance(addition, Fill):
-            value: object = filled(checkpoint, addition, supplies)
+            value: object = filled(checkpoint, addition, value_sources)
         elif isinstance(addition, Adapt):
-            value = adapted(checkpoint, checkpoint.entries.get(addition.source), addition, supplies)
+            value = adapted(checkpoint, checkpoint.entries.get(addition.source), addition, value_sources)
         else:
             value = entries.get(addition.to, added.get(addition.to))
         if not isinstance(value, TensorSpec):

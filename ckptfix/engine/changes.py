@@ -22,7 +22,7 @@ from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, dequantised_
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
 
 
-class Supplies(Struct, frozen=True):
+class ValueSources(Struct, frozen=True):
     """Where new values come from: the model's own initialisation, the donor of ``--fill FILE``, or the user's data."""
 
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
@@ -38,29 +38,31 @@ class Supplies(Struct, frozen=True):
         return self.adapters[path]
 
 
-def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], supplies: Supplies) -> Supplies:
-    """Return the supplies with the statistics of a step, which are measured together."""
+def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], value_sources: ValueSources) -> ValueSources:
+    """Return the sources of values with the statistics of a step, which are measured together."""
     wanted = [edit for edit in edits if isinstance(edit, Replace) and edit.origin == "data"]
     if not wanted:
-        return supplies
-    if supplies.measure is None or wanted[0].source is None:
+        return value_sources
+    if value_sources.measure is None or wanted[0].source is None:
         raise PlanError(
             f"{checkpoint.path}: {wanted[0].key} is to be measured, which takes a model; add ", Opt("model")
         )
-    return replace(supplies, measured=supplies.measure(checkpoint, [edit.key for edit in wanted], wanted[0].source))
+    return replace(
+        value_sources, measured=value_sources.measure(checkpoint, [edit.key for edit in wanted], wanted[0].source)
+    )
 
 
 # The edits that make another tensor of one of the file.
 CHANGES = frozenset({Adapt, Cast, Dequantise, Fold, MergeAdapter, Replace, Zero})
 
 
-def changed(checkpoint: Checkpoint, spec: object, edit: Edit, supplies: Supplies) -> TensorSpec:
+def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: ValueSources) -> TensorSpec:
     """Return what an edit makes of a tensor. Raises ``PlanError`` if it is not the tensor that the edit is about."""
     path = checkpoint.path
     if not isinstance(spec, TensorSpec):
         raise _foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
     if isinstance(edit, Adapt):
-        return adapted(checkpoint, spec, edit, supplies)
+        return adapted(checkpoint, spec, edit, value_sources)
     if isinstance(edit, Zero):
         if spec.dtype != edit.dtype or edit.which not in WHICH or not can_be_zeroed(spec):
             what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
@@ -82,38 +84,40 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, supplies: Supplies
         what = f"{edit.key} is {spec.dtype} {spec.shape} and not {edit.dtype} {edit.shape}"
         raise _foreign(checkpoint, what)
     if isinstance(edit, Replace):
-        found = _replaced(checkpoint, edit, supplies)
+        found = _replaced(checkpoint, edit, value_sources)
         return found if found.dtype == edit.dtype else cast_spec(found, edit.dtype, path)
     if isinstance(edit, Fold):
         from ckptfix.values.adapted_tensors import folded_spec
 
-        return folded_spec(spec, [_of_adapter(checkpoint, "", key, supplies) for key in edit.sources], edit, path)
+        return folded_spec(spec, [_of_adapter(checkpoint, "", key, value_sources) for key in edit.sources], edit, path)
     from ckptfix.values.merged_tensors import merged_spec
 
     factors = [
-        [_of_adapter(checkpoint, delta.adapter, key, supplies) for key in delta.factors] for delta in edit.deltas
+        [_of_adapter(checkpoint, delta.adapter, key, value_sources) for key in delta.factors] for delta in edit.deltas
     ]
     return merged_spec(spec, edit, factors, path)
 
 
-def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, supplies: Supplies) -> TensorSpec:
+def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, value_sources: ValueSources) -> TensorSpec:
     """Return the tensor that a recipe makes of one of the file."""
     from ckptfix.values.adapted_tensors import adapted_spec
 
     if not isinstance(spec, TensorSpec):
         raise _foreign(checkpoint, f"{edit.source} is not a tensor to adapt")
     fill = Fill(edit.key, edit.dtype, edit.shape, "target")
-    return adapted_spec(spec, edit, checkpoint.path, filled(checkpoint, fill, supplies) if edit.untrained else None)
+    return adapted_spec(
+        spec, edit, checkpoint.path, filled(checkpoint, fill, value_sources) if edit.untrained else None
+    )
 
 
-def _replaced(checkpoint: Checkpoint, edit: Replace, supplies: Supplies) -> TensorSpec:
+def _replaced(checkpoint: Checkpoint, edit: Replace, value_sources: ValueSources) -> TensorSpec:
     """Return the values that take the place of a tensor's."""
     if edit.origin == "data":
-        return spec_of_tensor(supplies.measured[edit.key])
+        return spec_of_tensor(value_sources.measured[edit.key])
     if edit.origin == "ones":
         return spec_of_number(edit.dtype, edit.shape, 1)
     if edit.origin != "twin":
-        return filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), supplies)
+        return filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), value_sources)
     from ckptfix.values.twins import entry_at
 
     found = entry_at(checkpoint, edit.place or "", edit.source or edit.key)
@@ -123,19 +127,19 @@ def _replaced(checkpoint: Checkpoint, edit: Replace, supplies: Supplies) -> Tens
     return found
 
 
-def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec:
+def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> TensorSpec:
     """Return the tensor that a fill puts in, from where it says. Raises ``PlanError`` if it is not there."""
     if fill.origin == "zeros":
         spec = TensorSpec(fill.dtype, fill.shape)
         storage = Storage("zeros", MemoryBytes(bytes(spec.nbytes)))
         return replace(spec, strides=contiguous_strides(fill.shape), storage=storage)
     if fill.origin == "target":
-        if supplies.initial is None:
+        if value_sources.initial is None:
             raise PlanError(
                 f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add ",
                 Opt("model"),
             )
-        values = supplies.initial()
+        values = value_sources.initial()
         if fill.key not in values:
             raise PlanError(
                 f"{checkpoint.path}: the model has no {fill.key} to fill from; the plan belongs to another model"
@@ -149,9 +153,9 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
         return replace(spec, is_parameter=False)
     if fill.origin in ("adapter", "tie"):
         path, _, key = (fill.donor_key or "").rpartition(":")
-        return _of_adapter(checkpoint, path, key, supplies)
+        return _of_adapter(checkpoint, path, key, value_sources)
     donor_key = fill.donor_key or fill.key
-    donor = supplies.donor.entries.get(donor_key) if supplies.donor is not None else None
+    donor = value_sources.donor.entries.get(donor_key) if value_sources.donor is not None else None
     if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
         raise PlanError(
             f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; name "
@@ -167,9 +171,9 @@ def filled(checkpoint: Checkpoint, fill: Fill, supplies: Supplies) -> TensorSpec
     return donor
 
 
-def _of_adapter(checkpoint: Checkpoint, path: str, key: str, supplies: Supplies) -> TensorSpec:
+def _of_adapter(checkpoint: Checkpoint, path: str, key: str, value_sources: ValueSources) -> TensorSpec:
     """Return a tensor of an adapter, or of the checkpoint itself if the adapter is inside of it."""
-    spec = (supplies.adapter(path) if path else checkpoint).specs.get(key)
+    spec = (value_sources.adapter(path) if path else checkpoint).specs.get(key)
     if spec is None or spec.storage is None:
         raise PlanError(f"{path or checkpoint.path}: has no {key} to merge; the plan belongs to another adapter")
     if not is_sound(spec.storage):

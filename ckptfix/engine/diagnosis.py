@@ -22,7 +22,7 @@ from ckptfix.errors import CkptfixError, IdleRecipeError, InternalError, Opt, Wo
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.weights.containers import SHARE
-from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Listed, Needs
+from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Needs, RuleEntry
 from ckptfix.rules.rule import Context
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def diagnose(
     the design)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
-    plan, view, supplies = Plan(), checkpoint, None
+    plan, view, value_sources = Plan(), checkpoint, None
     before, made = done or (checkpoint, plan)
 
     def write_draft(view: Checkpoint) -> None:
@@ -87,11 +87,11 @@ def diagnose(
     statistics = _statistics(view, settings, write_draft)
     context = Context(view, target, statistics or {}, settings, donor, before, made, twin)
     for rule in RULES:
-        is_told = settings.selects(rule.code)
-        if not is_told and not rule.is_wanted(settings):
+        is_selected = settings.selects(rule.code)
+        if not is_selected and not rule.is_wanted(settings):
             continue
         found = tuple(_propose(rule, context))
-        if not is_told:  # who ignores the loss of what --salvage leaves out does not want it back
+        if not is_selected:  # who ignores the loss of what --salvage leaves out does not want it back
             found = tuple(finding for finding in found if finding.fix is not None)
         findings += found
         cured = [finding for finding in found if finding.fix is not None and is_enabled(finding.fix, settings)]
@@ -100,11 +100,13 @@ def diagnose(
         )
         if edits:
             from ckptfix.engine.applying import apply_step
-            from ckptfix.engine.changes import Supplies
+            from ckptfix.engine.changes import ValueSources
 
-            supplies = supplies or Supplies(target.initial if target is not None else None, donor, measure)
+            value_sources = value_sources or ValueSources(
+                target.initial if target is not None else None, donor, measure
+            )
             step = Step(rule.code, edits)
-            plan, view = plan.then(step), apply_step(view, step, supplies)
+            plan, view = plan.then(step), apply_step(view, step, value_sources)
             fixed += cured
             statistics = statistics and statistics.of(view, write_draft)
             context = replace(context, checkpoint=view, statistics=statistics or {}, plan=made.then(*plan.steps))
@@ -128,9 +130,9 @@ def carry_out(
 ) -> Diagnosis:
     """Apply a saved plan, and report what the rules say of its result; they change nothing more."""
     from ckptfix.engine.applying import apply_plan
-    from ckptfix.engine.changes import Supplies
+    from ckptfix.engine.changes import ValueSources
 
-    result = apply_plan(plan, checkpoint, Supplies(target.initial if target is not None else None, donor, measure))
+    result = apply_plan(plan, checkpoint, ValueSources(target.initial if target is not None else None, donor, measure))
     settings = replace(settings, unsafe_fixes=False, rename_map=None, adapt=())
     left = diagnose(result, target, settings, donor, done=(checkpoint, plan), draft=draft)
     return Diagnosis(left.findings, (), plan, result, left.figures)
@@ -239,7 +241,7 @@ def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | 
     return Statistics(checkpoint, NARROWINGS[settings.cast_dtype] if settings.cast_dtype else None, draft)
 
 
-def _propose(rule: Listed, context: Context) -> Iterator[Finding]:
+def _propose(rule: RuleEntry, context: Context) -> Iterator[Finding]:
     """Yield the findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes
     one is safe: what is missing under its name may be there under another."""
     is_wanted = rule.is_wanted(context.settings)

@@ -97,8 +97,8 @@ def read_mismatch(message: Message) -> Mismatch:
 
 def _read(text: str) -> Mismatch:
     context = _CONTEXT.search(text)
-    missing = tuple(dict.fromkeys([*_listed(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]))
-    unexpected = [*_listed(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
+    missing = tuple(dict.fromkeys([*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]))
+    unexpected = [*_keys_in(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
     is_old = 'unexpected key "' in text and not context
     starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
     return Mismatch(
@@ -106,7 +106,7 @@ def _read(text: str) -> Mismatch:
         missing=missing,
         unexpected=tuple(dict.fromkeys(unexpected)),
         shapes=dict(_shapes(text)),
-        running_statistics=tuple(_listed(_RUNNING, text)),
+        running_statistics=tuple(_keys_in(_RUNNING, text)),
         knows_missing=bool(missing) or (starts_before and not is_old),
         is_cut=_CUT.search(text) is not None,
     )
@@ -139,7 +139,7 @@ def _unfolded(key: str) -> list[str]:
     return [f"{head}{name}{end}" for name in names for end in _unfolded(tail)]
 
 
-def _listed(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+def _keys_in(pattern: re.Pattern[str], text: str) -> Iterator[str]:
     for match in pattern.finditer(text):
         groups = match.groupdict()
         if groups.get("one"):

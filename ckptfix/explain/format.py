@@ -13,7 +13,7 @@ from ckptfix.core.report import Report
 from ckptfix.core.wording import typed
 from ckptfix.explain.explanation import MODEL, Explanation, Record
 from ckptfix.explain.fit import Advice
-from ckptfix.report.advice import Telling, message_with_count, suggested
+from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.rules import FITTING, OF_MISFITS
@@ -35,7 +35,7 @@ class Verdict(Struct, frozen=True):
     price: str = ""
 
 
-def judge(explanation: Explanation | None, report: Report, telling: Telling) -> Verdict:
+def judge(explanation: Explanation | None, report: Report, presentation: Presentation) -> Verdict:
     """Hold an explanation against the report of the file; None for a message that is not known."""
     codes = explanation.codes if explanation else ()
     confirming = tuple(finding for finding in report.findings if finding.code.startswith(codes)) if codes else ()
@@ -62,7 +62,7 @@ def judge(explanation: Explanation | None, report: Report, telling: Telling) -> 
     else:
         limits = "" if report.target else " as far as it can be seen without your model (--model or --like)"
         sentence = f"{report.source}: nothing is wrong with it{limits}."
-    words, price = next(suggested(report, telling), ((), ""))
+    words, price = next(suggested(report, presentation), ((), ""))
     return Verdict(sentence, confirming, others, typed(words), price)
 
 

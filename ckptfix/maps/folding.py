@@ -95,7 +95,7 @@ def _instance(keys: list[str], moved: Mapping[str, Match], source: Shapes, targe
         source_pattern, target_pattern = _named(ours, steps.stack), _named(theirs, steps.unstack)
         if steps.some:
             row = ours[0] if steps.concat else theirs[0]
-            options = parse(_listed(row)).variables[0].options
+            options = parse(_joined(row)).variables[0].options
             texts = (text for key, text in zip(row, options, strict=True) if key in steps.some.names)
             steps = replace(steps, some=replace(steps.some, names=tuple(texts)))
         instance = _Instance(source_pattern, target_pattern, steps.texts(), tuple(keys))
@@ -209,7 +209,7 @@ def _permuted(part: Part, shape: Shape, wanted: Shape) -> Rearrange:
 
 def _named(grid: list[list[str]], is_stack: bool) -> str:
     """Return the keys of a grid as one pattern."""
-    rows = [_listed(row) for row in grid]
+    rows = [_joined(row) for row in grid]
     if not is_stack:
         return rows[0]
     numbers = [_numbers(row) for row in rows]
@@ -219,7 +219,7 @@ def _named(grid: list[list[str]], is_stack: bool) -> str:
     return f"{rows[0][: found.start()]}{number}{rows[0][found.end() :]}"
 
 
-def _listed(keys: Sequence[str]) -> str:
+def _joined(keys: Sequence[str]) -> str:
     """Return keys as one pattern: ``{q,k,v}_proj.weight``."""
     if len(keys) == 1:
         return keys[0]
@@ -302,7 +302,7 @@ def _in_lists(instances: Sequence[_Instance]) -> MapRule | None:
     """Return the rule with a list on each side, ``layer.{0,1,2,3}`` and ``blocks.{0.0,0.1,1.0,1.1}``, for
     instances whose numbers follow from nothing; None if a list would say something else."""
     one = instances[0]
-    source, target = (_listed(side) for side in zip(*((each.source, each.target) for each in instances), strict=True))
+    source, target = (_joined(side) for side in zip(*((each.source, each.target) for each in instances), strict=True))
     is_flat = source.count("{") == target.count("{") == 1
     return MapRule(source, target, one.steps) if is_flat else None
 

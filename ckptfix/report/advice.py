@@ -30,8 +30,8 @@ class Mode(Enum):
     REPAIR = "repair"
 
 
-class Telling(Struct, frozen=True):
-    """How to tell a report.
+class Presentation(Struct, frozen=True):
+    """How to show a report.
 
     ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
     names; the commands of the advice repeat them. ``call`` is what the user called in Python, where no command is of
@@ -71,7 +71,7 @@ def message_with_count(finding: Finding) -> str:
     return f"{finding.message} ({counted(number, 'key')})"
 
 
-def mark(finding: Finding, report: Report, telling: Telling) -> str:
+def mark(finding: Finding, report: Report, presentation: Presentation) -> str:
     """``[fixed]``, ``[fixable]`` or nothing."""
     if finding in report.fixed:
         return "[would be fixed]" if report.is_withheld else "[fixed]"
@@ -79,7 +79,7 @@ def mark(finding: Finding, report: Report, telling: Telling) -> str:
         return "[accepted]"
     if finding.needs_unsafe:
         switches = [name for remedy in finding.remedies for name, value in remedy.options if value is True]
-        return f"[fixable with {telling.option((switches or ['unsafe_fixes'])[0], True)}]"
+        return f"[fixable with {presentation.option((switches or ['unsafe_fixes'])[0], True)}]"
     return "[fixable]" if finding.is_fixable else ""
 
 
@@ -88,20 +88,20 @@ _DESTRUCTIVE = {"unsafe_fixes", "drop_mismatched"}
 _NAMED = 3  # modules that a price names
 
 
-def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
+def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     """Yield what the user can do about each finding that remains, and one command for all that a command can do."""
     remaining = report.left
     if not remaining:
         if accepted := dict.fromkeys(finding.code for finding in report.remaining if report.is_accepted(finding)):
             yield (Span(f"left as you asked: {', '.join(accepted)}", "warning"),)
-        elif report.exit_code == 0 and telling.mode is not Mode.CHECK:
-            command = next_command(report, telling)
+        elif report.exit_code == 0 and presentation.mode is not Mode.CHECK:
+            command = next_command(report, presentation)
             yield ("run: ", Span(command, "command")) if command else (Span("nothing left to do", "good"),)
         elif not report.is_open and report.coverage is not None and report.exit_code:
             share = percent(report.coverage.untrained, report.coverage.parameters)
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
             if report.is_refused:
-                flag = telling.option("allow_untrained", True)
+                flag = presentation.option("allow_untrained", True)
                 yield f"  name the model that the file belongs to; {flag} writes this one all the same"
         return
     yield (Span("left:", "strong"),)
@@ -110,12 +110,16 @@ def advice_lines(report: Report, telling: Telling) -> Iterator[Line]:
         keys = () if "shapes" in finding.evidence else finding.keys  # another name gives a tensor no other shape
         by = Counter(explained[key] for key in keys if explained.get(key, finding.code) != finding.code)
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
-        if text := f"the fix of {', '.join(by)} gives {share}these keys their place" if by else _text(finding, telling):
+        if (
+            text := f"the fix of {', '.join(by)} gives {share}these keys their place"
+            if by
+            else _text(finding, presentation)
+        ):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
-    for number, (choices, price) in enumerate(_ways(report, telling)):
+    for number, (choices, price) in enumerate(_ways(report, presentation)):
         if not number and (download := _download(report.source)):
             yield ("first: ", Span(download, "command"))
-        command = telling.command(REPAIR, _here(report.source), choices)
+        command = presentation.command(REPAIR, _here(report.source), choices)
         yield ("   or: " if number else "  run: ", Span(command, "command"))
         if price:
             yield ("       ", Span(price, "warning"))
@@ -141,22 +145,22 @@ def _written_again(report: Report, choices: Mapping[str, Any]) -> Mapping[str, A
     return {**choices, "output": str(written.with_name(f"{written.stem}-2{written.suffix}"))}
 
 
-def next_command(report: Report, telling: Telling) -> str:
+def next_command(report: Report, presentation: Presentation) -> str:
     """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
-    found = next(_ways(report, telling), None)
-    return "" if found is None else telling.command(REPAIR, _here(report.source), found[0])
+    found = next(_ways(report, presentation), None)
+    return "" if found is None else presentation.command(REPAIR, _here(report.source), found[0])
 
 
-def suggested(report: Report, telling: Telling) -> Iterator[tuple[tuple[str, ...], str]]:
+def suggested(report: Report, presentation: Presentation) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the commands that cure what remains, word by word, each with its price: the recommended one, then those
     with another choice."""
-    for choices, price in _ways(report, telling):
+    for choices, price in _ways(report, presentation):
         yield command_words(REPAIR, _here(report.source), choices), price
 
 
-def _ways(report: Report, telling: Telling) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield the options of a repair that cures what remains, each time with the price."""
-    remedies, choices = recommended(report), _effective(report, telling.choices)
+    remedies, choices = recommended(report), _effective(report, presentation.choices)
     # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
     is_new = option_words(with_remedies(choices, remedies)) != option_words(choices)
@@ -169,7 +173,7 @@ def _ways(report: Report, telling: Telling) -> Iterator[tuple[Mapping[str, Any],
     is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in open_ones)
     is_blocked = is_blocked or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
     is_undone = report.is_dry_run and bool(report.edits)
-    if telling.mode is Mode.CHECK:
+    if presentation.mode is Mode.CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
@@ -237,14 +241,16 @@ def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Reme
                     yield [other if remedy is first else remedy for remedy in remedies]
 
 
-def comparing(report: Report, telling: Telling) -> tuple[Callable[[Mapping[str, Any]], str], Mapping[str, Any]]:
+def comparing(
+    report: Report, presentation: Presentation
+) -> tuple[Callable[[Mapping[str, Any]], str], Mapping[str, Any]]:
     """Return what makes the command that compares a file, or what was written of it, with a known model, and the
     options of it."""
     if report.output is None:
-        command = CHECK if telling.mode is Mode.CHECK else REPAIR
-        return partial(telling.command, command, report.source), telling.choices
-    is_kept = report.written_as == "pth" and telling.choices.get("weights") == report.container
-    after = replace(telling, call=telling.call and Call(CHECK, (report.output,)))
+        command = CHECK if presentation.mode is Mode.CHECK else REPAIR
+        return partial(presentation.command, command, report.source), presentation.choices
+    is_kept = report.written_as == "pth" and presentation.choices.get("weights") == report.container
+    after = replace(presentation, call=presentation.call and Call(CHECK, (report.output,)))
     return partial(after.command, CHECK, report.output), {"weights": report.container} if is_kept else {}
 
 
@@ -285,11 +291,11 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
     return explained
 
 
-def _text(finding: Finding, telling: Telling) -> str:
+def _text(finding: Finding, presentation: Presentation) -> str:
     if remedies := remedies_of(finding):
-        return remedies_text(remedies, as_arguments=telling.call is not None)
+        return remedies_text(remedies, as_arguments=presentation.call is not None)
     if finding.is_fixable:
-        return "not in the plan" if "apply" in telling.choices else ""
+        return "not in the plan" if "apply" in presentation.choices else ""
     return f"no automatic repair; see ckptfix rule {finding.code}"
 
 

@@ -25,9 +25,9 @@ from msgspec import Struct, field
 from ckptfix.core.finding import Blocks, Finding, Level
 from ckptfix.core.report import Report
 from ckptfix.errors import printable
-from ckptfix.report.advice import Telling, message_with_count, remedies_text
+from ckptfix.report.advice import Presentation, message_with_count, remedies_text
 from ckptfix.report.key_lists import fold_keys
-from ckptfix.report.style import Paper
+from ckptfix.report.style import TextFormat
 from ckptfix.report.terminal import headline
 from ckptfix.rules import OF_ATTACKS, RULES
 
@@ -46,7 +46,7 @@ class SarifLog(Struct):
     _rules: dict[str, dict[str, Any]] = field(default_factory=dict)
     _levels: dict[str, Level] = field(default_factory=dict)
 
-    def add(self, report: Report, telling: Telling) -> None:
+    def add(self, report: Report, presentation: Presentation) -> None:
         """Add the findings of one file."""
         for finding in report.findings:
             self._add(report.source, finding, finding in report.applied)
@@ -170,7 +170,7 @@ class JUnitDocument:
     def __init__(self) -> None:
         self._root = Element("testsuites", name="ckptfix")
 
-    def add(self, report: Report, telling: Telling) -> None:
+    def add(self, report: Report, presentation: Presentation) -> None:
         """Add the suite of one file: a test for each finding, and one for the file as a whole."""
         suite = self._suite(report.source)
         for finding in report.findings:
@@ -181,7 +181,7 @@ class JUnitDocument:
                 _fail(test, "failure", finding.code, message_with_count(finding), details)
         whole = _test(suite, "ckptfix")
         if report.exit_code and suite.find("*/failure") is None:  # no rule that was selected says why
-            _fail(whole, "failure", "ckptfix", Paper().write([headline(report, telling)]).rstrip("\n"))
+            _fail(whole, "failure", "ckptfix", TextFormat().write([headline(report, presentation)]).rstrip("\n"))
 
     def add_error(self, source: str, message: str, runs_code: bool = False) -> None:
         """Add a file that could not be checked."""

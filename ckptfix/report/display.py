@@ -13,33 +13,33 @@ from ckptfix.core.options import CHECK
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.report import Call, Report
-from ckptfix.report.style import Line, Paper
+from ckptfix.report.style import Line, TextFormat
 
 if TYPE_CHECKING:
-    from ckptfix.report.advice import Telling
+    from ckptfix.report.advice import Presentation
 
 # What makes the words is imported when somebody wants to see them.
 
 
 def text_lines(lines: Iterable[Line]) -> list[str]:
     """Return lines as plain text."""
-    return Paper().write(lines).splitlines()
+    return TextFormat().write(lines).splitlines()
 
 
 def report_lines(report: Report) -> list[str]:
     """Return what the terminal shows of a report."""
     from ckptfix.report.terminal import full_lines
 
-    return text_lines(full_lines(report, _telling(report)))
+    return text_lines(full_lines(report, _presentation_of(report)))
 
 
-def _telling(report: Report) -> Telling:
-    from ckptfix.report.advice import Mode, Telling
+def _presentation_of(report: Report) -> Presentation:
+    from ckptfix.report.advice import Mode, Presentation
 
     call = report.call
     if call is None:
-        return Telling(Mode.REPAIR if report.edits or report.output else Mode.CHECK)
-    return Telling(Mode.CHECK if call.function == CHECK else Mode.REPAIR, choices=call.given, call=call)
+        return Presentation(Mode.REPAIR if report.edits or report.output else Mode.CHECK)
+    return Presentation(Mode.CHECK if call.function == CHECK else Mode.REPAIR, choices=call.given, call=call)
 
 
 def report_rows(report: Report) -> Iterator[Row]:
@@ -47,7 +47,7 @@ def report_rows(report: Report) -> Iterator[Row]:
     from ckptfix.report.advice import mark, message_with_count
 
     for finding in report.findings:
-        done = mark(finding, report, _telling(report)).strip("[]")
+        done = mark(finding, report, _presentation_of(report)).strip("[]")
         yield (finding.code, finding.level.name.lower(), message_with_count(finding), done)
 
 
@@ -67,10 +67,10 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
 
 def _lines(shown: Checkpoint | Plan | RenameMap) -> list[str]:
     if isinstance(shown, Checkpoint):
-        from ckptfix.report.advice import Telling
+        from ckptfix.report.advice import Presentation
         from ckptfix.report.inspection import inspection_lines
 
-        return text_lines(inspection_lines(shown, telling=Telling(call=Call(CHECK, (shown.path,)))))
+        return text_lines(inspection_lines(shown, presentation=Presentation(call=Call(CHECK, (shown.path,)))))
     from ckptfix.report.edits import edit_lines, map_lines
 
     return [repr(shown), *(edit_lines(shown.edits) if isinstance(shown, Plan) else map_lines(shown))]

@@ -66,11 +66,11 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
     if regroup.order:
         yield f"{_INDENT}put {len(regroup.order)} keys of the state_dict into the order of the model"
     parted = [edit.key for edit in moments if edit.parts]
-    yield from _listed(f"{_INDENT}assemble the state of {{}} as the weights", parted, limit)
+    yield from _key_lines(f"{_INDENT}assemble the state of {{}} as the weights", parted, limit)
     shaped = [edit.key for edit in moments if edit.shape and edit.source is not None]
-    yield from _listed(f"{_INDENT}reshape the state of {{}}", shaped, limit)
+    yield from _key_lines(f"{_INDENT}reshape the state of {{}}", shaped, limit)
     anew = [edit.key for edit in moments if edit.source is None and not edit.parts]
-    yield from _listed(f"{_INDENT}start {{}} without a state", anew, limit)
+    yield from _key_lines(f"{_INDENT}start {{}} without a state", anew, limit)
 
 
 def _change(edit: MergeAdapter) -> str:
@@ -90,8 +90,8 @@ def map_lines(rename_map: RenameMap) -> Iterator[str]:
     for rule in rename_map.rules:
         others = f"; or from {', '.join(rule.alternatives)}" if rule.alternatives else ""
         yield f"{rule}{f'  ({rule.label}{others})' if rule.label not in ('', CERTAIN) else ''}"
-    yield from _listed("no source for {} of the target", rename_map.missing, 12)
-    yield from _listed("no place for {} of the source", rename_map.unused, 12)
+    yield from _key_lines("no source for {} of the target", rename_map.missing, 12)
+    yield from _key_lines("no place for {} of the source", rename_map.unused, 12)
     if rename_map.proof is not None:
         yield str(rename_map.proof)
 
@@ -199,10 +199,12 @@ def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], lim
         "tie": "from the old values of the tensor that it was tied to",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
-    return _listed(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)
+    return _key_lines(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)
 
 
-def _listed(head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None) -> list[str]:
+def _key_lines(
+    head: str, keys: Iterable[str], limit: int | None, spec: Callable[[str], str] | None = None
+) -> list[str]:
     """Return ``head`` with the number of keys for ``{}``, and the folded keys after it, or indented below."""
     keys = list(keys)
     if not keys:
@@ -231,7 +233,7 @@ def _headed(head: Callable[[Any], str]) -> Callable[[Sequence[Any], int | None],
 
     def lines(edits: Sequence[Any], limit: int | None) -> Iterator[str]:
         for text, alike in _grouped(edits, head):
-            yield from _listed(text, (edit.key for edit in alike), limit)
+            yield from _key_lines(text, (edit.key for edit in alike), limit)
 
     return lines
 
@@ -283,7 +285,7 @@ def _replace_lines(edits: Sequence[Replace], limit: int | None) -> Iterator[str]
     measures = _headed(lambda edit: f"measure {{}} of running statistics on {edit.source}")
     yield from measures([edit for edit in edits if edit.origin == "data"], limit)
     resets = [edit for edit in edits if edit.origin in ("zeros", "ones")]
-    yield from _listed("reset {} of running statistics", (edit.key for edit in resets), limit)
+    yield from _key_lines("reset {} of running statistics", (edit.key for edit in resets), limit)
     replaced = [edit for edit in edits if edit.origin not in ("zeros", "ones", "data")]
     for (origin, place), replaces in _grouped(replaced, lambda edit: (edit.origin, edit.place)):
         source = place or "its twin in the same state_dict" if origin == "twin" else origin
@@ -296,7 +298,7 @@ def _adapt_lines(edits: Sequence[Adapt], limit: int | None) -> Iterator[str]:
         how = f"{recipe}, {old} → {new}" if grids else recipe
         numel = sum(math.prod(edit.shape) for edit in adapts)
         specs = {edit.key: f"{list(edit.before)} → {list(edit.shape)}" for edit in adapts}
-        yield from _listed(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
+        yield from _key_lines(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
 
 
 # What the edits of each kind are called, in the order of the report; those of optimizers come after them.

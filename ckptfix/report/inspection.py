@@ -19,7 +19,7 @@ from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
 from ckptfix.reading.weights.modules import is_module
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Presentation
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, elements, size, spec_text
@@ -93,11 +93,11 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
 
 
 def inspection_lines(
-    checkpoint: Checkpoint, file_size: int | None = None, telling: Telling | None = None
+    checkpoint: Checkpoint, file_size: int | None = None, presentation: Presentation | None = None
 ) -> Iterator[Line]:
     """Yield the facts for people."""
-    telling = telling or Telling()
-    limit = telling.limit
+    presentation = presentation or Presentation()
+    limit = presentation.limit
     facts = inspect_checkpoint(checkpoint, file_size)
     yield (
         Span(f"{facts['source']}: ", "strong"),
@@ -110,16 +110,16 @@ def inspection_lines(
         yield f"written by: {facts['producer']}"
     yield f"state_dict: {'the file itself' if facts['container'] == '.' else facts['container']}"
     if (likeness := likeness_of(checkpoint)) is not None:
-        yield from likeness_lines(likeness, partial(telling.command, CHECK, checkpoint.path), telling.choices)
+        yield from likeness_lines(likeness, partial(presentation.command, CHECK, checkpoint.path), presentation.choices)
     for candidate in facts["candidates"]:
         if (name := candidate["name"]) != facts["container"]:
             held = f"{counted(candidate['tensors'], 'tensor')}, {elements(candidate['numel'])}"
-            yield f"  also: {name} ({held}; {telling.option('weights', name)})"
-    yield "dtypes: " + _listed(
+            yield f"  also: {name} ({held}; {presentation.option('weights', name)})"
+    yield "dtypes: " + _joined(
         f"{name} {counted(entry['tensors'], 'tensor')} ({elements(entry['numel'])})"
         for name, entry in facts["dtypes"].items()
     )
-    yield "saved on: " + _listed(
+    yield "saved on: " + _joined(
         f"{device} ({counted(count, 'storage')})" for device, count in facts["devices"].items()
     )
     yield from _size_lines(facts)
@@ -142,7 +142,7 @@ def inspection_lines(
     )
     specs = checkpoint.specs
     # The table is what the command is for, so it gets more room than a list in a report.
-    table = folded_lines(specs, None if telling.verbose else 40, lambda key: spec_text(specs[key]))
+    table = folded_lines(specs, None if presentation.verbose else 40, lambda key: spec_text(specs[key]))
     yield from _section("keys", table, None)
 
 
@@ -284,5 +284,5 @@ def _section(title: str, lines: Sequence[str], limit: int | None, empty: str = "
         yield f"  … and {len(lines) - len(shown)} more (-v)"
 
 
-def _listed(items: Iterator[str]) -> str:
+def _joined(items: Iterator[str]) -> str:
     return ", ".join(items) or "none"

@@ -1,6 +1,6 @@
 """Text on its way to a stream: colours, the symbols that its encoding has, and nothing that could steer a terminal.
 
-A renderer yields lines made of plain strings and ``Span`` objects. Only ``Paper.write`` turns them into text, so a
+A renderer yields lines made of plain strings and ``Span`` objects. Only ``TextFormat.write`` turns them into text, so a
 key, a message or a file name with an escape sequence in it cannot reach the terminal as one."""
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Span(Struct, frozen=True):
 Line = str | tuple[str | Span, ...]  # one line: text, or pieces of it
 
 
-class Paper(Struct, frozen=True):
-    """What a stream can show: colours or not, its encoding, and the columns that lines are broken at, 0 for none."""
+class TextFormat(Struct, frozen=True):
+    """How lines become text: with colours or not, in which encoding, and the columns to break them at, 0 for none."""
 
     color: bool = False
     encoding: str = "utf-8"
     width: int = 0
 
     @classmethod
-    def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Paper:
-        """Return the paper that a stream is: colours on a terminal, unless the environment says otherwise."""
+    def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> TextFormat:
+        """Return the format for a stream: colours on a terminal, unless the environment says otherwise."""
         if environment.get("NO_COLOR"):
             color = False
         elif environment.get("FORCE_COLOR"):

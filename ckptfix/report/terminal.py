@@ -12,7 +12,7 @@ from ckptfix.core.options import REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import Mode, Telling, advice_lines, comparing, mark, message_with_count
+from ckptfix.report.advice import Mode, Presentation, advice_lines, comparing, mark, message_with_count
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
@@ -29,24 +29,24 @@ _LENGTH = 100
 _KEY_WIDTH = 60
 
 
-def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
-    """Yield the whole account of one file."""
-    yield headline(report, telling)
+def full_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
+    """Yield the full report on one file."""
+    yield headline(report, presentation)
     place = "" if report.container == "." else f", state_dict at {report.container}"
-    target = f"target {report.target}" if report.target else f"no target to compare with ({telling.target})"
+    target = f"target {report.target}" if report.target else f"no target to compare with ({presentation.target})"
     size = f"{counted(report.tensors, 'tensor')}, {elements(report.numel)}"
     yield (Span(f"  {report.format}{place}: {size}; {target}", "faint"),)
     for finding in report.findings:
         yield ""
-        yield from _finding_lines(finding, report, telling)
+        yield from _finding_lines(finding, report, presentation)
     yield ""
     if report.edits:
         yield (Span("would do:" if report.is_withheld else "done:", "strong"),)
-        yield from (f"  {line}" for line in edit_lines(report.edits, telling.limit))
+        yield from (f"  {line}" for line in edit_lines(report.edits, presentation.limit))
     if report.coverage is None:
-        yield f"coverage: unknown without a target ({telling.target})"
+        yield f"coverage: unknown without a target ({presentation.target})"
     else:
-        yield _coverage_line(report.coverage, telling.mode is Mode.REPAIR and not report.is_withheld)
+        yield _coverage_line(report.coverage, presentation.mode is Mode.REPAIR and not report.is_withheld)
     if report.smoke is not None:
         yield _smoke_line(report.smoke)
         yield from (f"  {check}" for check in report.smoke.checks)
@@ -54,17 +54,17 @@ def full_lines(report: Report, telling: Telling) -> Iterator[Line]:
         yield ("written: ", Span(report.output, "strong"))
     elif report.is_dry_run:
         yield "written: nothing (dry run)"
-    elif telling.mode is Mode.REPAIR and (telling.call is None or telling.call.function == REPAIR):
+    elif presentation.mode is Mode.REPAIR and (presentation.call is None or presentation.call.function == REPAIR):
         is_clean = report.exit_code == 0 and not report.edits and not report.is_refused
-        way = "-o FILE" if telling.call is None else "output=FILE"
+        way = "-o FILE" if presentation.call is None else "output=FILE"
         reason = f", as there is nothing to repair; {way} writes it all the same" if is_clean else ""
         yield f"written: nothing{reason}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:
-        yield from likeness_lines(report.likeness, *comparing(report, telling))
-    yield from advice_lines(report, telling)
+        yield from likeness_lines(report.likeness, *comparing(report, presentation))
+    yield from advice_lines(report, presentation)
     if report.output is not None and report.written_as:
-        yield ("load it with: ", Span(loading_code(report, telling.choices), "strong"))
+        yield ("load it with: ", Span(loading_code(report, presentation.choices), "strong"))
         yield from _after_loading(report)
 
 
@@ -100,25 +100,25 @@ def loading_code(report: Report, choices: Mapping[str, Any]) -> str:
     return f"ckptfix.open_checkpoint({report.output!r}).state_dict()"
 
 
-def concise_lines(report: Report, telling: Telling) -> Iterator[Line]:
+def concise_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     """Yield one line for each finding: ``path: CODE name: message (n keys) [fixable]``."""
     for finding in report.findings:
         yield (
             f"{report.source}: ",
             Span(finding.code, finding.level.name.lower()),
             f" {finding.name}: {message_with_count(finding)}",
-            *_marked(finding, report, telling),
+            *_marked(finding, report, presentation),
         )
 
 
-def headline(report: Report, telling: Telling | None = None) -> Line:
+def headline(report: Report, presentation: Presentation | None = None) -> Line:
     """Return in one line what is wrong, worst first; after a repair, what was done and how it was proved."""
-    telling = telling or Telling()
+    presentation = presentation or Presentation()
     source = Span(f"{report.source}: ", "strong")
     left = report.left
     written = f" → {report.output}" if report.output is not None else ""
-    if telling.mode is Mode.CHECK or (left and not report.edits):
-        return (source, *(_defects(left) if left else _sound(report, telling)))
+    if presentation.mode is Mode.CHECK or (left and not report.edits):
+        return (source, *(_defects(left) if left else _sound(report, presentation)))
     done = _done_text(report)
     if report.exit_code == 0 and report.edits:
         if report.is_dry_run:
@@ -128,14 +128,14 @@ def headline(report: Report, telling: Telling | None = None) -> Line:
         return (source, Span("written", "good"), f"{written}; {_proof(report)}")
     if not left:
         ready = (Span("written", "warning"), f"{written}; ") if report.output is not None else ()
-        return (source, *ready, *_sound(report, telling))
+        return (source, *ready, *_sound(report, presentation))
     if report.is_dry_run:
         return (source, Span(f"{len(report.fixed)} would be fixed", "warning"), "; left: ", *_defects(left))
     fixed = f"{len(report.fixed)} fixed{written}" if report.output is not None else "not repaired"
     return (source, Span(fixed, "warning" if report.output is not None else "error"), "; left: ", *_defects(left))
 
 
-def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
+def _sound(report: Report, presentation: Presentation) -> tuple[str | Span, ...]:
     """Return the headline of a file without defects that remain."""
     notes = f", {counted(len(report.remaining), 'note')}" if report.remaining else ""
     if report.exit_code:
@@ -146,14 +146,14 @@ def _sound(report: Report, telling: Telling) -> tuple[str | Span, ...]:
         return (Span(reason, "error"), notes)
     if report.target is not None:
         return (Span(f"fits {report.target}", "good"), notes)
-    are_read = telling.choices.get("values", True)
+    are_read = presentation.choices.get("values", True)
     limits = [] if are_read else ["values not read"]
     what = "file itself"
     if report.unexamined:
         what = f"weights under {report.container}" if report.container != "." else "weights"
         exception = ", except for checksums and NaN" if are_read else ""
         limits += [f"{first_names(list(report.unexamined), _NAMES)} not examined{exception}"]
-    limits += [f"not compared with a model: add {telling.target}"]
+    limits += [f"not compared with a model: add {presentation.target}"]
     return (Span(f"nothing wrong in the {what}", "good"), f" ({'; '.join(limits)}){notes}")
 
 
@@ -220,7 +220,7 @@ def _proof(report: Report) -> str:
     return "in memory" if report.output is None else "read back and compared"
 
 
-def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterator[Line]:
+def _finding_lines(finding: Finding, report: Report, presentation: Presentation) -> Iterator[Line]:
     level = finding.level.name.lower()
     yield (
         Span(finding.code, level),
@@ -228,13 +228,13 @@ def _finding_lines(finding: Finding, report: Report, telling: Telling) -> Iterat
         Span(finding.name, "strong"),
         " ",
         Span(level, level),
-        *_marked(finding, report, telling),
+        *_marked(finding, report, presentation),
     )
     yield f"  {finding.message}"
     evidence = plain(finding.evidence)
-    lines = folded_lines(finding.keys, telling.limit, _spec(evidence), _KEY_WIDTH)
+    lines = folded_lines(finding.keys, presentation.limit, _spec(evidence), _KEY_WIDTH)
     yield from (f"    {line}" for line in lines)
-    if telling.verbose and evidence:
+    if presentation.verbose and evidence:
         yield (Span(f"  evidence: {'; '.join(evidence_items(evidence))}", "faint"),)
     elif shown := _figures_text(evidence):
         yield (Span(f"  {shown}", "faint"),)
@@ -287,8 +287,8 @@ def _figure(value: Any) -> str:
     return str(value)
 
 
-def _marked(finding: Finding, report: Report, telling: Telling) -> tuple[str | Span, ...]:
-    text = mark(finding, report, telling)
+def _marked(finding: Finding, report: Report, presentation: Presentation) -> tuple[str | Span, ...]:
+    text = mark(finding, report, presentation)
     return (" ", Span(text, "good")) if text else ()
 
 

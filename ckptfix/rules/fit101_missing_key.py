@@ -266,8 +266,8 @@ def other_layout(context: Context, target: Target) -> str:
             f"{counted(len(in_parts(left)), 'weight')} of the file in parts ({first_names(parts)}), as weight_norm, "
             "spectral_norm and pruning keep them, under other names than the model's: --rename OLD=NEW gives them these"
         )
-    if told := _renamed(left, gone) or _renamed_within(left, gone):
-        return told
+    if message := _renamed(left, gone) or _renamed_within(left, gone):
+        return message
     modules = list(_rearranged(left, gone))
     if not modules:
         wanted = [key for key in gone if target.slots[key].kind == PARAMETER]
@@ -283,8 +283,8 @@ def other_layout(context: Context, target: Target) -> str:
 def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
     """Return what to say where the missing tensors have the shapes of those left over."""
     shapes, wanted = Counter(left.values()), Counter(gone.values())
-    is_telling = any(len(shape) > 1 for shape in wanted) and (shapes == wanted or len(gone) >= MANY)
-    if not is_telling or not wanted <= shapes:
+    is_distinctive = any(len(shape) > 1 for shape in wanted) and (shapes == wanted or len(gone) >= MANY)
+    if not is_distinctive or not wanted <= shapes:
         return ""
     if {_NUMBER.sub("", key) for key in gone} <= {_NUMBER.sub("", key) for key in left}:
         return (

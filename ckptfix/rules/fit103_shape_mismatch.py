@@ -241,8 +241,8 @@ def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Targe
             for axes in permutations(range(rank))
             if all(len(file) == rank and [file[axis] for axis in axes] == shape for file, shape in pairs)
         ]
-        telling = [file for file, _ in pairs if 1 not in file]  # a kernel of 1x3 is not one of 3x1
-        orders = [axes for axes in orders if telling and not _mixes_equal(axes, telling)]
+        uneven = [file for file, _ in pairs if 1 not in file]  # a kernel of 1x3 is not one of 3x1
+        orders = [axes for axes in orders if uneven and not _mixes_equal(axes, uneven)]
         if (
             len(orders) == 1
             and not any(

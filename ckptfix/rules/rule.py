@@ -90,9 +90,9 @@ class Rule(Struct, frozen=True):
         """Return a finding of this rule; one that is accepted has neither a fix nor remedies."""
         if is_accepted:
             fix, remedies = None, ()
-        told = evidence or {}
+        figures = evidence or {}
         return Finding(
-            self.code, self.name, level, message, keys, told, fix, remedies, blocks, is_accepted, self.subject
+            self.code, self.name, level, message, keys, figures, fix, remedies, blocks, is_accepted, self.subject
         )
 
 

@@ -40,8 +40,8 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for key, figures in context.statistics.items():
         spec = specs[key]
-        is_telling = not figures.is_constant and figures.nonfinite < figures.numel
-        if spec.numel >= SMALLEST and is_telling and is_layers_own(key):
+        is_distinctive = not figures.is_constant and figures.nonfinite < figures.numel
+        if spec.numel >= SMALLEST and is_distinctive and is_layers_own(key):
             # Equal bytes have an equal smallest and largest value, and other matrices hardly ever have.
             alike[spec.dtype, spec.shape, figures.zeros, figures.minimum, figures.maximum].append(key)
     groups = (_same(keys, context) for keys in alike.values() if len(keys) > 1)

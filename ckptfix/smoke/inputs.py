@@ -199,7 +199,7 @@ class Arguments(Struct, frozen=True):
             for place in places:
                 inner = inner.setdefault(place, {})
             inner[last] = tensor
-        return {name: _listed(value) for name, value in made.items()}
+        return {name: _with_lists(value) for name, value in made.items()}
 
     def first(self, size: int) -> Arguments:
         """Return the first ``size`` of the batch; tensors of another first dimension stay whole."""
@@ -223,11 +223,11 @@ class Arguments(Struct, frozen=True):
         return replace(self, args=tuple(map(change, self.args)), kwargs=kwargs)
 
 
-def _listed(value: Any) -> Any:
+def _with_lists(value: Any) -> Any:
     """Return a dict whose keys are numbers as a list, at any depth."""
     if not isinstance(value, dict):
         return value
-    members = {name: _listed(member) for name, member in value.items()}
+    members = {name: _with_lists(member) for name, member in value.items()}
     return list(members.values()) if all(name.isdecimal() for name in members) else members
 
 

@@ -255,9 +255,9 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
         evidence |= _origin(failure.origin)
         why += f" ({failure.origin.name} had made {_kinds(failure.origin)} before)"
     message = f"the forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}"
-    told = {name: value for name, value in evidence.items() if value not in (None, "", [])}
+    figures = {name: value for name, value in evidence.items() if value not in (None, "", [])}
     return forward_fails.finding(
-        Level.ERROR, message, keys=failure.keys, evidence=told, remedies=_remedies(failure, outcome.device)
+        Level.ERROR, message, keys=failure.keys, evidence=figures, remedies=_remedies(failure, outcome.device)
     )
 
 
@@ -340,9 +340,9 @@ def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
     if failure is not None:
         message = f"the model fails in training mode, {_why(failure)}: {failure.error}{failure.place}"
         evidence = {"blame": failure.blame, "inputs": list(training.inputs), "traceback": failure.traceback}
-        told = {name: value for name, value in evidence.items() if value}
+        figures = {name: value for name, value in evidence.items() if value}
         remedies = _remedies(failure, training.device)
-        return [forward_in_training.finding(Level.WARNING, message, evidence=told, remedies=remedies)]
+        return [forward_in_training.finding(Level.WARNING, message, evidence=figures, remedies=remedies)]
     if training.non_finite and is_good_in_eval:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
         message = f"fine in eval mode, but not finite in training mode: {first_names(training.non_finite, 3)}{cause}"

@@ -80,11 +80,11 @@ def _check_repetition(path: str, order: list[TensorSpec], total: int) -> None:
 
 def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int) -> None:
     """Raise ``WriteError`` if reading the header again would take more memory than a file of its size may ask for."""
-    account = Bounds(path, len(raw) + nbytes)
+    bounds = Bounds(path, len(raw) + nbytes)
     try:
-        account.expect_json(raw)
+        bounds.expect_json(raw)
         for text in notes.values():
-            account.expect_json(text)
+            bounds.expect_json(text)
     except HostileError as error:
         raise WriteError(
             f"{path}: its _metadata and names are more than the header of a safetensors file can hold; write it with ",

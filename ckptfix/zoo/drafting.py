@@ -1,8 +1,9 @@
 """``ckptfix migrate --init``: look at the files of a zoo, and draft the table that says what belongs to what.
 
 ``survey`` opens each checkpoint and groups those of equal layout. A group is recognised by its exact structure, by a
-class, by telling keys, or by the names of its files. The table is written with the evidence, and with what is open.
-``ckptfix.known`` knows the structures that libraries build; ``families.toml`` has telling names of other models."""
+class, by characteristic keys, or by the names of its files. The table is written with the evidence, and with the open
+questions. ``ckptfix.known`` knows the structures that libraries build; ``families.toml`` has the characteristic names
+of other models."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Confidence(Enum):
     """How sure an architecture is."""
 
     EXACT = "exact"  # every name and shape is that of the model
-    GUESS = "guess"  # only a class, a telling key or the names of the files say so
+    GUESS = "guess"  # only a class, a characteristic key or the names of the files say so
     UNKNOWN = "unknown"
 
 
@@ -102,7 +103,7 @@ def _by_class(classes: Iterable[str]) -> Architecture | None:
 
 
 def _by_family(shapes: Shapes) -> Architecture | None:
-    """Return the family that one telling name gives away."""
+    """Return the family that one characteristic name gives away."""
     for family in parse_toml(_FAMILIES)["family"]:
         expression = re.compile(family["pattern"])
         if (key := next(filter(expression.fullmatch, shapes), None)) is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.bytes import limits as bounds
+from ckptfix.bytes import limits
 from ckptfix.bytes.limits import Bounds, bounded_key, bounded_keys, shown
 from ckptfix.errors import HostileError
 from tests.attacks.crafted import PROTO, around, get, name, put, storage, torch_zip
@@ -26,43 +26,43 @@ def test_an_honest_key_passes(key):
 
 
 def test_the_same_key_in_many_dicts_passes():
-    account = Bounds("f", 0)
+    bounds = Bounds("f", 0)
     for owner in range(100_000):
-        account.key((1, 2), owner)
+        bounds.key((1, 2), owner)
 
 
 def test_the_same_key_in_many_sets_passes():
-    account = Bounds("f", 0)
+    bounds = Bounds("f", 0)
     for _ in range(1000):
-        assert account.keys([(1, 2), frozenset({1})]) == [(1, 2), frozenset({1})]
+        assert bounds.keys([(1, 2), frozenset({1})]) == [(1, 2), frozenset({1})]
 
 
 def test_many_keys_in_one_dict_pass():
-    account = Bounds("f", 0)
+    bounds = Bounds("f", 0)
     for index in range(300_000):
-        account.key((index, index + 1), 5)
+        bounds.key((index, index + 1), 5)
 
 
 def test_keys_of_one_hash_are_refused_in_one_dict():
-    account, owner = Bounds("f", 0), 5
-    for index in range(1, bounds.COLLISIONS + 1):
-        account.key(index * ((1 << 61) - 1), owner)
+    bounds, owner = Bounds("f", 0), 5
+    for index in range(1, limits.COLLISIONS + 1):
+        bounds.key(index * ((1 << 61) - 1), owner)
     with pytest.raises(HostileError, match="chosen to have one hash"):
-        account.key(1000 * ((1 << 61) - 1), owner)
+        bounds.key(1000 * ((1 << 61) - 1), owner)
 
 
 def test_short_arguments_are_shared_for_free():
-    account = Bounds("f", 10)
+    bounds = Bounds("f", 10)
     for _ in range(100_000):
-        account.hand("latin1", (1, 2))
+        bounds.hand("latin1", (1, 2))
 
 
 def test_what_the_calls_are_handed_may_not_grow_past_the_pickle():
-    account, large = Bounds("f", 10), "x" * (1 << 19)
-    account.hand(large)
-    account.hand(large)
+    bounds, large = Bounds("f", 10), "x" * (1 << 19)
+    bounds.hand(large)
+    bounds.hand(large)
     with pytest.raises(HostileError, match="over and over"):
-        account.hand(large)
+        bounds.hand(large)
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_what_the_calls_are_handed_may_not_grow_past_the_pickle():
 def test_what_a_pickle_makes_is_counted(opcodes, tmp_path, monkeypatch):
     path = tmp_path / "many.pth"
     path.write_bytes(torch_zip(around(x=opcodes)))
-    monkeypatch.setattr(bounds, "MEMORY", 60_000)
-    monkeypatch.setattr(bounds, "MEMORY_SHARE", 0)
-    monkeypatch.setattr(bounds, "DENSE_SHARES", ())
+    monkeypatch.setattr(limits, "MEMORY", 60_000)
+    monkeypatch.setattr(limits, "MEMORY_SHARE", 0)
+    monkeypatch.setattr(limits, "DENSE_SHARES", ())
     with pytest.raises(HostileError, match="more than 0 MB of memory"):
         opened(path)
 
 
 def test_marks_are_counted_while_they_wait(tmp_path, monkeypatch):
     path = tmp_path / "marks.pth"
-    monkeypatch.setattr(bounds, "MEMORY", 100_000)
-    monkeypatch.setattr(bounds, "DENSE_SHARES", ())
+    monkeypatch.setattr(limits, "MEMORY", 100_000)
+    monkeypatch.setattr(limits, "DENSE_SHARES", ())
     path.write_bytes(torch_zip(around(x=b"N" + b"(1" * 2000)))
     assert len(opened(path).specs) == 1
     path.write_bytes(torch_zip(PROTO + b"(" * 2000))
@@ -122,7 +122,7 @@ def test_the_bytes_of_a_dumped_tensor_may_be_handed_over_twice(tmp_path):
 def test_opcodes_that_leave_nothing_behind_come_to_an_end(tmp_path, monkeypatch):
     path = tmp_path / "idle.pth"
     path.write_bytes(torch_zip(around(x=b"N" + b"N0" * 100_000), method=zipfile.ZIP_DEFLATED))
-    monkeypatch.setattr(bounds, "STEPS", 100_000)
+    monkeypatch.setattr(limits, "STEPS", 100_000)
     with pytest.raises(HostileError, match="never ends"):
         opened(path)
 
@@ -144,22 +144,22 @@ def test_a_file_of_any_number_of_small_tensors_is_read(form, tmp_path, monkeypat
     if form == "ours":
         ckptfix.repair(path, output=tmp_path / "ours.pth", format="pth")
         path = tmp_path / "ours.pth"
-    monkeypatch.setattr(bounds, "MEMORY", 0)
-    monkeypatch.setattr(bounds, "DENSE_SHARES", bounds.DENSE_SHARES[1:])
+    monkeypatch.setattr(limits, "MEMORY", 0)
+    monkeypatch.setattr(limits, "DENSE_SHARES", limits.DENSE_SHARES[1:])
     assert len(opened(path).keys()) == len(state_dict)
 
 
 def test_what_a_file_was_packed_from_counts_as_far_as_it_is_no_bomb():
-    account = Bounds("f", 2 << 20)
-    account.spend(50 << 20)
-    account.unpack(10 << 20)
-    assert account.limit == 160 << 20
-    account.unpack(1 << 40)
-    account.unpack(1 << 40)
-    assert account.limit == 256 << 20
-    account.spend(206 << 20)
+    bounds = Bounds("f", 2 << 20)
+    bounds.spend(50 << 20)
+    bounds.unpack(10 << 20)
+    assert bounds.limit == 160 << 20
+    bounds.unpack(1 << 40)
+    bounds.unpack(1 << 40)
+    assert bounds.limit == 256 << 20
+    bounds.spend(206 << 20)
     with pytest.raises(HostileError, match="of memory"):
-        account.spend(1)
+        bounds.spend(1)
 
 
 def test_a_log_of_many_rows_passes(tmp_path):
@@ -172,7 +172,7 @@ def test_a_log_of_many_rows_passes(tmp_path):
 
 
 def test_json_is_counted_before_it_is_parsed(monkeypatch):
-    monkeypatch.setattr(bounds, "MEMORY", 10_000)
+    monkeypatch.setattr(limits, "MEMORY", 10_000)
     assert Bounds("f", 0).parse_json('{"a": [1, 2]}') == {"a": [1, 2]}
     for text in ("[" + "[]," * 1000 + "0]", "[" + '"",' * 1000 + "0]", "{" * 100, "[" + "1," * 1000 + "0]"):
         with pytest.raises(HostileError, match="of memory"):
@@ -180,8 +180,8 @@ def test_json_is_counted_before_it_is_parsed(monkeypatch):
 
 
 def test_what_lies_in_a_packed_file_spends_from_the_packed_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(bounds, "MEMORY", 40_000)
-    monkeypatch.setattr(bounds, "DENSE_SHARES", ())
+    monkeypatch.setattr(limits, "MEMORY", 40_000)
+    monkeypatch.setattr(limits, "DENSE_SHARES", ())
     path = tmp_path / "many.pkl.gz"
     plain = around(x=b"](" + b"]" * 2000 + b"e" + b"0" + b"B" + struct.pack("<I", 200_000) + bytes(200_000))
     path.write_bytes(gzip.compress(torch_zip(plain)))

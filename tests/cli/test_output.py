@@ -7,7 +7,7 @@ import ckptfix
 from ckptfix.cli.console import Console
 from ckptfix.cli.output import ReportWriter
 from ckptfix.errors import UnreadableError
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Presentation
 from tests.report.samples import PREFIX, report
 
 
@@ -18,9 +18,9 @@ def refuse():
 def written(form, capsys, **settings):
     """What a writer makes of a clean file, a torn one and one with a defect, and its exit code."""
     writer = ReportWriter(Console(**settings), form)
-    writer.account("good.pth", Telling(), lambda: report(source="good.pth"))
-    writer.account("torn.pth", Telling(), refuse)
-    writer.account("resnet.pth", Telling(), lambda: report(PREFIX))
+    writer.write_report("good.pth", Presentation(), lambda: report(source="good.pth"))
+    writer.write_report("torn.pth", Presentation(), refuse)
+    writer.write_report("resnet.pth", Presentation(), lambda: report(PREFIX))
     writer.close()
     out, err = capsys.readouterr()
     count = "ckptfix: 3 files: 1 with defects (1 defect, 1 fixable), 1 could not be read\n"
@@ -69,7 +69,7 @@ def test_sarif_is_one_document(capsys):
 def test_an_attack_without_weights_is_an_alert(tmp_path, capsys):
     (tmp_path / "evil.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
     writer = ReportWriter(Console(), "sarif")
-    writer.account("evil.pkl", Telling(), lambda: ckptfix.check(tmp_path / "evil.pkl"))
+    writer.write_report("evil.pkl", Presentation(), lambda: ckptfix.check(tmp_path / "evil.pkl"))
     writer.close()
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert [result["ruleId"] for result in run["results"]] == ["FIL901"]
@@ -94,6 +94,6 @@ def test_quiet_leaves_clean_files_out(capsys):
 @pytest.mark.parametrize("form", ["full", "concise", "github", "sarif", "junit"])
 def test_a_clean_file_gives_zero(form, capsys):
     writer = ReportWriter(Console(), form)
-    writer.account("good.pth", Telling(), report)
+    writer.write_report("good.pth", Presentation(), report)
     writer.close()
     assert writer.exit_code == 0

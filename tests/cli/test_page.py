@@ -39,8 +39,8 @@ def test_several_files_and_one_that_is_torn(folder):
         ("torn.pth", "unreadable"),
         ("wrapped.pth", "can be repaired"),
     ]
-    assert "torn.pth" in page.account(1)["error"]
-    assert page.account(2)["command"] == "ckptfix repair wrapped.pth"
+    assert "torn.pth" in page.details(1)["error"]
+    assert page.details(2)["command"] == "ckptfix repair wrapped.pth"
     # The figures stand under the names that the keys will have.
     assert page.data["layout-0"]["key"] == ["weight", "bias"]
     assert page.data["weights-2"]["layout"] == 0
@@ -64,7 +64,7 @@ def test_a_repair(folder):
     page = page_of(folder / "out.html")
     [row] = page.rows()
     assert (row["outcome"], row["output"], row["share"], row["smoke"]) == ("repaired", "new.pth", 1.0, "passed")
-    assert page.account(0)["renames"] == [["module.weight", "weight"], ["module.bias", "bias"]]
+    assert page.details(0)["renames"] == [["module.weight", "weight"], ["module.bias", "bias"]]
 
 
 def test_a_checkpoint_is_not_replaced_by_a_page(folder):

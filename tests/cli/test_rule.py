@@ -1,7 +1,7 @@
 import pytest
 
 from ckptfix.cli.showing import _rendered
-from ckptfix.report.style import Paper
+from ckptfix.report.style import TextFormat
 from ckptfix.rules import RULES
 from tests.cli.programs import run_here
 
@@ -26,7 +26,7 @@ def test_a_family_has_a_line_for_each_rule(tmp_path):
 
 def test_a_terminal_gets_headings_and_paragraphs():
     manual = "KEY1 a: first.\n\n## Why\nOne `two`\nthree.\n\n    x = 1\n\n- a\n  b\n- c"
-    assert Paper(color=True).write(_rendered(manual)) == (
+    assert TextFormat(color=True).write(_rendered(manual)) == (
         "  KEY1 a: first.\n\n\x1b[36mWhy\x1b[0m\n  One \x1b[1mtwo\x1b[0m three.\n\n      x = 1\n\n  - a b\n  - c\n\n"
     )
 

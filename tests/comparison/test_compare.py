@@ -16,7 +16,7 @@ import ckptfix
 from ckptfix.comparison.compare import find_renames
 from ckptfix.comparison.difference import difference_lines, difference_to_json
 from ckptfix.reading.opening import open_state_dict
-from ckptfix.report.style import Paper
+from ckptfix.report.style import TextFormat
 
 
 def model() -> nn.Module:
@@ -34,7 +34,7 @@ def saved(folder: Path, name: str, content: Any, **options: Any) -> Path:
 
 
 def screen(difference: ckptfix.Difference, verbose: bool = False) -> str:
-    return Paper().write(difference_lines(difference, verbose))
+    return TextFormat().write(difference_lines(difference, verbose))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
 from ckptfix.core.wrappers import bare
 from ckptfix.engine.applying import apply_plan
-from ckptfix.engine.changes import Supplies
+from ckptfix.engine.changes import ValueSources
 from ckptfix.errors import PlanError
 from ckptfix.reading.opening import open_state_dict
 from tests.checks import assert_same
@@ -61,8 +61,8 @@ def state() -> OrderedDict[str, Any]:
     return made
 
 
-def apply(*edits: Edit, supplies: Supplies | None = None) -> dict[str, Any]:
-    return apply_plan(Plan((Step("TST101", edits),)), open_state_dict(state()), supplies).state_dict()
+def apply(*edits: Edit, value_sources: ValueSources | None = None) -> dict[str, Any]:
+    return apply_plan(Plan((Step("TST101", edits),)), open_state_dict(state()), value_sources).state_dict()
 
 
 def keys_after(*edits: Edit) -> list[str]:
@@ -166,9 +166,9 @@ def test_conflicts_are_refused(edits, says):
     ],
 )
 def test_a_fill_from_another_model_is_refused(fill, says):
-    supplies = Supplies(initial=target_from_module(nn.Linear(2, 2)).initial)
+    value_sources = ValueSources(initial=target_from_module(nn.Linear(2, 2)).initial)
     with pytest.raises(PlanError) as caught:
-        apply(fill, supplies=supplies)
+        apply(fill, value_sources=value_sources)
     assert says in str(caught.value)
 
 

@@ -18,7 +18,7 @@ from ckptfix.core.target import target_from_module
 from ckptfix.engine.diagnosis import diagnose, is_enabled
 from ckptfix.errors import InternalError
 from ckptfix.reading.opening import open_state_dict
-from ckptfix.rules import Listed
+from ckptfix.rules import RuleEntry
 from ckptfix.rules.rule import Context, Rule
 
 CHECKPOINT = open_state_dict({"module._orig_mod.weight": torch.ones(2, 2)})
@@ -26,7 +26,7 @@ CHECKPOINT = open_state_dict({"module._orig_mod.weight": torch.ones(2, 2)})
 
 def listed(code, name, propose):
     """A rule in the list that no module has."""
-    made = Listed(code, name)
+    made = RuleEntry(code, name)
     made.__dict__["rule"] = Rule(code, name, "", propose)
     return made
 

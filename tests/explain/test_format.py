@@ -11,7 +11,7 @@ from torch import nn
 import ckptfix
 from ckptfix.explain import explain, judge
 from ckptfix.explain.format import Verdict
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Presentation
 
 PREFIX = (
     'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s) in state_dict: "weight", "bias".\n\t'
@@ -36,7 +36,7 @@ def wrapped(tmp_path: Path) -> Path:
 
 
 def verdict(message: str, file: Path, model: nn.Module | None = None) -> Verdict:
-    return judge(explain(message), ckptfix.check(file, model), Telling())
+    return judge(explain(message), ckptfix.check(file, model), Presentation())
 
 
 def test_a_file_that_is_clean_is_not_blamed(plain: Path):
@@ -54,11 +54,14 @@ def test_a_clean_file_agrees_with_a_fault_of_the_environment(plain: Path):
 
 
 def test_an_unknown_message(plain: Path):
-    assert "nothing is wrong with it as far as it can be seen" in judge(None, ckptfix.check(plain), Telling()).sentence
+    assert (
+        "nothing is wrong with it as far as it can be seen"
+        in judge(None, ckptfix.check(plain), Presentation()).sentence
+    )
 
 
 def test_an_unknown_message_may_be_about_what_is_wrong_with_the_file(wrapped: Path):
-    told = judge(None, ckptfix.check(wrapped), Telling())
+    told = judge(None, ckptfix.check(wrapped), Presentation())
     assert told.sentence == f"{wrapped} has 1 defect, which may be the cause:"
 
 

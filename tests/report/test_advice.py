@@ -11,13 +11,13 @@ from ckptfix.cli.program import exit_code
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
-from ckptfix.report.advice import Mode, Telling, advice_lines, next_command
-from ckptfix.report.style import Paper
+from ckptfix.report.advice import Mode, Presentation, advice_lines, next_command
+from ckptfix.report.style import TextFormat
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 
 def told(report, mode=Mode.CHECK):
-    return Paper().write(advice_lines(report, Telling(mode))).splitlines()
+    return TextFormat().write(advice_lines(report, Presentation(mode))).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -55,24 +55,24 @@ def test_nothing_is_left_after_a_repair():
     ],
 )
 def test_command_after_a_check(findings, command):
-    assert next_command(report(*findings), Telling()) == command
+    assert next_command(report(*findings), Presentation()) == command
 
 
 def test_the_command_is_quoted_and_keeps_what_was_given():
-    telling = Telling(choices={"model": "zoo:resnet"})
+    presentation = Presentation(choices={"model": "zoo:resnet"})
     assert (
-        next_command(report(EXTRA, source="my file.pth"), telling)
+        next_command(report(EXTRA, source="my file.pth"), presentation)
         == "ckptfix repair 'my file.pth' --model zoo:resnet --unsafe-fixes"
     )
 
 
 def test_a_repair_does_not_advise_itself():
-    assert next_command(report(COUNTER), Telling(Mode.REPAIR)) == ""
+    assert next_command(report(COUNTER), Presentation(Mode.REPAIR)) == ""
 
 
 def test_a_flag_that_was_given_is_not_given_twice():
-    telling = Telling(Mode.REPAIR, choices={"fill": "donor.pth"})
-    assert next_command(report(MISSING), telling) == ""
+    presentation = Presentation(Mode.REPAIR, choices={"fill": "donor.pth"})
+    assert next_command(report(MISSING), presentation) == ""
 
 
 def test_what_to_do_about_each_finding():
@@ -127,14 +127,14 @@ def test_what_becomes_untrained_is_of_the_set_that_was_taken():
     ],
 )
 def test_what_makes_a_command(remedy, command):
-    made = next_command(report(replace(MISMATCH, remedies=(remedy,))), Telling(Mode.REPAIR))
+    made = next_command(report(replace(MISMATCH, remedies=(remedy,))), Presentation(Mode.REPAIR))
     assert made == (f"ckptfix repair resnet.pth {command}" if command else "")
 
 
 def test_nothing_is_filled_or_dropped_while_the_weights_are_in_another_form():
     elsewhere = replace(MISMATCH, blocks=Blocks.FILLING, remedies=advise("merge the adapter first"))
-    assert next_command(report(MISSING, EXTRA, elsewhere), Telling(Mode.REPAIR)) == ""
-    assert next_command(report(MISSING, EXTRA), Telling(Mode.REPAIR)).endswith("--unsafe-fixes --fill target")
+    assert next_command(report(MISSING, EXTRA, elsewhere), Presentation(Mode.REPAIR)) == ""
+    assert next_command(report(MISSING, EXTRA), Presentation(Mode.REPAIR)).endswith("--unsafe-fixes --fill target")
 
 
 def test_the_price_of_a_fill():
@@ -150,7 +150,7 @@ def test_a_model_of_random_weights_is_asked_for_by_its_own_flag():
 
 
 def test_what_a_plan_leaves_is_said():
-    lines = Paper().write(advice_lines(report(PREFIX), Telling(Mode.REPAIR, choices={"apply": "plan.json"})))
+    lines = TextFormat().write(advice_lines(report(PREFIX), Presentation(Mode.REPAIR, choices={"apply": "plan.json"})))
     assert lines.splitlines() == ["left:", "  KEY102 wrapper-prefix: not in the plan"]
 
 
@@ -198,7 +198,7 @@ def test_a_check_gives_the_command_for_a_layout_that_a_repair_restores(tmp_path,
     torch.save({"proj.weight": torch.randn(8, 8, 1, 1), "proj.bias": torch.randn(8)}, "conv.pth")
     torch.save({"proj.weight": torch.randn(8, 8), "proj.bias": torch.randn(8)}, "linear.pth")
     report = ckptfix.check("conv.pth", like="linear.pth")
-    command = next_command(report, Telling(choices={"like": "linear.pth"}))
+    command = next_command(report, Presentation(choices={"like": "linear.pth"}))
     assert command == "ckptfix repair conv.pth --like linear.pth"
     assert exit_code(shlex.split(command)[1:]) == 0
     assert torch.load("conv.fixed.pth", weights_only=True)["proj.weight"].shape == (8, 8)
@@ -222,7 +222,7 @@ CLASSES = [
 @pytest.mark.parametrize(("file", "model"), CLASSES)
 def test_no_command_makes_untrained_what_the_file_has_in_another_form(file, model):
     report = ckptfix.check(file, model)
-    words = shlex.split(next_command(report, Telling()))
+    words = shlex.split(next_command(report, Presentation()))
     assert not {"--fill", "--drop-mismatched"} & set(words)
     if "--unsafe-fixes" in words:
         repaired = ckptfix.repair(file, model, unsafe_fixes=True).report
@@ -232,7 +232,7 @@ def test_no_command_makes_untrained_what_the_file_has_in_another_form(file, mode
 @pytest.mark.parametrize("model", [None, layers(8, 8)])
 def test_no_command_for_one_rank_of_a_model(model):
     file = {"_fsdp_wrapped_module._flat_param": torch.ones(9)}
-    assert next_command(ckptfix.check(file, model), Telling()) == ""
+    assert next_command(ckptfix.check(file, model), Presentation()) == ""
 
 
 @pytest.mark.parametrize(("file", "model"), CLASSES)

@@ -11,7 +11,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.report.inspection import classes, describe, inspect_checkpoint, inspection_lines, key_lines, size_on_disk
-from ckptfix.report.style import Paper
+from ckptfix.report.style import TextFormat
 
 
 def training_checkpoint() -> Checkpoint:
@@ -75,7 +75,7 @@ def test_facts():
 
 
 def test_lines():
-    assert Paper().write(inspection_lines(training_checkpoint(), 6000)) == (
+    assert TextFormat().write(inspection_lines(training_checkpoint(), 6000)) == (
         """\
 model.pth: torch-zip, 4 tensors, 341 elements
 state_dict: model.weights
@@ -106,7 +106,7 @@ keys:
 
 
 def test_a_plain_state_dict_says_little():
-    text = Paper().write(inspection_lines(open_state_dict({"w": torch.zeros(2)}, "a.pth")))
+    text = TextFormat().write(inspection_lines(open_state_dict({"w": torch.zeros(2)}, "a.pth")))
     assert "state_dict: the file itself\n" in text
     assert "_metadata: none\n" in text
     assert "ties: none\n" in text
@@ -116,7 +116,7 @@ def test_a_plain_state_dict_says_little():
 
 
 def test_no_tensors_at_all():
-    assert "dtypes: none\n" in Paper().write(inspection_lines(open_state_dict({}, "a.pth")))
+    assert "dtypes: none\n" in TextFormat().write(inspection_lines(open_state_dict({}, "a.pth")))
 
 
 def test_empty_tensors_are_no_tie():

@@ -4,7 +4,7 @@ from xml.etree.ElementTree import fromstring
 
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Presentation
 from ckptfix.report.ci import JUnitDocument
 from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, report
 
@@ -12,7 +12,7 @@ from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, report
 def suites_of(*reports, errors=()):
     document = JUnitDocument()
     for each in reports:
-        document.add(each, Telling())
+        document.add(each, Presentation())
     for source, message in errors:
         document.add_error(source, message)
     return fromstring(document.text().encode())

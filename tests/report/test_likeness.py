@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from ckptfix.core.likeness import Fit, Likeness
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Presentation
 from ckptfix.report.likeness import likeness_lines, likeness_text
 
 NAMES = ("timm/vit_small_patch16_224",)
@@ -85,7 +85,7 @@ def test_the_words(likeness, text):
 def lines(likeness, **choices):
     return [
         "".join(str(getattr(piece, "text", piece)) for piece in line)
-        for line in likeness_lines(likeness, partial(Telling().command, "check", "my file.pth"), choices)
+        for line in likeness_lines(likeness, partial(Presentation().command, "check", "my file.pth"), choices)
     ]
 
 

@@ -12,7 +12,7 @@ from jsonschema import Draft7Validator, ValidationError
 from requests_cache.backends.sqlite import SQLiteCache
 
 from ckptfix.core.finding import Blocks, Finding, Level
-from ckptfix.report.advice import Telling
+from ckptfix.report.advice import Presentation
 from ckptfix.report.ci import SarifLog
 from ckptfix.rules import RULES
 from tests.report.samples import COUNTER, EXTRA, MISSING, PREFIX, report
@@ -30,7 +30,7 @@ def run_of(*reports, errors=()):
     """The only run of the log of these reports, which is valid."""
     log = SarifLog("1.2.3")
     for each in reports:
-        log.add(each, Telling())
+        log.add(each, Presentation())
     for error in errors:
         log.add_error(*error)
     data = json.loads(log.text())

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from ckptfix.errors import printable
-from ckptfix.report.style import Paper, Span
+from ckptfix.report.style import Span, TextFormat
 
 
 class Terminal(io.StringIO):
@@ -25,37 +25,37 @@ class Terminal(io.StringIO):
     ],
 )
 def test_where_colours_are(stream, environment, color):
-    assert Paper.of(stream, environment).color is color
+    assert TextFormat.of(stream, environment).color is color
 
 
 def test_a_long_line_is_broken_at_spaces_and_goes_on_further_in():
     lines = ["  the weight matrix has decayed to nothing at all", "short", "x" * 30]
-    assert Paper(width=20).write(lines) == (
+    assert TextFormat(width=20).write(lines) == (
         "  the weight matrix\n    has decayed to\n    nothing at all\nshort\n" + "x" * 30 + "\n"
     )
-    colored = Paper(color=True, width=12).write([("run ", Span("words of one", "error"))])
+    colored = TextFormat(color=True, width=12).write([("run ", Span("words of one", "error"))])
     assert colored == "run \x1b[1;31mwords\x1b[0m\x1b[1;31m of\x1b[0m\n  \x1b[1;31mone\x1b[0m\n"
 
 
 def test_a_command_is_never_broken():
     line = ("run: ", Span("ckptfix repair a.pth --model zoo:net --fill target", "command"))
-    assert Paper(width=20).write([line]).count("\n") == 1
+    assert TextFormat(width=20).write([line]).count("\n") == 1
 
 
 def test_a_pipe_breaks_no_line():
-    assert Paper.of(io.StringIO(), {}).width == 0
+    assert TextFormat.of(io.StringIO(), {}).width == 0
 
 
 def test_a_role_is_an_escape_sequence_only_with_colours():
     lines = [("a ", Span("b", "error"))]
-    assert Paper().write(lines) == "a b\n"
-    assert Paper(color=True).write(lines) == "a \x1b[1;31mb\x1b[0m\n"
+    assert TextFormat().write(lines) == "a b\n"
+    assert TextFormat(color=True).write(lines) == "a \x1b[1;31mb\x1b[0m\n"
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "a\rb", "a\nb", "\x07", "\x9b31m", "\u202e", "\ud800"])
 def test_nothing_in_a_text_reaches_the_terminal_as_a_control(hostile):
     for piece in (hostile, Span(hostile, "error")):
-        text = Paper().write([(piece,)])
+        text = TextFormat().write([(piece,)])
         assert text.endswith("\n")
         assert text[:-1].isprintable()
 
@@ -65,8 +65,8 @@ def test_printable_keeps_what_people_read():
 
 
 def test_an_ascii_stream_gets_ascii():
-    assert Paper(encoding="ascii").write(["a.{0…3} → ü"]) == "a.{0...3} -> \\xfc\n"
+    assert TextFormat(encoding="ascii").write(["a.{0…3} → ü"]) == "a.{0...3} -> \\xfc\n"
 
 
 def test_a_latin_stream_gets_what_it_has():
-    assert Paper(encoding="latin-1").write(["… ü"]) == "... ü\n"
+    assert TextFormat(encoding="latin-1").write(["… ü"]) == "... ü\n"

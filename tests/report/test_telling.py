@@ -1,7 +1,7 @@
 import pytest
 
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.report.advice import Telling, mark
+from ckptfix.report.advice import Presentation, mark
 from tests.report.samples import EXTRA, MISMATCH, PREFIX, report
 
 
@@ -27,13 +27,13 @@ from tests.report.samples import EXTRA, MISMATCH, PREFIX, report
     ],
 )
 def test_mark(finding, fixed, text):
-    assert mark(finding, report(finding, fixed=(finding,) if fixed else ()), Telling()) == text
+    assert mark(finding, report(finding, fixed=(finding,) if fixed else ()), Presentation()) == text
 
 
 def test_what_is_not_written_only_would_be_fixed():
     for held in ({"is_dry_run": True}, {"is_refused": True}):
-        assert mark(PREFIX, report(PREFIX, fixed=(PREFIX,), **held), Telling()) == "[would be fixed]"
+        assert mark(PREFIX, report(PREFIX, fixed=(PREFIX,), **held), Presentation()) == "[would be fixed]"
 
 
 def test_verbose_lifts_the_limit():
-    assert (Telling().limit, Telling(verbose=True).limit) == (12, None)
+    assert (Presentation().limit, Presentation(verbose=True).limit) == (12, None)

@@ -4,8 +4,8 @@ from msgspec.structs import replace
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.report.advice import Mode, Telling
-from ckptfix.report.style import Paper
+from ckptfix.report.advice import Mode, Presentation
+from ckptfix.report.style import TextFormat
 from ckptfix.report.terminal import concise_lines, full_lines, headline
 from ckptfix.rules.val101_non_finite import non_finite
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
@@ -14,8 +14,8 @@ SOUND = "resnet.pth: nothing wrong in the file itself (not compared with a model
 NAN = non_finite.finding(Level.ERROR, "1 tensor is not finite", ("a.weight",))
 
 
-def full(report, **telling):
-    return Paper().write(full_lines(report, Telling(**telling)))
+def full(report, **presentation):
+    return TextFormat().write(full_lines(report, Presentation(**presentation)))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def full(report, **telling):
     ],
 )
 def test_headline(findings, line):
-    assert Paper().write([headline(report(*findings))]) == f"{line}\n"
+    assert TextFormat().write([headline(report(*findings))]) == f"{line}\n"
 
 
 def test_full_report_of_a_repair():
@@ -164,18 +164,20 @@ def test_figures_and_shapes_stand_beside_their_keys():
     ],
 )
 def test_headline_of_what_has_no_defect_left(changes, mode, line):
-    assert Paper().write([headline(report(**changes), Telling(mode))]) == f"resnet.pth: {line}\n"
+    assert TextFormat().write([headline(report(**changes), Presentation(mode))]) == f"resnet.pth: {line}\n"
 
 
 def test_headline_of_a_repair_that_leaves_something():
     left = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6], output="b.pth")
     line = "resnet.pth: 1 fixed → b.pth; left: 1 defect: another shape (1 key)\n"
-    assert Paper().write([headline(left, Telling(Mode.REPAIR))]) == line
+    assert TextFormat().write([headline(left, Presentation(Mode.REPAIR))]) == line
     line = "resnet.pth: 1 would be fixed; left: 1 defect: another shape (1 key)\n"
-    assert Paper().write([headline(replace(left, output=None, is_dry_run=True), Telling(Mode.REPAIR))]) == line
+    assert (
+        TextFormat().write([headline(replace(left, output=None, is_dry_run=True), Presentation(Mode.REPAIR))]) == line
+    )
     refused = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6])
     line = "resnet.pth: not repaired; left: 1 defect: another shape (1 key)\n"
-    assert Paper().write([headline(refused, Telling(Mode.REPAIR))]) == line
+    assert TextFormat().write([headline(refused, Presentation(Mode.REPAIR))]) == line
 
 
 def test_a_defect_without_a_fix_is_not_called_nothing_to_repair():
@@ -197,7 +199,9 @@ def test_long_evidence_is_cut_unless_verbose():
 
 
 def test_concise():
-    text = Paper().write(concise_lines(report(PREFIX, EXTRA, MISMATCH, NOTE, fixed=(PREFIX,)), Telling(Mode.REPAIR)))
+    text = TextFormat().write(
+        concise_lines(report(PREFIX, EXTRA, MISMATCH, NOTE, fixed=(PREFIX,)), Presentation(Mode.REPAIR))
+    )
     assert text == (
         """\
 resnet.pth: KEY102 wrapper-prefix: 6 keys begin with `module.` [fixed]
@@ -211,7 +215,7 @@ resnet.pth: FIL103 foreign-class: an object of a class is inside
 @pytest.mark.parametrize("lines", [full_lines, concise_lines])
 def test_a_hostile_name_stays_text(lines):
     hostile = Finding("KEY1", "n", Level.ERROR, "\x1b[2Jmessage", keys=("\x1b]0;title\x07",), evidence={"\x1b": "\r"})
-    text = Paper().write(lines(report(hostile, source="\x1b[31m.pth", target="\x1b"), Telling()))
+    text = TextFormat().write(lines(report(hostile, source="\x1b[31m.pth", target="\x1b"), Presentation()))
     assert "\x1b" not in text
     assert "\r" not in text
 

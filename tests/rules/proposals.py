@@ -14,7 +14,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.core.target import Target, target_from_module
 from ckptfix.engine.applying import apply_plan
-from ckptfix.engine.changes import Supplies
+from ckptfix.engine.changes import ValueSources
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.statistics import Statistics
@@ -56,8 +56,8 @@ def repaired(
     """The state_dict after the fixes of the rule; a second look has to propose no further fix."""
     seen = context(state_dict, model, donor, **settings)
     edits = tuple(edit for finding in rule.propose(seen) if finding.fix for edit in finding.fix.edits)
-    supplies = Supplies(seen.target.initial if seen.target else None, seen.donor)
-    after = apply_plan(Plan((Step(rule.code, edits),)), seen.checkpoint, supplies)
+    value_sources = ValueSources(seen.target.initial if seen.target else None, seen.donor)
+    after = apply_plan(Plan((Step(rule.code, edits),)), seen.checkpoint, value_sources)
     state = after.state_dict()
     assert not [finding for finding in propose(rule, state, model, donor, **settings) if finding.fix]
     return state

@@ -18,7 +18,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.edits import Plain
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.report.advice import Telling, next_command, remedies_text
+from ckptfix.report.advice import Presentation, next_command, remedies_text
 from tests.checks import assert_same
 
 
@@ -415,5 +415,5 @@ def test_packed_weights_are_not_taken_apart(tmp_path):
     report = ckptfix.repair(file, output=tmp_path / "out.pth").report
     assert report.exit_code == 1
     assert not (tmp_path / "out.pth").exists()
-    assert next_command(report, Telling()) == ""
+    assert next_command(report, Presentation()) == ""
     lstm.load_state_dict(torch.load(file, weights_only=False))

@@ -15,7 +15,7 @@ from ckptfix.core.edits import Fill, Tie
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.reading.opening import open_state_dict
-from ckptfix.report.advice import Telling, next_command, remedies_text
+from ckptfix.report.advice import Presentation, next_command, remedies_text
 from ckptfix.rules.fit101_missing_key import missing_key, other_layout
 from tests.rules.proposals import context, propose, repaired
 
@@ -206,7 +206,7 @@ def test_layers_of_another_version():
     state, model = version(key=(D, D), first=(D, 1)).state_dict(), version(key=(D, D), faaaa=(D, 3))
     assert "version of the model" in said(state, model)
     report = ckptfix.check(state, model)
-    assert next_command(report, Telling()) == ""
+    assert next_command(report, Presentation()) == ""
 
 
 def test_other_names_in_the_same_module():

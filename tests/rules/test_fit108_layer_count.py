@@ -9,7 +9,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.errors import UsageError
-from ckptfix.report.advice import Telling, next_command
+from ckptfix.report.advice import Presentation, next_command
 from ckptfix.rules.fit108_layer_count import layer_count
 from tests.rules.proposals import propose, repaired
 
@@ -57,7 +57,7 @@ def test_named_and_not_chosen():
 def test_no_command_drops_or_fills_layers_of_another_variant(depth):
     report = ckptfix.check(model(6).state_dict(), model(depth))
     assert {finding.code for finding in report.left} == {"FIT108", "FIT101" if depth > 6 else "FIT102"}
-    assert next_command(report, Telling()) == ""
+    assert next_command(report, Presentation()) == ""
 
 
 @pytest.mark.parametrize(("depth", "asked"), [(3, {"unsafe_fixes": True}), (8, {"fill": "target"})])

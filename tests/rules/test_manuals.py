@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import ckptfix.rules
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import Settings
-from ckptfix.rules import RULES, Listed, Needs
+from ckptfix.rules import RULES, Needs, RuleEntry
 from tests.rules.proposals import context
 
 FOLDER = Path(ckptfix.rules.__file__).parent
@@ -27,7 +27,7 @@ FOUND_LATER = {module for module, source in MODULES.items() if " = found_later("
 """Rules whose findings are made when the file is run or hashed, and tested there."""
 
 
-def stem(rule: Listed) -> str:
+def stem(rule: RuleEntry) -> str:
     return f"{rule.code.lower()}_{rule.name.replace('-', '_')}"
 
 
@@ -43,7 +43,7 @@ def test_no_code_and_no_name_is_given_twice():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_rule(rule: Listed):
+def test_rule(rule: RuleEntry):
     assert (rule.code, rule.name) == (rule.rule.code, rule.rule.name)
     assert re.fullmatch(rf"({'|'.join(FAMILIES)})\d{{3}}", rule.code)
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name)
@@ -59,7 +59,7 @@ def test_rule(rule: Listed):
 @pytest.mark.parametrize(
     "rule", [rule for rule in RULES if rule.needs not in (Needs.NAMES, Needs.OPTIMIZER)], ids=lambda rule: rule.code
 )
-def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
+def test_a_rule_says_nothing_without_what_it_needs(rule: RuleEntry):
     """It is not even imported then, so it had better be right."""
     state = {"module.fc.weight": torch.full((4, 4), float("nan")), "module.fc.bias": torch.zeros(4)}
     model = torch.nn.Linear(4, 4)
@@ -73,7 +73,7 @@ def test_a_rule_says_nothing_without_what_it_needs(rule: Listed):
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if stem(rule) in FOUND_LATER], ids=lambda rule: rule.code)
-def test_what_is_found_later_is_not_found_in_names_and_values(rule: Listed):
+def test_what_is_found_later_is_not_found_in_names_and_values(rule: RuleEntry):
     assert list(rule.rule.propose(context({"w": torch.full((8, 8), float("nan"))}))) == []
 
 
@@ -83,6 +83,6 @@ def test_the_test_lies_beside(module: str):
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.family == "VAL"], ids=lambda rule: rule.code)
-def test_values_are_left_alone_where_the_user_says_so(rule: Listed):
+def test_values_are_left_alone_where_the_user_says_so(rule: RuleEntry):
     seen = replace(context({"w": torch.full((8, 8), float("nan"))}, values=False), statistics={})
     assert list(rule.rule.propose(seen)) == []

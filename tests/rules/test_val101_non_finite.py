@@ -11,7 +11,7 @@ from ckptfix.core.edits import Replace
 from ckptfix.core.finding import Level
 from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.report.advice import remedies_text
-from ckptfix.report.style import Paper
+from ckptfix.report.style import TextFormat
 from ckptfix.report.terminal import headline
 from ckptfix.rules.val101_non_finite import non_finite
 from tests.checks import check_repaired
@@ -239,7 +239,7 @@ def test_the_headline_says_what_was_not_examined(tmp_path):
     torch.save({"model": {"fc.weight": torch.ones(2, 2)}, "ema": {"shadow": [torch.ones(2, 2)]}}, tmp_path / "f.pth")
     report = ckptfix.check(tmp_path / "f.pth", select=("VAL101",))
     assert report.to_json()["unexamined"] == ["ema"]
-    line = Paper().write([headline(report)])
+    line = TextFormat().write([headline(report)])
     assert "nothing wrong in the weights under model (ema not examined, except for checksums and NaN; not comp" in line
 
 

@@ -89,8 +89,8 @@ def unwrap(content: Content, member: str | None = None) -> Content:
 
 
 def _replaced(old: Content, new: Content) -> Content:
-    new.account = old.bounds
-    new.account.unpack(len(new))
+    new.shared_bounds = old.bounds
+    new.shared_bounds.unpack(len(new))
     return new
 
 
@@ -188,38 +188,38 @@ def is_zip_of_files(content: Content) -> bool:
 
 
 def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
-    listing = list_members(content)
-    packed = sum(min(info.compress_size, len(content)) for info in listing.infos)
+    index = list_members(content)
+    packed = sum(min(info.compress_size, len(content)) for info in index.infos)
     if packed > OVERLAP_LIMIT * len(content):
         raise HostileError(
             f"{content.path}: the files in the zip archive take {packed} bytes and it has {len(content)}: they "
             "overlap, to fill a disk; do not use this file"
         )
-    damage = list(listing.damage)
-    if listing.found is not None and not damage:
+    damage = list(index.damage)
+    if index.found is not None and not damage:
         damage = [Fact.of(Kind.ZIP_CUT, nbytes=len(content))]
     found: list[Member] = []
     costly = 0
-    for info in listing.infos:
+    for info in index.infos:
         if not info.filename.endswith("/"):
             costly += info.compress_type == BZIP2
-            blocks = partial(_blocks, content, listing, info)
+            blocks = partial(_blocks, content, index, info)
             closed = why_closed(info.flag_bits, info.compress_type)
             head = b""
             if not closed and costly <= COSTLY_LIMIT:
-                head, closed = _head(content, listing, info)
+                head, closed = _head(content, index, info)
             found.append(Member(info.filename, head, blocks, closed))
-        if listing.found is not None and info.filename in listing.found.open_at:
+        if index.found is not None and info.filename in index.found.open_at:
             break  # what seems to follow is inside of it
     return found, damage
 
 
-def _stream(content: Content, listing: ZipIndex, info: ZipMember) -> Stream | Fact:
+def _stream(content: Content, index: ZipIndex, info: ZipMember) -> Stream | Fact:
     """Return the packed bytes of a member, as far as they are there; where there are none, why."""
-    start = listing.data_start(content, info)
+    start = index.data_start(content, info)
     if start is None:
         return Fact(Kind.MEMBER_LOST)
-    is_open = listing.found is not None and info.filename in listing.found.open_at
+    is_open = index.found is not None and info.filename in index.found.open_at
     packed = max(info.compress_size, len(content) - start) if is_open else info.compress_size
     # A decoder makes something of zeros that were never filled; what is stored tells for itself.
     end = filled_end(content) if is_open and info.compress_type != STORED else len(content)
@@ -232,9 +232,9 @@ def _stream(content: Content, listing: ZipIndex, info: ZipMember) -> Stream | Fa
     return Stream(content, start + skipped, stop, decoder)
 
 
-def _head(content: Content, listing: ZipIndex, info: ZipMember) -> tuple[bytes, str]:
+def _head(content: Content, index: ZipIndex, info: ZipMember) -> tuple[bytes, str]:
     """Return the first bytes of a member; where there are none that should be, why, as the end of a sentence."""
-    stream = _stream(content, listing, info)
+    stream = _stream(content, index, info)
     if isinstance(stream, Fact):
         return b"", f"{clause(stream)}; fetch the archive again"
     head = b""
@@ -246,11 +246,11 @@ def _head(content: Content, listing: ZipIndex, info: ZipMember) -> tuple[bytes, 
     return head, "" if head else why
 
 
-def _blocks(content: Content, listing: ZipIndex, info: ZipMember, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
+def _blocks(content: Content, index: ZipIndex, info: ZipMember, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
     closed = why_closed(info.flag_bits, info.compress_type)
     if closed:
         raise UnreadableError(f"{content.path}: {info.filename!r:.80} {closed}")
-    stream = _stream(content, listing, info)
+    stream = _stream(content, index, info)
     if isinstance(stream, Fact):
         damage.append(stream)
         return
@@ -258,7 +258,7 @@ def _blocks(content: Content, listing: ZipIndex, info: ZipMember, damage: list[F
     for block, packed in stream.blocks():
         crc = zlib.crc32(block, crc)
         yield block, packed
-    is_known = listing.found is None or info.filename not in listing.found.open_at
+    is_known = index.found is None or info.filename not in index.found.open_at
     if stream.fault:
         damage.append(Fact.of(Kind.PACKED_BYTES, there=stream.expanded, fault=stream.fault))
     # The end of an LZMA stream is its size; a marker after it is an option.

@@ -227,8 +227,8 @@ def has_end(content: Content) -> bool:
     if len(tail) < END.size:
         return False
     *_, size, offset, _ = END.unpack(tail)
-    is_told = size >= ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
-    return tail[:4] == b"PK\x05\x06" or is_told
+    is_entry = size >= ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
+    return tail[:4] == b"PK\x05\x06" or is_entry
 
 
 def checksums_left(content: Content, start: int) -> dict[str, int]:

@@ -246,9 +246,9 @@ class ZipIndex(Struct):
 class DirectoryRepair:
     """One comparison of a directory with the headers of its members."""
 
-    def __init__(self, content: Content, listing: ZipIndex) -> None:
-        self.content, self.listing = content, listing
-        infos = listing.infos
+    def __init__(self, content: Content, index: ZipIndex) -> None:
+        self.content, self.index = content, index
+        infos = index.infos
         self.names = Counter([info.orig_filename for info in infos])
         self.places = Counter([info.header_offset for info in infos])
         self.bounds = sorted(self.places)
@@ -265,20 +265,20 @@ class DirectoryRepair:
         self.in_place += header.is_signed
         if not self._agree(info, header) or header_name(info, header) != info.orig_filename:
             return False
-        self.listing.agreed[info.header_offset] = header.start
+        self.index.agreed[info.header_offset] = header.start
         return True
 
     @property
     def is_in_place(self) -> bool:
         """Whether this is the directory of these members, and not that of another archive."""
-        return 2 * self.in_place > len(self.listing.infos)
+        return 2 * self.in_place > len(self.index.infos)
 
     def repair(self) -> ZipIndex:
         """Return the members, each as it is proved to be where its two descriptions differ."""
         for place in self.odd:
-            self.listing.infos[place] = self._repaired(self.listing.infos[place])
-        self.listing.damage = [*first_facts(self.faults, Kind.ZIP_RECORDS), *self.listing.doubts]
-        return self.listing
+            self.index.infos[place] = self._repaired(self.index.infos[place])
+        self.index.damage = [*first_facts(self.faults, Kind.ZIP_RECORDS), *self.index.doubts]
+        return self.index
 
     def _repaired(self, info: Member) -> Member:
         if info.filename.endswith("/"):
@@ -287,19 +287,19 @@ class DirectoryRepair:
         other = header_name(info, header) if header is not None and header.is_signed else None
         other = other if other != info.orig_filename and self.names[other or ""] else None  # that of another member
         if header is not None and other and self._is_misnamed(info, header, other):
-            self.listing.agreed[info.header_offset] = header.start
+            self.index.agreed[info.header_offset] = header.start
             return info
         if (header is None or not header.is_signed or other) and (found := self._elsewhere(info)) is not None:
             return self._misplaced(info, found)
         if header is None or other:
             return self._last_resort(info)
         if self._agree(info, header) and self._is_behind(info, header):
-            self.listing.agreed[info.header_offset] = header.start
+            self.index.agreed[info.header_offset] = header.start
             return self._named(info, header)
         proved = next(filter(self.proof.holds, self._claims(info, header)), None)
         if proved is not None and (proved.culprit or not header.is_signed):
             self._blame(info.filename, proved.culprit or HEADER_RECORD)
-            self.listing.starts[info.header_offset] = proved.start
+            self.index.starts[info.header_offset] = proved.start
             info = copy.copy(info)
             info.compress_type, info.CRC = proved.method, proved.crc
             info.compress_size, info.file_size = proved.packed, proved.size
@@ -308,7 +308,7 @@ class DirectoryRepair:
             return self._last_resort(info)
         elif not info.CRC and (start := self._start_by_descriptor(info)) not in (None, header.start):
             self._blame(info.filename, HEADER_RECORD)
-            self.listing.starts[info.header_offset] = start
+            self.index.starts[info.header_offset] = start
         return self._named(info, header)
 
     def _start_by_descriptor(self, info: Member) -> int | None:
@@ -323,7 +323,7 @@ class DirectoryRepair:
     def _stop(self, info: Member) -> int:
         """Return where the next member begins, or the directory."""
         after = bisect_right(self.bounds, info.header_offset)
-        return min((*self.bounds[after : after + 1], self.listing.directory))
+        return min((*self.bounds[after : after + 1], self.index.directory))
 
     def _is_misnamed(self, info: Member, header: Header, other: str) -> bool:
         """Return whether the header with the name of another member is that of this one all the same.
@@ -336,7 +336,7 @@ class DirectoryRepair:
         if info.CRC and self._elsewhere(info) is not None:
             return False
         if other in self._misfits:
-            self.listing.doubts.append(Fact.of(Kind.ZIP_NAMES, printable(info.filename), header=printable(other)))
+            self.index.doubts.append(Fact.of(Kind.ZIP_NAMES, printable(info.filename), header=printable(other)))
         return True
 
     def _is_behind(self, info: Member, header: Header) -> bool:
@@ -372,7 +372,7 @@ class DirectoryRepair:
     @cached_property
     def _misfits(self) -> set[str]:
         """The names that the directory gives to members whose headers say otherwise."""
-        return {self.listing.infos[place].orig_filename for place in self.odd}
+        return {self.index.infos[place].orig_filename for place in self.odd}
 
     @cached_property
     def _walked(self) -> dict[str, list[Member]]:
@@ -434,12 +434,12 @@ class DirectoryRepair:
         match = RECORD.fullmatch(name)
         if match is None or match["number"] is None:
             return match is not None
-        return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.listing.infos)
+        return len(match["number"]) >= _PLACE_DIGITS or int(match["number"]) < len(self.index.infos)
 
 
 def list_members(content: Content) -> ZipIndex:
     """Return the members of an archive. Raises ``HostileError`` if there is no end of them."""
-    listing, fault = _directory(content)
+    index, fault = _directory(content)
     if content.is_remote:
         if fault:  # to go by the headers, all of the file would have to be fetched
             from ckptfix.bytes.remote import download_advice
@@ -447,8 +447,8 @@ def list_members(content: Content) -> ZipIndex:
             raise UnreadableError(
                 f"{content.path}: {fault}; to see what of it is whole, {download_advice(content.path)}"
             )
-        return listing  # a request for each header is too much: it is compared when its member is read
-    repair = DirectoryRepair(content, listing)
+        return index  # a request for each header is too much: it is compared when its member is read
+    repair = DirectoryRepair(content, index)
     if not fault and repair.is_in_place:
         return repair.repair()
     found = walk(content)
@@ -467,20 +467,20 @@ def _directory(content: Content) -> tuple[ZipIndex, str]:
     end, buffer = end_record(content), content.buffer
     try:
         if end is not None and (plain := plain_members(content, end.begin - end.start)):
-            listing = ZipIndex(plain, directory=end.begin)
+            index = ZipIndex(plain, directory=end.begin)
         else:
             archive = zipfile.ZipFile(buffer if isinstance(buffer, RangeBuffer) else io.BytesIO(buffer[:]))
             # The fields have the names that ZipInfo gives them.
             fields = Member.__struct_fields__
             infos = [Member(*(getattr(info, name) for name in fields)) for info in archive.infolist()]
-            listing = ZipIndex(infos, directory=archive.start_dir)
+            index = ZipIndex(infos, directory=archive.start_dir)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
         return ZipIndex([]), str(error) or type(error).__name__
     if end is not None:
-        listing.displaced = listing.directory - end.start
-        listing.refusal = refusal(content, end, listing.infos)
-        listing.trailing = len(content) - end.end
-    for info in listing.infos:
+        index.displaced = index.directory - end.start
+        index.refusal = refusal(content, end, index.infos)
+        index.trailing = len(content) - end.end
+    for info in index.infos:
         if "\\" in info.orig_filename:
             info.filename, info.orig_filename = plain_name(info.filename), plain_name(info.orig_filename)
-    return listing, ""
+    return index, ""

@@ -215,7 +215,7 @@ class _Reading:
         parts = []
         for file in _metadata_files(self.folder):
             content = Content.of_file(str(file))
-            content.account = self.bounds
+            content.shared_bounds = self.bounds
             parts.append(parse_metadata(content))
         try:
             self.metadata = merged(parts)
@@ -282,7 +282,7 @@ class _Reading:
         if is_cut and location.offset >= len(outer):
             raise UnreadableError(f"{location.file} is cut short")
         content = WindowContent.of(outer, location.offset, min(stop, len(outer)))
-        content.account = self.bounds
+        content.shared_bounds = self.bounds
         if not is_zip(content):
             raise UnreadableError(
                 f"{location.file} holds no torch.save file at byte {location.offset}: it is damaged, or of another save"

@@ -61,7 +61,7 @@ def _lists(file: str) -> dict[str, frozenset[str]]:
     return {title: frozenset(names.split()) for title, _, names in lines}
 
 
-def _listed(title: str) -> frozenset[str]:
+def _names(title: str) -> frozenset[str]:
     return _lists("names_of_code.txt")[title]
 
 
@@ -94,7 +94,7 @@ def spelled(function: Global) -> str:
 
 def is_known(root: str) -> bool:
     """Return whether a package is one of which it is known what checkpoints need of it."""
-    return root.lstrip("_") in _listed("stdlib") or root in ("torch", "numpy") or root in _listed("harmful")
+    return root.lstrip("_") in _names("stdlib") or root in ("torch", "numpy") or root in _names("harmful")
 
 
 def is_payload(name: str) -> bool:
@@ -105,31 +105,26 @@ def is_payload(name: str) -> bool:
         return False
     if any(re.fullmatch(_SPECIAL, part) for part in parts[1:]):
         return True
-    if any(part.lstrip("_") in _listed("anywhere") for part in inner) or (
+    if any(part.lstrip("_") in _names("anywhere") for part in inner) or (
         ":" in name and is_known(root.partition(":")[0])
     ):
         return True
     above = {".".join(parts[:depth]) for depth in range(2, len(parts) + 1)}
-    if above & _listed("callers") and not above & _listed("backends"):
+    if above & _names("callers") and not above & _names("backends"):
         return True
     if root in ("torch", "numpy"):
         if parts[-1] in _LOADERS:
             return True
         return inner[:1] != ["ops"] and any(
-            part.lstrip("_") in _listed("stdlib") | {"testing", "tests"} and part not in _listed("torch_modules")
+            part.lstrip("_") in _names("stdlib") | {"testing", "tests"} and part not in _names("torch_modules")
             for part in inner
         )
     if not is_known(root) or not parts[-1] or len(parts) < 2:
         return False
-    if (
-        root in _listed("common")
-        and not inner
-        and parts[-1][:1].isupper()
-        and canonical(name) not in _listed("callers")
-    ):
+    if root in _names("common") and not inner and parts[-1][:1].isupper() and canonical(name) not in _names("callers"):
         return False
-    if root in _listed("nameable") and not inner and not parts[-1].startswith("_"):
-        return root == "builtins" and parts[-1] in _listed("builtins")
+    if root in _names("nameable") and not inner and not parts[-1].startswith("_"):
+        return root == "builtins" and parts[-1] in _names("builtins")
     return not is_trusted(".".join(parts[:-1]))  # a method or member of a class: re.RegexFlag.DOTALL
 
 
@@ -140,16 +135,16 @@ def runs_code(name: str) -> bool:
     root, _, rest = canonical(name).partition(".")
     if "__setstate__" in rest:
         return True
-    if not rest or not (is_known(root) or root in _listed("packages")):
+    if not rest or not (is_known(root) or root in _names("packages")):
         return False
     if name.endswith("()"):
         return True
     last = rest.rpartition(".")[2]
-    if root in _listed("packages"):
+    if root in _names("packages"):
         is_class = last.lstrip("_")[:1].isupper() or last.endswith(("_matrix", "_array"))
         return not (is_class or re.match(_REBUILDER, last))
-    if root in _listed("common") and last == rest and last[:1].isupper():
-        return canonical(name) in _listed("callers")
+    if root in _names("common") and last == rest and last[:1].isupper():
+        return canonical(name) in _names("callers")
     return not is_trusted(name)
 
 
@@ -240,17 +235,17 @@ def _is_harmless_import(line: str) -> bool:
         return not line or re.fullmatch(_IMPORT, line) is not None
     module, name, _ = found.groups()
     root = module.partition(".")[0]
-    if name.lstrip("_") in _listed("stdlib"):
+    if name.lstrip("_") in _names("stdlib"):
         return False  # a module that the module has imported
     if root == "torch":
         return f"{module}.{name}" == "torch.device" or _is_operation(f"{module}.{name}", is_called=True)
     if root == "builtins":
-        return name not in _listed("builtins")
+        return name not in _names("builtins")
     if module in ("math", "operator", "_operator"):
-        return f"operator.{name}" not in _listed("callers")
+        return f"operator.{name}" not in _names("callers")
     if module in ("typing", "collections", "inspect"):
         return is_trusted(f"{module}.{name}")
-    return not (is_known(root) or root in _listed("packages") or is_payload(f"{module}.{name}"))
+    return not (is_known(root) or root in _names("packages") or is_payload(f"{module}.{name}"))
 
 
 def _is_harmless_code(code: str, imported: set[str]) -> bool:
@@ -262,7 +257,7 @@ def _is_harmless_code(code: str, imported: set[str]) -> bool:
 
     if re.search(_BLANKS, code):
         return False
-    banned = _listed("anywhere") | (_WRITERS if "getattr" in code else frozenset())
+    banned = _names("anywhere") | (_WRITERS if "getattr" in code else frozenset())
     code = re.sub(_IGNORED, "", re.sub(_STRING, keep, code))
     for _ in range(_NESTED):
         code, count = re.subn(_OF_NAME, r"\1", code)
@@ -284,7 +279,7 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
     if any(part.startswith("__") for part in parts) or (not is_inner and parts[0] in _SYNTAX):
         return False
     attributes = parts if is_inner else parts[1:]
-    if any(part in _listed("anywhere") for part in attributes):
+    if any(part in _names("anywhere") for part in attributes):
         return False
     is_of_self = not is_inner and parts[0] == "self" and parts[-1] != "to_folder"
     if is_called and attributes and parts[-1] in _WRITERS and not is_of_self:
@@ -297,7 +292,7 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
         return len(parts) == 2 and parts[1].startswith("tree_")
     if parts[0] == "torch":
         return _is_operation(name, is_called)
-    return parts[0] not in _listed("builtins") or (parts[0] == "input" and (not is_called or bool(attributes)))
+    return parts[0] not in _names("builtins") or (parts[0] == "input" and (not is_called or bool(attributes)))
 
 
 def _is_operation(name: str, is_called: bool) -> bool:
@@ -312,6 +307,6 @@ def _is_operation(name: str, is_called: bool) -> bool:
         return is_called
     if len(path) > 1 and path[0] not in _SPACES:
         return False
-    if any(part.lstrip("_") in _listed("stdlib") for part in path[:-1]):
+    if any(part.lstrip("_") in _names("stdlib") for part in path[:-1]):
         return False
     return is_called or path[-1] in DTYPES or path[-1] in _VALUES or path[-1][:1].isupper()

@@ -109,7 +109,7 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
             f"{path}: what should be the bytes of a tensor is a zip archive with a pickle of its own, which torch.load "
             "would run and torch never writes; do not use this file"
         )
-    document = read(Content(path, data, account=bounds), nesting)
+    document = read(Content(path, data, shared_bounds=bounds), nesting)
     if any(remark.kind is Kind.TRAILING_BYTES for remark in document.remarks):
         raise UnreadableError(
             f"{path}: a file of torch in its pickle has more bytes than its storages take: the file is damaged; fetch "

@@ -53,7 +53,7 @@ _FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
 class TorchArchive:
     """Members of a zip archive or of a folder, under their names below its root (``data.pkl``, ``data/0``).
 
-    ``nbytes`` is the size of the whole, and ``bounds`` the account of what is parsed of it."""
+    ``nbytes`` is the size of the whole, and ``bounds`` the limits on what is parsed of it."""
 
     members: Collection[str]
 
@@ -225,10 +225,10 @@ class Archive(TorchArchive):
 
     members: dict[str, Member]
 
-    def __init__(self, content: Content, root: str, members: dict[str, Member], listing: ZipIndex) -> None:
+    def __init__(self, content: Content, root: str, members: dict[str, Member], index: ZipIndex) -> None:
         super().__init__(content.path, len(content), content.bounds)
-        self.content, self.root, self.members, self.listing = content, root, members, listing
-        self.found = listing.found
+        self.content, self.root, self.members, self.index = content, root, members, index
+        self.found = index.found
         self.gone: list[str] = []
         self._unpacked = Expansion(content.path)
         self._has_checksums = any(info.CRC for info in members.values())
@@ -240,7 +240,7 @@ class Archive(TorchArchive):
             return LateBytes(info.compress_size, lambda: self._remote_member(info))
         if not self.is_whole(name):
             raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
-        start = self.listing.data_start(content, info)
+        start = self.index.data_start(content, info)
         if start is None:
             raise UnreadableError(
                 f"{content.path}: member {info.filename} is not where the archive's directory says; fetch the file "
@@ -290,7 +290,7 @@ class Archive(TorchArchive):
             return None
         info = self.members[name] if name is not None else None
         if self.found is None:
-            start = self.listing.data_start(self.content, info) if info is not None else None
+            start = self.index.data_start(self.content, info) if info is not None else None
             if info is None or (start is not None and start + info.compress_size <= self.content.size):
                 return None
             self.gone.append(info.filename)
@@ -309,9 +309,9 @@ class Archive(TorchArchive):
 
         It takes the folder of the first member for that of all, and the preview in torch 1.4 named another one
         (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
-        if self.listing.refusal:
-            return self.listing.refusal
-        names = [info.filename for info in self.listing.infos]
+        if self.index.refusal:
+            return self.index.refusal
+        names = [info.filename for info in self.index.infos]
         folder, slash, _ = names[0].partition("/")
         if not slash or self.root != f"{folder}/":
             return f"members in {self.root.removesuffix('/') or 'no folder'}"
@@ -335,22 +335,22 @@ class Archive(TorchArchive):
     @property
     def doubts(self) -> list[Fact]:
         """Return a fact for each reason to doubt that the tensors are those that were saved."""
-        doubts = list(self.listing.doubts)
-        is_damaged = self.listing.found is not None or self.listing.damage
+        doubts = list(self.index.doubts)
+        is_damaged = self.index.found is not None or self.index.damage
         if is_damaged and "byteorder" not in self.members and _WITH_BYTEORDER & set(self.members):
             doubts.append(Fact(Kind.BYTEORDER_LOST))
         return [Fact.of(Kind.DOUBTFUL_NAMES, cause=doubt) for doubt in doubts]
 
     def damage(self, root: Any) -> list[Fact]:
         """Return what is wrong with the archive itself, whose tensors are those in the tree ``root``."""
-        told = list(self.listing.damage)
+        damage = list(self.index.damage)
         if self.gone:
-            told.append(Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1))
+            damage.append(Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1))
         # A .distcp file is a row of such archives, each with one tensor or object that has no name.
-        if self.listing.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
-            return [Fact.of(Kind.ZIP_DISPLACED, nbytes=self.listing.displaced), *told]
-        if told or self.found is None:
-            return told
+        if self.index.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
+            return [Fact.of(Kind.ZIP_DISPLACED, nbytes=self.index.displaced), *damage]
+        if damage or self.found is None:
+            return damage
         zeros = self.nbytes - self.found.zeros
         zeros = zeros if zeros > _PADDING else 0
         sources = {id(spec.storage): spec.storage.source for spec in tensors_in(root) if spec.storage is not None}
@@ -369,11 +369,11 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
 
     Raises ``UnreadableError`` for other and for truncated archives, ``HostileError`` where two members have one name.
     """
-    listing = list_members(content)
-    found = listing.found
+    index = list_members(content)
+    found = index.found
     infos = [
         info
-        for info in listing.infos
+        for info in index.infos
         if not info.filename.endswith("/") and _FOLDER not in info.filename and _FILE not in info.filename
     ]
     names = Counter([info.filename for info in infos])
@@ -386,7 +386,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
         )
     packed = sum([info.compress_size for info in infos])
     # Where bytes were lost before the directory, the members are larger than what is left.
-    lacking = min(max(0, -listing.displaced), len(content))
+    lacking = min(max(0, -index.displaced), len(content))
     if found is None and packed > len(content) + lacking:
         raise HostileError(
             f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
@@ -409,7 +409,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     if found is not None and root + main in found.open_at:
         raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, main)}; fetch it again")
     members = {info.filename.removeprefix(root): info for info in infos if info.filename.startswith(root)}
-    return Archive(content, root, members, listing)
+    return Archive(content, root, members, index)
 
 
 def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
@@ -435,8 +435,8 @@ def read(content: Content) -> Document:
     document.remarks += archive.doubts
     if packed := sum(info.compress_type != STORED for info in archive.members.values()):
         document.remarks.append(Fact.of(Kind.PACKED_MEMBERS, members=packed))
-    if archive.listing.trailing:
-        document.remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=archive.listing.trailing))
+    if archive.index.trailing:
+        document.remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=archive.index.trailing))
     if not document.damage and (oddity := archive.oddity):
         document.remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=oddity))
     return document

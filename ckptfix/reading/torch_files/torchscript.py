@@ -56,8 +56,8 @@ def read(content: Content) -> Document:
         document = _document(reading, read_json(reading), [], set())
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
-    if archive.listing.refusal:
-        document.remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=archive.listing.refusal))
+    if archive.index.refusal:
+        document.remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=archive.index.refusal))
     if archive.found is not None and any(remark.kind is Kind.GUESSED_BUFFERS for remark in document.remarks):
         document.damage.append(Fact(Kind.SOURCES_LOST))
     return document

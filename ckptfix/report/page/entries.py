@@ -15,7 +15,7 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import Mode, Telling, comparing, remedies_text, suggested
+from ckptfix.report.advice import Mode, Presentation, comparing, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.key_lists import folded_lines
@@ -39,7 +39,7 @@ _SHOWN = (
 
 
 class Entries:
-    """Turns records into rows and accounts. In a dry run, what is called repaired only would be."""
+    """Turns records into rows and details. In a dry run, what is called repaired only would be."""
 
     def __init__(self, lists_limit: int = LISTS_LIMIT, *, dry_run: bool = False) -> None:
         self._lists = Budget(lists_limit)
@@ -81,12 +81,12 @@ class Entries:
             cut(error.removeprefix(f"{record['source']}: "), _ERROR_LENGTH) if error else None,
         ]
 
-    def account(self, number: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    def details(self, number: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the page of the file of this number shows; what is empty is left out.
 
         What is equal to that of an earlier file is not written again: ``same`` gives the number of that file."""
         edits = list(record.get("edits") or ())
-        account = {name: record[name] for name in _SHOWN if record.get(name)} | {
+        details = {name: record[name] for name in _SHOWN if record.get(name)} | {
             "findings": [_finding(finding) for finding in record.get("findings") or ()],
             "edits": _edit_lines(edits),
             "renames": [[edit["key"], edit["to"]] for edit in edits if edit.get("edit") == "rename"],
@@ -95,8 +95,8 @@ class Entries:
             "remarks": [*(record.get("remarks") or ())],
             "obstacles": folded_lines(record.get("obstacles") or (), _LINES),
         }
-        told, same = {}, {}
-        for name, value in account.items():
+        shown, same = {}, {}
+        for name, value in details.items():
             if not value:
                 continue
             text = script_json(value)
@@ -104,10 +104,10 @@ class Entries:
             if known in self._seen:
                 same[name] = self._seen[known]
             elif name != "renames" or self._lists.take(text):
-                told[name] = value
+                shown[name] = value
                 if len(text) > _WORTH_SHARING and len(self._seen) < _MOST_SHARED:
                     self._seen[known] = number
-        return {**told, "same": same} if same else told
+        return {**shown, "same": same} if same else shown
 
 
 _VERDICTS = {None: "no verdict", True: "passed", False: "failed"}
@@ -115,8 +115,8 @@ _VERDICTS = {None: "no verdict", True: "passed", False: "failed"}
 
 def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
     keys = tuple(finding.get("keys") or ())
-    told: dict[str, Any] = {name: finding[name] for name in ("code", "name", "level", "message")}
-    told |= {
+    shown: dict[str, Any] = {name: finding[name] for name in ("code", "name", "level", "message")}
+    shown |= {
         "fixed": finding.get("fixed"),
         "accepted": finding.get("accepted"),
         "fixable": finding.get("fixable"),
@@ -125,7 +125,7 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
         "keys": _folded(keys),
         "evidence": list(evidence_items(plain(finding.get("evidence") or {}), _EVIDENCE_LENGTH)),
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in shown.items() if value}
 
 
 @lru_cache(maxsize=512)
@@ -144,17 +144,17 @@ def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
         return [f"{kind} ({count})" for kind, count in counts.items()]
 
 
-def record_of(report: Report, telling: Telling, seconds: float = 0.0) -> dict[str, Any]:
+def record_of(report: Report, presentation: Presentation, seconds: float = 0.0) -> dict[str, Any]:
     """Return the record of one report, in the form of a line of ``manifest.jsonl``."""
-    ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, telling)]
+    ways = [{"text": "", "command": typed(words), "price": price} for words, price in suggested(report, presentation)]
     likeness = report.likeness and {
         "text": likeness_text(report.likeness),
-        "commands": list(likeness_commands(report.likeness, *comparing(report, telling))),
+        "commands": list(likeness_commands(report.likeness, *comparing(report, presentation))),
     }
     return {
         **report.to_json(fixes=False),
         "size": _size(report.source),
-        "outcome": _outcome(report, telling),
+        "outcome": _outcome(report, presentation),
         "command": ways[0]["command"] if ways else None,
         "decisions": ways,
         "looks_like": likeness,
@@ -168,8 +168,8 @@ def record_of_error(source: str, message: str) -> dict[str, Any]:
     return {"source": source, "outcome": "unreadable", "error": message, "size": _size(source)}
 
 
-def _outcome(report: Report, telling: Telling) -> str:
-    if telling.mode is Mode.REPAIR and not report.is_dry_run:
+def _outcome(report: Report, presentation: Presentation) -> str:
+    if presentation.mode is Mode.REPAIR and not report.is_dry_run:
         if report.exit_code and not report.is_open and report.output is not None:
             return "partly untrained"
         return "needs a decision" if report.exit_code else "repaired" if report.edits else "already fine"

@@ -90,7 +90,7 @@ def _elements(
             break
         for number, record in some:
             numbers[record["source"]] = number
-            element = data_element(f"file-{number}", script_json(entries.account(number, record)))
+            element = data_element(f"file-{number}", script_json(entries.details(number, record)))
             written += len(element)
             yield element
         yield data_element(f"rows-{chunk}", script_json([entries.row(record) for _, record in some]))

@@ -44,12 +44,12 @@ class Page(HTMLParser):
         chunks = [self.data[f"rows-{number}"] for number in range(sum(name.startswith("rows-") for name in self.data))]
         return [dict(zip(self.data["run"]["columns"], row, strict=True)) for chunk in chunks for row in chunk]
 
-    def account(self, number: int) -> dict[str, Any]:
+    def details(self, number: int) -> dict[str, Any]:
         """What is behind a row, with the parts that stand in earlier files."""
-        account = dict(self.data[f"file-{number}"])
-        for part, earlier in account.pop("same", {}).items():
-            account[part] = self.data[f"file-{earlier}"][part]
-        return account
+        details = dict(self.data[f"file-{number}"])
+        for part, earlier in details.pop("same", {}).items():
+            details[part] = self.data[f"file-{earlier}"][part]
+        return details
 
     def visible_tags(self) -> list[str]:
         """All elements but those of the data, in order."""

@@ -14,7 +14,7 @@ def test_a_file_of_nothing():
         "outcome": "failed",
         "error": "gone",
     }
-    assert Entries().account(0, line) == {"error": "gone"}
+    assert Entries().details(0, line) == {"error": "gone"}
 
 
 def test_the_row_of_a_repaired_file():
@@ -41,31 +41,31 @@ def test_a_rule_counts_once_for_a_file():
 def test_a_long_error_is_cut_in_the_row_alone():
     line = {**unreadable("a.pth"), "error": "a.pth: " + "x" * 1000}
     assert row(line)["error"] == "x" * 159 + "…"
-    assert len(Entries().account(0, line)["error"]) == 1007
+    assert len(Entries().details(0, line)["error"]) == 1007
 
 
 def test_the_account_of_a_repaired_file():
-    account = Entries().account(0, repaired("a.pth"))
-    assert account["edits"] == ["rename 4 keys: module.{…} → {…}"]
-    assert account["renames"][0] == ["module.layers.0.weight", "layers.0.weight"]
-    assert account["findings"][0]["keys"] == ["module.layers.{0…3}.weight  (4)"]
-    assert account["findings"][0]["evidence"] == ["prefix module", "share 1"]
-    assert account["coverage"]["share"] == 1.0
-    assert account["smoke"]["checks"] == ["training mode: finite"]
-    assert account["versions"] == VERSIONS
-    assert "error" not in account
+    details = Entries().details(0, repaired("a.pth"))
+    assert details["edits"] == ["rename 4 keys: module.{…} → {…}"]
+    assert details["renames"][0] == ["module.layers.0.weight", "layers.0.weight"]
+    assert details["findings"][0]["keys"] == ["module.layers.{0…3}.weight  (4)"]
+    assert details["findings"][0]["evidence"] == ["prefix module", "share 1"]
+    assert details["coverage"]["share"] == 1.0
+    assert details["smoke"]["checks"] == ["training mode: finite"]
+    assert details["versions"] == VERSIONS
+    assert "error" not in details
 
 
 def test_the_account_of_an_undecided_file():
-    account = Entries().account(0, undecided("a.pth"))
-    assert account["command"] == "ckptfix repair a.pth --replace VAL101 --fill twin"
-    assert account["findings"][1]["remedy"] == "--replace VAL101 --fill twin takes these keys from the file's EMA set"
-    assert "fixed" not in account["findings"][1]
+    details = Entries().details(0, undecided("a.pth"))
+    assert details["command"] == "ckptfix repair a.pth --replace VAL101 --fill twin"
+    assert details["findings"][1]["remedy"] == "--replace VAL101 --fill twin takes these keys from the file's EMA set"
+    assert "fixed" not in details["findings"][1]
 
 
 def test_what_files_have_in_common_is_written_once():
     entries = Entries()
-    first, second = entries.account(0, repaired("a.pth")), entries.account(1, repaired("b.pth"))
+    first, second = entries.details(0, repaired("a.pth")), entries.details(1, repaired("b.pth"))
     assert "same" not in first
     assert second["same"].keys() >= {"findings", "renames", "coverage", "smoke", "versions"}
     assert set(second["same"].values()) == {0}
@@ -74,24 +74,24 @@ def test_what_files_have_in_common_is_written_once():
 
 def test_what_differs_is_not_taken_from_another_file():
     entries = Entries()
-    entries.account(0, repaired("a.pth"))
-    other = entries.account(1, repaired("b.pth", findings=[{**PREFIX, "message": "another"}]))
+    entries.details(0, repaired("a.pth"))
+    other = entries.details(1, repaired("b.pth", findings=[{**PREFIX, "message": "another"}]))
     assert other["findings"][0]["message"] == "another"
 
 
 def test_long_lists_end_but_their_sum_stays():
-    account = Entries(lists_limit=10).account(0, repaired("a.pth"))
-    assert "renames" not in account
-    assert account["edits"] == ["rename 4 keys: module.{…} → {…}"]
+    details = Entries(lists_limit=10).details(0, repaired("a.pth"))
+    assert "renames" not in details
+    assert details["edits"] == ["rename 4 keys: module.{…} → {…}"]
 
 
 def test_edits_of_another_version_are_counted():
-    account = Entries().account(
+    details = Entries().details(
         0, record("a.pth", edits=[{"edit": "rotate", "key": "k"}, {"edit": "rotate", "key": "l"}])
     )
-    assert account["edits"] == ["rotate (2)"]
+    assert details["edits"] == ["rotate (2)"]
 
 
 def test_figures_that_are_no_json_numbers():
     line = record("a.pth", findings=[{**NAN, "evidence": {"rms": float("nan")}}])
-    assert Entries().account(0, line)["findings"][0]["evidence"] == ["rms NaN"]
+    assert Entries().details(0, line)["findings"][0]["evidence"] == ["rms NaN"]

@@ -7,7 +7,7 @@ from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.report.advice import Mode, Telling
+from ckptfix.report.advice import Mode, Presentation
 from ckptfix.report.page import record_of, record_of_error
 from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
 
@@ -39,42 +39,44 @@ NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedies=
     ],
 )
 def test_outcome(made, mode, outcome):
-    assert record_of(made, Telling(mode))["outcome"] == outcome
+    assert record_of(made, Presentation(mode))["outcome"] == outcome
 
 
 def test_the_command_carries_the_flags():
-    telling = Telling(choices={"model": "zoo:net"})
-    assert record_of(report(NAN, source="a b.pth"), telling)["command"] == (
+    presentation = Presentation(choices={"model": "zoo:net"})
+    assert record_of(report(NAN, source="a b.pth"), presentation)["command"] == (
         "ckptfix repair 'a b.pth' --model zoo:net --fill twin --replace VAL101"
     )
-    assert record_of(report(), telling)["command"] is None
+    assert record_of(report(), presentation)["command"] is None
 
 
 def test_a_command_that_fills_has_its_price():
-    made = record_of(report(MISSING, coverage=Coverage(20_520_000, 20_007_000, 0, 0)), Telling(Mode.REPAIR))
+    made = record_of(report(MISSING, coverage=Coverage(20_520_000, 20_007_000, 0, 0)), Presentation(Mode.REPAIR))
     (way,) = made["decisions"]
     assert (way["command"], way["price"]) == (made["command"], "`fc` becomes untrained: 2.5 % of the model")
 
 
 def test_what_a_file_is_like_is_said_with_the_command_that_goes_on():
     like = Likeness(("smp/Unet-resnet18",), Fit.EXACT, {"smp": "1"}, prefix="module.")
-    made = record_of(replace(report(PREFIX), likeness=like), Telling(Mode.REPAIR))["looks_like"]
+    made = record_of(replace(report(PREFIX), likeness=like), Presentation(Mode.REPAIR))["looks_like"]
     assert made["text"] == "smp Unet-resnet18, under `module.`"
     assert made["commands"][0] == "ckptfix repair resnet.pth --like known:smp/Unet-resnet18"
 
 
 def test_findings_without_their_fixes(tmp_path):
-    account = record_of(report(PREFIX, EXTRA), Telling())
-    assert [finding["fixable"] for finding in account["findings"]] == [True, False]
-    assert all("fix" not in finding for finding in account["findings"])
-    json.dumps(account, allow_nan=False)
+    details = record_of(report(PREFIX, EXTRA), Presentation())
+    assert [finding["fixable"] for finding in details["findings"]] == [True, False]
+    assert all("fix" not in finding for finding in details["findings"])
+    json.dumps(details, allow_nan=False)
 
 
 def test_the_size_is_that_of_the_file_or_of_all_in_the_folder(tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"123")
-    sizes = [record_of(report(source=str(path)), Telling())["size"] for path in (tmp_path / "a", tmp_path, "nowhere")]
+    sizes = [
+        record_of(report(source=str(path)), Presentation())["size"] for path in (tmp_path / "a", tmp_path, "nowhere")
+    ]
     assert sizes == [5, 8, None]
 
 

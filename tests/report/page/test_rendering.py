@@ -41,7 +41,7 @@ def test_all_that_was_given_is_in_it():
     run = page.data["run"]
     assert (run["title"], run["facts"], run["renames"]) == ("old → new", [["Jobs", "8"]], {"a": "b"})
     assert run["left_out"] == 0
-    assert page.account(1)["findings"][0]["code"] == "KEY102"
+    assert page.details(1)["findings"][0]["code"] == "KEY102"
 
 
 def test_its_beginning_says_what_it_is():
@@ -69,9 +69,9 @@ def test_hostile_names_stay_data():
         assert [row["name"] for row in page.rows()] == list(HOSTILE)
         assert page.data["run"]["facts"] == [[title, title]]
         for number, name in enumerate(HOSTILE):
-            account = page.account(number)
-            assert account["command"] == account["findings"][0]["message"] == name
-            assert account["renames"] == [[name, name + "."]]
+            details = page.details(number)
+            assert details["command"] == details["findings"][0]["message"] == name
+            assert details["renames"] == [[name, name + "."]]
             assert page.data[f"weights-{number}"]["flagged"] == {"0": [name]}
 
 

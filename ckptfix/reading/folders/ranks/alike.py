@@ -70,8 +70,8 @@ class _Pickle(Struct):
     def of(cls, content: Content) -> _Pickle | None:
         """Return the pickle of a file; None if there is anything to say about the archive."""
         archive = open_archive(content)
-        listing, reading = archive.listing, Reading(archive)
-        is_odd = listing.found or listing.damage or listing.doubts or listing.displaced or listing.trailing
+        index, reading = archive.index, Reading(archive)
+        is_odd = index.found or index.damage or index.doubts or index.displaced or index.trailing
         if is_odd or archive.oddity is not None or reading.is_big_endian:
             return None
         if any(info.compress_type != STORED for info in archive.members.values()):

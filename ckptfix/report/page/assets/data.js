@@ -18,14 +18,14 @@ for (let chunk = 0, part; (part = parsed(`rows-${chunk}`)) !== null; chunk += 1)
 }
 
 /** What is behind a row. A part that is word for word as in an earlier file is taken from there. */
-function accountOf(id) {
-  const account = parsed(`file-${id}`);
-  for (const [part, earlier] of Object.entries(account.same || {})) account[part] = parsed(`file-${earlier}`)[part];
-  return account;
+function detailsOf(id) {
+  const details = parsed(`file-${id}`);
+  for (const [part, earlier] of Object.entries(details.same || {})) details[part] = parsed(`file-${earlier}`)[part];
+  return details;
 }
 
 const LEVELS = ["note", "warning", "error"];
-const isDry = run.dry_run || (rows.length === 1 && Boolean(accountOf(0).dry_run));
+const isDry = run.dry_run || (rows.length === 1 && Boolean(detailsOf(0).dry_run));
 
 /** How bad the worst finding of a code is, for sorting and for its colour. */
 const levelOf = (code) => run.levels[code] || "note";

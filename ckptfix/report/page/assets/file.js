@@ -51,8 +51,8 @@ function compared(text, other, tag) {
 }
 
 /** The ways to settle a file, each with its command. */
-function decisionsSection(row, account) {
-  const ways = account.decisions || (account.command ? [{ text: "", command: account.command }] : []);
+function decisionsSection(row, details) {
+  const ways = details.decisions || (details.command ? [{ text: "", command: details.command }] : []);
   if (!ways.length) return null;
   const title = row.outcome === "can be repaired" ? "The command that repairs it" : ways.length > 1 ? "Decisions, the recommended one first" : "A decision, as a command";
   const words = (way) => way.text || (way.command ? "" : Object.entries(way.options || {}).map(([option, value]) => `${option} = ${value}`).join(", "));
@@ -60,16 +60,16 @@ function decisionsSection(row, account) {
     ways.map((way) => [words(way) ? el("p", {}, shown(words(way))) : null, way.command ? commandBox(way.command) : null, way.price ? el("p", { className: "price" }, shown(way.price)) : null]));
 }
 
-function editsSection(account) {
-  if (!account.edits) return null;
+function editsSection(details) {
+  if (!details.edits) return null;
   const items = [];
-  for (const line of account.edits) {
+  for (const line of details.edits) {
     if (line.startsWith(" ") && items.length) items[items.length - 1].more.push(line.trim());
     else items.push({ line, more: [] });
   }
-  const renames = account.renames || [];
+  const renames = details.renames || [];
   return el("section", { "aria-labelledby": "edits-title" },
-    el("h3", { id: "edits-title" }, isDry || account.refused ? "Edits that would be made" : "Edits"),
+    el("h3", { id: "edits-title" }, isDry || details.refused ? "Edits that would be made" : "Edits"),
     el("ul", { className: "edits" }, items.map(({ line, more }) => el("li", {}, shown(line), more.length ? foldedList(more) : null))),
     renames.length
       ? el("details", {},
@@ -120,25 +120,25 @@ function smokeSection(smoke) {
   );
 }
 
-function fileFacts(row, account) {
-  const versions = Object.entries(account.versions || {}).map(([word, value]) => `${word} ${value}`).join(", ");
+function fileFacts(row, details) {
+  const versions = Object.entries(details.versions || {}).map(([word, value]) => `${word} ${value}`).join(", ");
   const hash = (text) => text && el("code", { className: "hash" }, shown(text));
   const pairs = [
     ["Format", row.format],
-    ["Weights at", account.container === "." ? "" : account.container],
+    ["Weights at", details.container === "." ? "" : details.container],
     ["Tensors", row.tensors === null ? "" : whole(row.tensors)],
     ["Parameters and buffers", row.numel === null ? "" : `${quantity(row.numel)} elements`],
     ["Size", row.size === null ? "" : bytes(row.size)],
-    ["SHA-256", hash(account.sha256)],
-    ["Target", account.target],
+    ["SHA-256", hash(details.sha256)],
+    ["Target", details.target],
     ["Written to", row.output],
-    ["Written as", (account.output_parts || []).length ? counted(account.output_parts.length, "file") : ""],
-    ["Written size", account.output_size ? bytes(account.output_size) : ""],
-    ["SHA-256 of what was written", hash(account.output_sha256)],
+    ["Written as", (details.output_parts || []).length ? counted(details.output_parts.length, "file") : ""],
+    ["Written size", details.output_size ? bytes(details.output_size) : ""],
+    ["SHA-256 of what was written", hash(details.output_sha256)],
     ["Time", row.seconds ? duration(row.seconds) : ""],
-    ["Memory", account.peak_memory ? bytes(account.peak_memory) : ""],
-    ["Attempts", account.attempts > 1 ? whole(account.attempts) : ""],
-    ["Finished", account.finished],
+    ["Memory", details.peak_memory ? bytes(details.peak_memory) : ""],
+    ["Attempts", details.attempts > 1 ? whole(details.attempts) : ""],
+    ["Finished", details.finished],
     ["Made with", versions],
   ];
   return el("section", { "aria-labelledby": "facts-title" }, el("h3", { id: "facts-title" }, "The file"), el("dl", { className: "facts" }, facts(pairs)));
@@ -146,8 +146,8 @@ function fileFacts(row, account) {
 
 /** Fills the element with the page of a row. `around` are the rows before and after it, null where there is none. */
 function showFile(box, row, around, closers) {
-  const account = accountOf(row.id);
-  const findings = [...(account.findings || [])].sort((a, b) => urgency(b) - urgency(a));
+  const details = detailsOf(row.id);
+  const findings = [...(details.findings || [])].sort((a, b) => urgency(b) - urgency(a));
   const way = (other, words, relation) => (other ? el("a", { href: addressOf(other), rel: relation }, words) : el("span", { className: "faint" }, words));
   const title = el("h2", { tabIndex: -1 }, name(row.name), " ", badge(row.outcome));
   const renamed = row.output && row.output !== row.name ? el("p", { className: "renamed" }, name(row.name), " → ", name(row.output)) : null;
@@ -156,24 +156,24 @@ function showFile(box, row, around, closers) {
       around ? el("nav", { "aria-label": "Files" }, el("a", { href: "#/" }, "← All files"), el("span", { className: "ways" }, way(around[0], "Previous", "prev"), way(around[1], "Next", "next"))) : null,
       title,
       renamed,
-      account.looks_like ? el("p", {}, `Looks like: ${shown(account.looks_like.text)}`) : null,
-      account.looks_like && account.looks_like.commands.length ? commandBox(...account.looks_like.commands) : null,
-      account.error ? el("p", { className: "notice bad", role: "alert" }, shown(account.error)) : null,
+      details.looks_like ? el("p", {}, `Looks like: ${shown(details.looks_like.text)}`) : null,
+      details.looks_like && details.looks_like.commands.length ? commandBox(...details.looks_like.commands) : null,
+      details.error ? el("p", { className: "notice bad", role: "alert" }, shown(details.error)) : null,
       isDry ? el("p", { className: "notice" }, DRY) : null,
-      decisionsSection(row, account),
-      account.error && !findings.length
+      decisionsSection(row, details),
+      details.error && !findings.length
         ? null
         : el("section", { "aria-labelledby": "findings-title" },
             el("h3", { id: "findings-title" }, "Findings"),
-            findings.length ? findings.map((finding) => findingCard(finding, account.refused)) : el("p", { className: "faint" }, "None."),
-            account.obstacles ? [el("p", {}, "A strict load would still fail on:"), foldedList(account.obstacles)] : null,
+            findings.length ? findings.map((finding) => findingCard(finding, details.refused)) : el("p", { className: "faint" }, "None."),
+            details.obstacles ? [el("p", {}, "A strict load would still fail on:"), foldedList(details.obstacles)] : null,
           ),
-      editsSection(account),
-      coverageSection(account),
-      smokeSection(account.smoke),
+      editsSection(details),
+      coverageSection(details),
+      smokeSection(details.smoke),
       weightsSection(row, closers),
-      account.remarks ? el("section", { "aria-labelledby": "remarks-title" }, el("h3", { id: "remarks-title" }, "Notes"), el("ul", {}, account.remarks.map((remark) => el("li", {}, shown(remark))))) : null,
-      fileFacts(row, account),
+      details.remarks ? el("section", { "aria-labelledby": "remarks-title" }, el("h3", { id: "remarks-title" }, "Notes"), el("ul", {}, details.remarks.map((remark) => el("li", {}, shown(remark))))) : null,
+      fileFacts(row, details),
     ].filter(Boolean),
   );
   closers.opened.splice(0).forEach((open) => open());
