@@ -7,7 +7,6 @@ read it costs no more than the faults of a map."""
 from __future__ import annotations
 
 import errno
-import io
 import os
 import resource
 import stat
@@ -15,7 +14,7 @@ import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Protocol, overload
 
 from ckptfix.errors import MissingFileError, UnreadableError
 
@@ -182,11 +181,11 @@ class Buffer(Protocol):
     def find(self, sub: bytes, start: int = ..., stop: int = ..., /) -> int: ...
 
 
-class RangeBuffer(io.RawIOBase):
-    """The base of those that know their length and give a range of their bytes, also as an open file does."""
+class RangeBuffer:
+    """The base of those that know their length and give a range of their bytes."""
 
     def __init__(self, length: int) -> None:
-        self._length, self._position = length, 0
+        self._length = length
 
     def part(self, start: int, stop: int) -> bytes:
         """Return the bytes of a range that lies inside."""
@@ -207,28 +206,6 @@ class RangeBuffer(io.RawIOBase):
         start, stop, step = index.indices(self._length)
         data = self.part(start, stop) if start < stop else b""
         return data if step == 1 else data[::step]
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"the place {base + offset} is before the start")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, target: Any) -> int:
-        data = self[self._position : self._position + len(target)]
-        target[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 class FileBuffer(RangeBuffer):

@@ -41,8 +41,7 @@ def _names(words: str) -> Callable[[Fact], str]:
 
 def _zip_record(fact: Fact) -> str:
     record = "the header of" if fact.data["record"] == "header" else "the directory's entry of"
-    called = f", which it calls {fact.data['called']}" if fact.data.get("called") else ""
-    return f"is damaged: {record} member {fact.place}{called}"
+    return f"is damaged: {record} member {fact.place}"
 
 
 def _zip_directory(fact: Fact) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -128,15 +126,6 @@ def test_it_finds_what_lies_across_two_blocks(buffer: FileBuffer, monkeypatch: p
             assert buffer.find(sub, start) == DATA.find(sub, start)
             assert buffer.find(sub, start, start + 400) == DATA.find(sub, start, start + 400)
     assert buffer.find(bytes((99, 100))) == 99
-
-
-def test_it_reads_like_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "archive"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a", "text")
-    buffer = FileBuffer(OpenFile(str(path)))
-    assert zipfile.ZipFile(buffer).read("a") == b"text"
-    assert (buffer.seek(-2, io.SEEK_END), buffer.read(), buffer.read()) == (len(buffer) - 2, b"\0\0", b"")
 
 
 @pytest.mark.parametrize("place", [0, NEAR, 4 * NEAR])

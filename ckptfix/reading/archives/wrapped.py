@@ -17,9 +17,9 @@ from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
+from ckptfix.reading.archives.zip_directory import RECORD, is_torch_package, is_torch_save, is_torchscript, member_names
 from ckptfix.reading.archives.zip_directory import Member as ZipMember
-from ckptfix.reading.archives.zip_directory import is_torch_package, is_torch_save, is_torchscript, member_names
-from ckptfix.reading.archives.zip_recovery import RECORD, ZipIndex, first_names, list_members
+from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
 from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar, is_zip
@@ -189,7 +189,7 @@ def is_zip_of_files(content: Content) -> bool:
 
 def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
     index = list_members(content)
-    packed = sum(min(info.compress_size, len(content)) for info in index.infos)
+    packed = sum(min(info.packed, len(content)) for info in index.members)
     if packed > OVERLAP_LIMIT * len(content):
         raise HostileError(
             f"{content.path}: the files in the zip archive take {packed} bytes and it has {len(content)}: they "
@@ -200,16 +200,16 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
         damage = [Fact.of(Kind.ZIP_CUT, nbytes=len(content))]
     found: list[Member] = []
     costly = 0
-    for info in index.infos:
-        if not info.filename.endswith("/"):
-            costly += info.compress_type == BZIP2
+    for info in index.members:
+        if not info.name.endswith("/"):
+            costly += info.method == BZIP2
             blocks = partial(_blocks, content, index, info)
-            closed = why_closed(info.flag_bits, info.compress_type)
+            closed = why_closed(info.flags, info.method)
             head = b""
             if not closed and costly <= COSTLY_LIMIT:
                 head, closed = _head(content, index, info)
-            found.append(Member(info.filename, head, blocks, closed))
-        if index.found is not None and info.filename in index.found.open_at:
+            found.append(Member(info.name, head, blocks, closed))
+        if index.found is not None and info.name in index.found.open_at:
             break  # what seems to follow is inside of it
     return found, damage
 
@@ -219,14 +219,14 @@ def _stream(content: Content, index: ZipIndex, info: ZipMember) -> Stream | Fact
     start = index.data_start(content, info)
     if start is None:
         return Fact(Kind.MEMBER_LOST)
-    is_open = index.found is not None and info.filename in index.found.open_at
-    packed = max(info.compress_size, len(content) - start) if is_open else info.compress_size
+    is_open = index.found is not None and info.name in index.found.open_at
+    packed = max(info.packed, len(content) - start) if is_open else info.packed
     # A decoder makes something of zeros that were never filled; what is stored tells for itself.
-    end = filled_end(content) if is_open and info.compress_type != STORED else len(content)
+    end = filled_end(content) if is_open and info.method != STORED else len(content)
     stop = min(start + packed, end)
     try:
         head = bytes(content.buffer[start : min(start + 9, stop)])
-        decoder, skipped = zip_decoder(info.compress_type, packed, max(info.file_size, packed), head)
+        decoder, skipped = zip_decoder(info.method, packed, max(info.size, packed), head)
     except FAULTS as error:
         return Fact.of(Kind.MEMBER_DAMAGED, fault=str(error))
     return Stream(content, start + skipped, stop, decoder)
@@ -247,9 +247,9 @@ def _head(content: Content, index: ZipIndex, info: ZipMember) -> tuple[bytes, st
 
 
 def _blocks(content: Content, index: ZipIndex, info: ZipMember, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
-    closed = why_closed(info.flag_bits, info.compress_type)
+    closed = why_closed(info.flags, info.method)
     if closed:
-        raise UnreadableError(f"{content.path}: {info.filename!r:.80} {closed}")
+        raise UnreadableError(f"{content.path}: {info.name!r:.80} {closed}")
     stream = _stream(content, index, info)
     if isinstance(stream, Fact):
         damage.append(stream)
@@ -258,11 +258,11 @@ def _blocks(content: Content, index: ZipIndex, info: ZipMember, damage: list[Fac
     for block, packed in stream.blocks():
         crc = zlib.crc32(block, crc)
         yield block, packed
-    is_known = index.found is None or info.filename not in index.found.open_at
+    is_known = index.found is None or info.name not in index.found.open_at
     if stream.fault:
         damage.append(Fact.of(Kind.PACKED_BYTES, there=stream.expanded, fault=stream.fault))
     # The end of an LZMA stream is its size; a marker after it is an option.
-    elif not is_known or not (stream.ended or (info.compress_type == LZMA and stream.expanded == info.file_size)):
-        damage.append(Fact.of(Kind.MEMBER_CUT, there=stream.expanded, size=info.file_size))
-    elif crc != info.CRC:
+    elif not is_known or not (stream.ended or (info.method == LZMA and stream.expanded == info.size)):
+        damage.append(Fact.of(Kind.MEMBER_CUT, there=stream.expanded, size=info.size))
+    elif crc != info.crc:
         damage.append(Fact(Kind.ZIP_CHECKSUM))

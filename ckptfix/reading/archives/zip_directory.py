@@ -7,11 +7,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ckptfix.bytes.decoders import DEFLATED, METHODS, STORED
 from ckptfix.bytes.sources import Content
@@ -25,20 +25,18 @@ DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<
 
 
 class Member(Struct):
-    """What the directory of an archive says of a member, under the names that ``zipfile.ZipInfo`` gives it.
+    """What the directory of an archive says of a member. ``raw`` is its name as the entry has it."""
 
-    ``orig_filename`` is the name as it is written, and ``filename`` ends before the first zero in it."""
-
-    filename: str
-    orig_filename: str
-    flag_bits: int
-    compress_type: int
-    CRC: int
-    compress_size: int
-    file_size: int
-    header_offset: int
+    name: str
+    raw: bytes
+    flags: int
+    method: int
+    crc: int
+    packed: int
+    size: int
+    place: int
     volume: int = 0
-    external_attr: int = 0
+    attributes: int = 0
 
 
 class Header(NamedTuple):
@@ -66,18 +64,11 @@ def read_header(content: Content, place: int) -> Header | None:
     return Header(signature == b"PK\x03\x04", flags, method, crc, packed, size, name, behind + length + extra)
 
 
-def header_name(info: Member, header: Header) -> str | None:
-    """Return the name in a header, read as that in the directory; None if it is none."""
-    try:
-        # ASCII is the same in both, and decoding it as UTF-8 takes no time.
-        return plain_name(header.name.decode("utf-8" if info.flag_bits & 0x800 or header.name.isascii() else "cp437"))
-    except UnicodeDecodeError:
-        return None
-
-
-def plain_name(name: str) -> str:
-    """Return a member's name with the separator of the format, whatever Windows wrote (APPNOTE 4.4.17)."""
-    return name.replace("\\", "/")
+def member_name(raw: bytes, flags: int) -> str:
+    """Return a name as readers have it: up to the first zero, and with the separator of the format, whatever Windows
+    wrote (APPNOTE 4.4.4 and 4.4.17)."""
+    name = raw.decode("utf-8" if flags & 0x800 or raw.isascii() else "cp437", "replace")
+    return name.partition("\0")[0].replace("\\", "/")
 
 
 def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
@@ -90,6 +81,7 @@ END = struct.Struct("<4s4H2LH")  # the record at the end of an archive
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two records that zip64 has before it
 ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
 _TAIL = 65535 + END.size + LOCATOR.size  # the end record has a comment of at most 65535 bytes after it
+_NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # what stands for a number that zip64 has elsewhere
 _FEW = 256  # bytes that are looked at first: few archives have a comment
 _PLACE = r"(?:^|(?<=/))(?:data|tensors)/"  # where a torch file keeps its storages
 _LARGEST = 64 << 20  # bytes of a damaged directory that are looked at
@@ -100,37 +92,78 @@ PACKAGE_MARK = ".data/extern_modules"
 EXPORT_MARK = "archive_format"
 # What every archive of torch.export has below its root, and what says the names of its weights, if it has any.
 _EXPORTED = re.compile(r"[^/]+/data/weights/[^/]*_weights_config\.json")
-_LATEST = 63  # the version of the format, 6.3, up to which `zipfile` reads a member
+
+# The names of a torch file's members.
+RECORD = re.compile(
+    r"(?:.*/)?(?:data\.pkl|constants\.pkl|version|byteorder|\.format_version|\.storage_alignment|model\.json"
+    r"|\.data/.*|code/.*|(?:data|tensors|constants)/\d+)",
+    re.DOTALL,  # else a name of many folders and a newline is gone through once for each of them
+)
 
 
-# The names in a directory and, where it is a plain one, its members. They are kept by archive: each test of what a file
-# is reads its names, and it may have a hundred thousand.
-_known: WeakKeyDictionary[Content, tuple[list[str], list[Member] | None]] = WeakKeyDictionary()
+class Directory(Struct, frozen=True, dict=True):
+    """The members that a directory lists, at their places in the content; ``fault`` says why it cannot be followed,
+    and ``is_exact`` whether its entries end where it does."""
+
+    members: Sequence[Member] = ()
+    fault: str = ""
+    is_exact: bool = False
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the members; none if the directory is not a whole one."""
+        return [member.name for member in self.members] if self.is_exact else []
+
+
+# Kept by archive: each test of what a file is reads its names, and it may have a hundred thousand.
+_known: WeakKeyDictionary[Content, Directory] = WeakKeyDictionary()
 
 
 def member_names(content: Content) -> list[str]:
-    """Return the names of all members, none if there is no whole directory. They are read as latin-1."""
-    return _directory(content)[0]
+    """Return the names of all members, none if there is no whole directory."""
+    return read_directory(content).names
 
 
-def plain_members(content: Content, shift: int) -> list[Member] | None:
-    """Return the members in a directory of which each entry is as torch writes it, with places that are ``shift`` bytes
-    after those that it says; None for any other: then ``zipfile`` has to say what it means, which makes an object for
-    whatever the directory lists. With it for all, the repair of 10,000 keys takes a tenth longer.
-
-    Raises ``HostileError`` if there is no end of them."""
-    _, members = _directory(content)
-    if members is None or not shift:
-        return members and list(members)
-    return [replace(member, header_offset=member.header_offset + shift) for member in members]
-
-
-def _directory(content: Content) -> tuple[list[str], list[Member] | None]:
+def read_directory(content: Content) -> Directory:
+    """Return the directory at the end of an archive. Raises ``HostileError`` if it lists more than the file can
+    hold."""
     if (found := _known.get(content)) is None:
-        end = end_record(content)
-        found = ([], None) if end is None else _entries(bounded_directory(content, end.begin, end.stop))
-        _known[content] = found
+        found = _known[content] = _followed(content)
     return found
+
+
+def _followed(content: Content) -> Directory:
+    if (end := end_record(content)) is None:
+        return Directory(fault="it has no end record")
+    directory, shift = bounded_directory(content, end.begin, end.stop), end.begin - end.start
+    members: list[Member] = []
+    position = 0
+    while position + ENTRY.size <= len(directory):
+        signature, _, _, flags, method, _, _, crc, packed, size, *rest = ENTRY.unpack_from(directory, position)
+        length, extra, comment, volume, _, attributes, place = rest
+        raw = directory[position + ENTRY.size : position + ENTRY.size + length]
+        if signature != b"PK\x01\x02" or len(raw) < length:
+            break
+        position += ENTRY.size + length + extra + comment
+        if _NO_PLACE in (packed, size, place):
+            stop = position - comment
+            size, packed, place = _of_zip64(directory[stop - extra : stop], size, packed, place)
+        name = member_name(raw, flags)
+        members.append(Member(name, raw, flags, method, crc, packed, size, place + shift, volume, attributes))
+    if position < len(directory):
+        return Directory(fault=f"no entry of it is at byte {end.begin + position}")
+    return Directory(members, is_exact=position == len(directory))
+
+
+def _of_zip64(extra: bytes, *numbers: int) -> list[int]:
+    """Return numbers of an entry with those of its zip64 field for each that does not fit (APPNOTE 4.5.3)."""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            wide = (int.from_bytes(extra[at : at + 8], "little") for at in range(4, length - 3, 8))
+            return [next(wide, number) if number == _NO_PLACE else number for number in numbers]
+        extra = extra[4 + length :]
+    return [*numbers]
 
 
 class EndRecord(NamedTuple):
@@ -198,29 +231,6 @@ def bounded_directory(content: Content, start: int, stop: int) -> bytes:
     return directory
 
 
-def _entries(directory: bytes) -> tuple[list[str], list[Member] | None]:
-    """Return the names in a directory, none if its entries do not end where it does; and its members, if all names are
-    ASCII and all entries end with them."""
-    names: list[str] = []
-    members: list[Member] | None = []
-    position, size = 0, len(directory)
-    while position + ENTRY.size <= size:
-        signature, _, needed, flags, method, _, _, crc, packed, nbytes, *rest = ENTRY.unpack_from(directory, position)
-        length, extra, comment, volume, _, attr, place = rest
-        position += ENTRY.size
-        raw = directory[position : position + length]
-        position += length + extra + comment
-        if signature != b"PK\x01\x02":
-            return [], None
-        name = raw.decode("latin-1")
-        names.append(plain_name(name))
-        if extra or comment or needed & 0xFF > _LATEST or not raw.isascii() or "\0" in name or "\\" in name:
-            members = None
-        if members is not None:
-            members.append(Member(name, name, flags, method, crc, packed, nbytes, place, volume, attr))
-    return (names, members) if position == size else ([], None)
-
-
 def has_end(content: Content) -> bool:
     """Return whether the archive ends with a record of where its directory begins, damaged or not."""
     tail = bytes(content.buffer[-END.size :])
@@ -245,7 +255,7 @@ def checksums_left(content: Content, start: int) -> dict[str, int]:
             continue  # a name has no entry inside
         name = directory[start:stop]
         if name.isascii() and fields[6]:
-            found[plain_name(name.decode())] = fields[6]
+            found[member_name(name, 0)] = fields[6]
     return found
 
 
@@ -280,25 +290,25 @@ def _roots(names: list[str], main: str) -> list[str]:
     return [name.removesuffix(main) for name in names if name.endswith(inner) or name == main]
 
 
-_NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF
 _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13
 _FOLDER = 0x10
 
 
-def refusal(content: Content, end: EndRecord, infos: Sequence[Member]) -> str:
+def refusal(content: Content, end: EndRecord) -> str:
     """Return why torch refuses an archive, as a noun with what follows it; nothing if it does not."""
     disk, first_disk, here, count, size, place, _, at, _ = end
+    directory = read_directory(content)
+    listed = len(directory.members)
     if (disk, first_disk) not in ((0, 0), (1, 1)):
         return f"a zip directory on disk {disk or first_disk}"
-    if here != count or count != len(infos):
-        wrong = here if here != len(infos) else count
-        return f"a zip directory that counts {wrong} members and lists {len(infos)}"
+    if here != count or count != listed:
+        return f"a zip directory that counts {here if here != listed else count} members and lists {listed}"
     if size < count * ENTRY.size or place + size > len(content):
         return f"a zip directory that is said to take {size} bytes from byte {place} on"
-    if infos and not member_names(content):
+    if not directory.is_exact:
         return "a zip directory whose entries do not end where it ends"
-    found = ((info, what) for info in infos if (what := _what_is_wrong(content, disk, info)))
-    return _refusal64(content, at) or next((f"the member {info.filename[-80:]} {what}" for info, what in found), "")
+    found = ((member, what) for member in directory.members if (what := _what_is_wrong(content, disk, member)))
+    return _refusal64(content, at) or next((f"the member {member.name[-80:]} {what}" for member, what in found), "")
 
 
 def _refusal64(content: Content, end: int) -> str:
@@ -320,21 +330,21 @@ def _refusal64(content: Content, end: int) -> str:
     return f"a zip64 end record of {length} bytes" if length < END64.size - 12 else ""
 
 
-def _what_is_wrong(content: Content, disk: int, info: Member) -> str:
-    packed, size, method = info.compress_size, info.file_size, info.compress_type
-    if "\\" in info.orig_filename:
+def _what_is_wrong(content: Content, disk: int, member: Member) -> str:
+    packed, size, method = member.packed, member.size, member.method
+    if b"\\" in member.raw:
         return "with backslashes in its name"
-    if info.volume == _NO_NUMBER or info.volume not in (disk, 1):
-        return f"on disk {info.volume}"
-    if info.flag_bits & _MASKED:
+    if member.volume == _NO_NUMBER or member.volume not in (disk, 1):
+        return f"on disk {member.volume}"
+    if member.flags & _MASKED:
         return "with a masked header"
-    if info.header_offset + HEADER.size + packed > len(content):
+    if member.place + HEADER.size + packed > len(content):
         return "that is said to end after the file"
-    if info.filename.endswith("/"):
+    if member.name.endswith("/"):
         return ""
-    if info.flag_bits & (_LOCKED | _PATCHED):
-        return f"that is marked as {'encrypted' if info.flag_bits & _LOCKED else 'a patch'}"
-    if info.external_attr & _FOLDER and size:
+    if member.flags & (_LOCKED | _PATCHED):
+        return f"that is marked as {'encrypted' if member.flags & _LOCKED else 'a patch'}"
+    if member.attributes & _FOLDER and size:
         return "that is marked as a folder"
     if method not in (STORED, DEFLATED):
         return f"packed by {METHODS.get(method, f'method {method}')}"

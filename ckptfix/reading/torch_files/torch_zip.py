@@ -25,7 +25,7 @@ from ckptfix.core.spec import ByteSource, Storage, TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Expansion, PackedBytes
-from ckptfix.reading.archives.zip_directory import Member, header_name, read_header
+from ckptfix.reading.archives.zip_directory import Member, member_name, read_header
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
@@ -231,59 +231,55 @@ class Archive(TorchArchive):
         self.found = index.found
         self.gone: list[str] = []
         self._unpacked = Expansion(content.path)
-        self._has_checksums = any(info.CRC for info in members.values())
+        self._has_checksums = any(info.crc for info in members.values())
 
     def source(self, name: str) -> ByteSource:
         """Return the bytes of a member; its place is the local header's word, checked against the file."""
         info, content = self.members[name], self.content
-        if content.is_remote and info.compress_type == STORED and not why_closed(info.flag_bits, STORED):
-            return LateBytes(info.compress_size, lambda: self._remote_member(info))
+        if content.is_remote and info.method == STORED and not why_closed(info.flags, STORED):
+            return LateBytes(info.packed, lambda: self._remote_member(info))
         if not self.is_whole(name):
-            raise UnreadableError(f"{content.path}: is cut short in its member {info.filename}; fetch it again")
+            raise UnreadableError(f"{content.path}: is cut short in its member {info.name}; fetch it again")
         start = self.index.data_start(content, info)
         if start is None:
             raise UnreadableError(
-                f"{content.path}: member {info.filename} is not where the archive's directory says; fetch the file "
-                "again"
+                f"{content.path}: member {info.name} is not where the archive's directory says; fetch the file again"
             )
-        if start + info.compress_size > content.size:
+        if start + info.packed > content.size:
             raise UnreadableError(
-                f"{content.path}: member {info.filename} ends after the end of the file: it is cut short; fetch it "
-                "again"
+                f"{content.path}: member {info.name} ends after the end of the file: it is cut short; fetch it again"
             )
-        closed = why_closed(info.flag_bits, info.compress_type)
+        closed = why_closed(info.flags, info.method)
         if closed:
-            raise UnreadableError(f"{content.path}: member {info.filename} {closed}")
-        if info.compress_type == STORED:
-            return content.source(start, info.compress_size)
-        if info.file_size > max(SMALL_LIMIT, 1032 * info.compress_size):
+            raise UnreadableError(f"{content.path}: member {info.name} {closed}")
+        if info.method == STORED:
+            return content.source(start, info.packed)
+        if info.size > max(SMALL_LIMIT, 1032 * info.packed):
             raise HostileError(
-                f"{content.path}: member {info.filename} declares {info.file_size} bytes out of {info.compress_size}; "
+                f"{content.path}: member {info.name} declares {info.size} bytes out of {info.packed}; "
                 "do not use this file"
             )
         head = bytes(content.buffer[start : start + 9])
         try:
-            decoder, skipped = zip_decoder(info.compress_type, info.compress_size, info.file_size, head)
+            decoder, skipped = zip_decoder(info.method, info.packed, info.size, head)
         except FAULTS as error:
-            raise UnreadableError(
-                f"{content.path}: member {info.filename} is damaged ({error}); fetch it again"
-            ) from error
-        stop = start + info.compress_size
-        return PackedBytes(content, self._unpacked, info.filename, start + skipped, stop, info.file_size, decoder)
+            raise UnreadableError(f"{content.path}: member {info.name} is damaged ({error}); fetch it again") from error
+        stop = start + info.packed
+        return PackedBytes(content, self._unpacked, info.name, start + skipped, stop, info.size, decoder)
 
     def _remote_member(self, info: Member) -> ByteSource:
         """Return the bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
         content = self.content
-        header = read_header(content, info.header_offset)
-        is_it = header is not None and header.is_signed and header_name(info, header) == info.orig_filename
-        if header is None or not is_it or header.start + info.compress_size > content.size:
+        header = read_header(content, info.place)
+        is_it = header is not None and header.is_signed and member_name(header.name, info.flags) == info.name
+        if header is None or not is_it or header.start + info.packed > content.size:
             from ckptfix.bytes.remote import download_advice
 
             raise UnreadableError(
-                f"{content.path}: member {info.filename} is not where the archive's directory says; "
+                f"{content.path}: member {info.name} is not where the archive's directory says; "
                 f"{download_advice(content.path)}"
             )
-        return content.source(header.start, info.compress_size)
+        return content.source(header.start, info.packed)
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
         if self.content.is_remote:
@@ -291,17 +287,17 @@ class Archive(TorchArchive):
         info = self.members[name] if name is not None else None
         if self.found is None:
             start = self.index.data_start(self.content, info) if info is not None else None
-            if info is None or (start is not None and start + info.compress_size <= self.content.size):
+            if info is None or (start is not None and start + info.packed <= self.content.size):
                 return None
-            self.gone.append(info.filename)
-        elif info is not None and info.filename in self.found.open_at:
-            return self.found.left_of(info.filename, nbytes)
-        elif info is not None and info.file_size >= nbytes:
+            self.gone.append(info.name)
+        elif info is not None and info.name in self.found.open_at:
+            return self.found.left_of(info.name, nbytes)
+        elif info is not None and info.size >= nbytes:
             return None
         return TornBytes(self.path, nbytes)
 
     def is_whole(self, name: str) -> bool:
-        return self.found is None or self.members[name].filename not in self.found.open_at
+        return self.found is None or self.members[name].name not in self.found.open_at
 
     @property
     def oddity(self) -> str | None:
@@ -311,7 +307,7 @@ class Archive(TorchArchive):
         (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
         if self.index.refusal:
             return self.index.refusal
-        names = [info.filename for info in self.index.infos]
+        names = [info.name for info in self.index.members]
         folder, slash, _ = names[0].partition("/")
         if not slash or self.root != f"{folder}/":
             return f"members in {self.root.removesuffix('/') or 'no folder'}"
@@ -361,7 +357,7 @@ class Archive(TorchArchive):
         """Return the checksum of a member; None if the archive has none.
 
         With set_crc32_options(False) torch writes zero for all members. A single zero is a checksum like any other."""
-        return self.members[name].CRC if self._has_checksums else None
+        return self.members[name].crc if self._has_checksums else None
 
 
 def open_archive(content: Content, main: str = "data.pkl") -> Archive:
@@ -373,10 +369,10 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     found = index.found
     infos = [
         info
-        for info in index.infos
-        if not info.filename.endswith("/") and _FOLDER not in info.filename and _FILE not in info.filename
+        for info in index.members
+        if not info.name.endswith("/") and _FOLDER not in info.name and _FILE not in info.name
     ]
-    names = Counter([info.filename for info in infos])
+    names = Counter([info.name for info in infos])
     # A directory that is read at the wrong place, as after a transfer as text, has entries without a name.
     doubled = [name for name, count in names.items() if count > 1 and name]
     if doubled:
@@ -384,7 +380,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
             f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they take; do "
             "not use this file"
         )
-    packed = sum([info.compress_size for info in infos])
+    packed = sum([info.packed for info in infos])
     # Where bytes were lost before the directory, the members are larger than what is left.
     lacking = min(max(0, -index.displaced), len(content))
     if found is None and packed > len(content) + lacking:
@@ -408,7 +404,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
         )
     if found is not None and root + main in found.open_at:
         raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, main)}; fetch it again")
-    members = {info.filename.removeprefix(root): info for info in infos if info.filename.startswith(root)}
+    members = {info.name.removeprefix(root): info for info in infos if info.name.startswith(root)}
     return Archive(content, root, members, index)
 
 
@@ -416,7 +412,7 @@ def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
     """Return what is said of an archive that is cut short before its list of tensors, or inside of it (``partly``).
 
     TorchScript writes its storages first."""
-    names = [info.filename for info in found.infos]
+    names = [info.name for info in found.members]
     # Torch 1.0 to 1.2 wrote the sources of TorchScript first, and later releases write them last.
     place = f"before its {'model.json' if any('/code/' in name for name in names) else 'data.pkl'}"
     storages = [name for name in names if {"data", "tensors"} & set(name.split("/")[:-1]) and name not in found.open_at]
@@ -433,7 +429,7 @@ def read(content: Content) -> Document:
     document = read_archive(archive, NAME)
     document.damage += archive.damage(document.root)
     document.remarks += archive.doubts
-    if packed := sum(info.compress_type != STORED for info in archive.members.values()):
+    if packed := sum(info.method != STORED for info in archive.members.values()):
         document.remarks.append(Fact.of(Kind.PACKED_MEMBERS, members=packed))
     if archive.index.trailing:
         document.remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=archive.index.trailing))

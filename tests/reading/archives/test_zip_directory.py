@@ -1,11 +1,105 @@
-"""What is left of a damaged directory."""
+"""What the directory of an archive says, whole or damaged."""
 
 from __future__ import annotations
 
+import io
 import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
 
 from ckptfix.bytes.sources import Content
-from ckptfix.reading.archives.zip_directory import checksums_left
+from ckptfix.reading.archives.zip_directory import checksums_left, member_names, read_directory
+from ckptfix.writing.torch_files import write_zip
+from tests.reading.archives.test_wrapped import zipped
+from tests.reading.archives.zips import saved
+
+WEIGHTS = {f"layer{n}.weight": torch.arange(1.0 + n, 2000 + n) for n in range(6)}
+KINDS = ("torch", "torch without checksums", "ckptfix", "deflated")
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Archives whose headers say the sizes, and those whose descriptors do."""
+    from ckptfix import open_checkpoint
+
+    path, written = tmp_path_factory.mktemp("plain") / "f.pth", io.BytesIO()
+    torch.save(WEIGHTS, path)
+    write_zip(open_checkpoint(path), written)
+    members = {name: bytes(500) for name in ("archive/data.pkl", "archive/version", "archive/data/0")}
+    return {
+        "torch": path.read_bytes(),
+        "torch without checksums": saved(WEIGHTS, checksums=False),
+        "ckptfix": written.getvalue(),
+        "deflated": zipped(members, zipfile.ZIP_DEFLATED),
+    }
+
+
+FIELDS = "filename flag_bits compress_type CRC compress_size file_size header_offset volume external_attr".split()
+
+
+def assert_as_zipfile(data: bytes) -> None:
+    read = read_directory(Content("f.pth", data))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = (
+            "filename flag_bits compress_type CRC compress_size file_size header_offset volume external_attr".split()
+        )
+        said = [tuple(getattr(info, name) for name in names) for info in archive.infolist()]
+    assert [(one.name, *(getattr(one, name) for name in one.__struct_fields__[2:])) for one in read.members] == said
+    assert (read.fault, read.is_exact, read.names) == ("", True, [name for name, *_ in said])
+
+
+@pytest.mark.parametrize("front", [b"", b"junk"], ids=["plain", "junk in front"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_members_are_those_that_zipfile_lists(kind: str, front: bytes, archives: dict[str, bytes]) -> None:
+    assert_as_zipfile(front + archives[kind])
+
+
+ODD: dict[str, Callable[[zipfile.ZipInfo], object]] = {
+    "a name that is not ASCII": lambda info: setattr(info, "filename", "archivé/data.pkl"),
+    "a comment": lambda info: setattr(info, "comment", b"x"),
+    "an extra field": lambda info: setattr(info, "extra", b"\x55\x54\x01\x00\x01"),
+}
+
+
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD)
+def test_an_odd_entry_is_read_as_zipfile_does(change: Callable[[zipfile.ZipInfo], object]) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", bytes(50))
+        change(archive.infolist()[0])
+    assert_as_zipfile(buffer.getvalue())
+
+
+@pytest.mark.parametrize("front", [b"", b"junk"], ids=["plain", "junk in front"])
+def test_numbers_of_zip64_are_those_of_its_field(monkeypatch: pytest.MonkeyPatch, front: bytes) -> None:
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    assert_as_zipfile(front + zipped({"archive/data.pkl": bytes(50), "archive/data/0": bytes(7), "a": bytes(90)}))
+
+
+def test_an_archive_without_members_has_a_whole_directory() -> None:
+    assert_as_zipfile(zipped({}))
+
+
+def test_a_name_ends_at_its_first_zero() -> None:
+    data = zipped({"archive/data.pkl_/evil": bytes(50)}).replace(b".pkl_", b".pkl\0")
+    assert member_names(Content("f.pth", data)) == ["archive/data.pkl"]
+
+
+@pytest.mark.parametrize(("at", "fault"), [(0, "no entry of it is at byte"), (28, "no entry of it is at byte")])
+def test_a_directory_that_cannot_be_followed_has_no_members(at: int, fault: str) -> None:
+    data = bytearray(zipped({"a": bytes(50), "b": bytes(50)}))
+    data[data.index(b"PK\x01\x02") + at] ^= 1
+    read = read_directory(Content("f.pth", bytes(data)))
+    assert not read.members
+    assert read.fault.startswith(fault)
+
+
+def test_a_file_without_an_end_record_has_no_directory(tmp_path: Path) -> None:
+    assert read_directory(Content("f.pth", b"PK\x03\x04")).fault == "it has no end record"
 
 
 def entry(name: bytes, crc: int, length: int | None = None) -> bytes:

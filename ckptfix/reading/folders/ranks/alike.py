@@ -74,7 +74,7 @@ class _Pickle(Struct):
         is_odd = index.found or index.damage or index.doubts or index.displaced or index.trailing
         if is_odd or archive.oddity is not None or reading.is_big_endian:
             return None
-        if any(info.compress_type != STORED for info in archive.members.values()):
+        if any(info.method != STORED for info in archive.members.values()):
             return None
         data = reading.member("data.pkl")
         return None if reading.faults else cls(reading, set(archive.members), data)
