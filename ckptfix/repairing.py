@@ -325,9 +325,9 @@ def _log_choice(report: Report) -> None:
     """Log which of several sets of weights is loaded: a script that does not print the report shows it nowhere."""
     import logging
 
-    from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
+    from ckptfix.rules import named
 
     for finding in report.findings:
-        if finding.code == several_state_dicts.code:
+        if finding.code == named("several-state-dicts").code:
             level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
             logging.getLogger("ckptfix").log(level, "%s: %s", report.source, finding.message)

@@ -22,8 +22,9 @@ from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.reading.tensors import revive_tree
 from ckptfix.repairing import Repair, repair_to_load
+from ckptfix.rules import named
 from ckptfix.rules.following import Followed, ways
-from ckptfix.rules.opt101_stale_optimizer import stale_optimizer, with_owners
+from ckptfix.rules.opt101_stale_optimizer import with_owners
 from ckptfix.rules.origins import Change
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, s
         raise UsageError(Opt("drop_optimizer", True), " leaves out the state that the given optimizer is to load")
     settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
     repaired = repair_to_load(source, model, **settings)
-    findings = tuple(each for each in repaired.report.findings if each.code != stale_optimizer.code)
+    findings = tuple(each for each in repaired.report.findings if each.code != named("stale-optimizer").code)
     repaired = replace(repaired, report=replace(repaired.report, findings=findings))
     target = target_from_module(model)
     before = with_fitting_set(source, open_source(source, checked), target, checked)

@@ -22,8 +22,8 @@ from ckptfix.errors import CkptfixError, IdleRecipeError, InternalError, Opt, Wo
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.weights.containers import SHARE
-from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES, Needs, RuleEntry
-from ckptfix.rules.rule import Context
+from ckptfix.rules import FITTING, FOR_LOADING, FOR_NAMES, RULES
+from ckptfix.rules.rule import Context, Needs, Rule
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
@@ -241,7 +241,7 @@ def _statistics(checkpoint: Checkpoint, settings: Settings, draft: WriteDraft | 
     return Statistics(checkpoint, NARROWINGS[settings.cast_dtype] if settings.cast_dtype else None, draft)
 
 
-def _propose(rule: RuleEntry, context: Context) -> Iterator[Finding]:
+def _propose(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield the findings of a rule. In a file whose own list of tensors is damaged, no fix that adds, drops or changes
     one is safe: what is missing under its name may be there under another."""
     is_wanted = rule.is_wanted(context.settings)

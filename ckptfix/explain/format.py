@@ -16,8 +16,7 @@ from ckptfix.explain.fit import Advice
 from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
-from ckptfix.rules import FITTING, OF_MISFITS
-from ckptfix.rules.fil101_several_state_dicts import several_state_dicts
+from ckptfix.rules import FITTING, OF_MISFITS, named
 
 _OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
 
@@ -88,7 +87,7 @@ def _becomes_state_dict(report: Report) -> bool:
 
 
 def _elsewhere(report: Report, codes: tuple[str, ...]) -> str:
-    if several_state_dicts.code in codes and OF_MISFITS not in codes:
+    if named("several-state-dicts").code in codes and OF_MISFITS not in codes:
         place = "it is a bare state_dict" if report.container == "." else f"its weights stand under {report.container}"
         return f"It holds one set of weights: {place}."
     if report.target is None and any(code.startswith(FITTING) for code in codes):

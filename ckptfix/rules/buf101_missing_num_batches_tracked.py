@@ -41,13 +41,12 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 SAFETENSORS = "safetensors"  # a format that came years after the counter, and has no room for `_metadata`
 _COUNTING_VERSION = 2  # the version of BatchNorm in `_metadata` that has the counter
 
 
-@rule
 def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
     """ValueSources the counter, as torch would."""
     if context.settings.is_for_torch_before(COUNTED_SINCE):

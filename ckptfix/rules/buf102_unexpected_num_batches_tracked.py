@@ -31,10 +31,9 @@ from collections.abc import Iterator
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
     """Drops the counters that the target, or the release that is aimed at, has no place for."""
     is_before_counters = context.settings.is_for_torch_before(COUNTED_SINCE)

@@ -37,7 +37,7 @@ from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 _DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())  # what BatchNorm gives a counter
 
@@ -49,7 +49,6 @@ _DIGITS = {
 }
 
 
-@rule
 def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
     """Gives counters the shape and the dtype that BatchNorm gives them, or the target, where it differs."""
     edits: list[Edit] = []

@@ -50,7 +50,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
 from ckptfix.errors import TargetError
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 # The known transient buffers whose values depend on more than a size.
 _ROTARY = frozenset(
@@ -59,7 +59,6 @@ _ROTARY = frozenset(
 _AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at its buffers
 
 
-@rule_for_target
 def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Drops or fills buffers that the target can work out for itself."""
     checkpoint = context.checkpoint

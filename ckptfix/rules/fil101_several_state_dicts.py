@@ -37,7 +37,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import NAME, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, sets_of
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 MOST = 6  # sets that are named
 
@@ -60,7 +60,6 @@ def choice_of_copies(keys: Collection[str]) -> tuple[Remedy, ...]:
     return choice(names) if copies else advise("remove one of the two sets of weights")
 
 
-@rule
 def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
     """List the sets of weights where none was picked; take the picked one out of its state_dict."""
     if context.checkpoint.picked is not None:

@@ -63,7 +63,7 @@ from ckptfix.reading.weights.quantized_modules import (
     part_names,
     rebuilding_call,
 )
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.writing.plain import plain_root
 
 # What was noticed while reading and is converted: what it was, and what it becomes.
@@ -189,7 +189,6 @@ def _text_of(name: str) -> str:
         return ""
 
 
-@rule
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     """Convert everything beside the weights into plain data."""
     checkpoint = context.checkpoint

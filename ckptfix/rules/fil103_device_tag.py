@@ -23,10 +23,9 @@ from collections.abc import Iterator
 
 from ckptfix.core.edits import Retag
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def device_tag(rule: Rule, context: Context) -> Iterator[Finding]:
     """Write the tensors for the CPU."""
     devices = context.checkpoint.devices

@@ -28,10 +28,9 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Blocks, Finding, Level, Remedy, counted
 from ckptfix.core.objects import holds_tensors
 from ckptfix.core.wording import first_names
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what a safetensors file will not have."""
     if context.settings.format != "safetensors":

@@ -46,10 +46,9 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, named_part, rank_shard
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say which part of what the file is."""
     checkpoint = context.checkpoint

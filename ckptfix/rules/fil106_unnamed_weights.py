@@ -32,13 +32,12 @@ from collections.abc import Iterator
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.wording import clause
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 _FROZEN = "the weights were frozen into constants of the code, which have no names; the state_dict does not have them"
 _CONSTANTS = "constants of the code have no names, and the state_dict does not have them"
 
 
-@rule
 def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what of a module its state_dict leaves out."""
     remarked = context.checkpoint.remarked

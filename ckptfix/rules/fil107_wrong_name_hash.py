@@ -22,9 +22,3 @@ and `renames.json` maps old names to new ones.
 ## Sources
 - https://pytorch.org/docs/stable/hub.html#torch.hub.load_state_dict_from_url: `filename-<sha256>.ext`
 - https://github.com/huggingface/pytorch-image-models/blob/main/clean_checkpoint.py: writes such names"""
-
-from __future__ import annotations
-
-from ckptfix.rules.rule import found_later
-
-wrong_name_hash = found_later(__name__)

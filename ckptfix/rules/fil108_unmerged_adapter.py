@@ -61,7 +61,7 @@ from ckptfix.reading.adapters import (
     open_adapter,
 )
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.merged_tensors import is_merged, sampled_change
 from ckptfix.values.optimizer import was_stepped
 
@@ -69,7 +69,6 @@ _BASE = ".base_layer."
 _SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most
 
 
-@rule
 def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     """Merge what ``--adapter`` names; else report an adapter in the file."""
     checkpoint, settings = context.checkpoint, context.settings

@@ -26,13 +26,12 @@ from collections.abc import Iterator
 
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Finding, Level
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 _OF_TORCH = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
 _SAFETENSORS = ".safetensors"
 
 
-@rule
 def other_suffix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Note a file under the suffix of the other format."""
     checkpoint = context.checkpoint

@@ -24,12 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, advise
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 _NAMES_OF_PARAMETERS = "StructuredToParameterName@@"
 
 
-@rule
 def paddle_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Keep weights of Paddle from being written as torch's."""
     root = context.checkpoint.root

@@ -31,7 +31,7 @@ from ckptfix.core.edits import Drop, Edit
 from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.rules.fil203_damaged_file import donor_fill
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 REMEDIES = (
     Remedy(text="fetch the file again"),
@@ -40,7 +40,6 @@ REMEDIES = (
 )
 
 
-@rule
 def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors whose storage fails its checksum; leave them out, or replace them, where that was asked for."""
     keys_of = list(storages_of(context.checkpoint))

@@ -30,7 +30,7 @@ from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import WITHOUT_ZERO
 
 LEAST = SECTOR - WORD  # bytes of whole words in a sector that lies across them, as in a storage that no writer aligned
@@ -40,7 +40,6 @@ AROUND = 1 << 16  # bytes of the file before and after a storage that may belong
 FEW_ROWS = 4  # rows in a sector, or a larger block that the hole is made of, from which on whole rows are a lost block
 
 
-@rule
 def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors with a hole; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:

@@ -41,10 +41,9 @@ from ckptfix.core.facts import BESIDE, Kind
 from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
     checkpoint = context.checkpoint

@@ -30,7 +30,7 @@ from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, TensorSpec
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 
 FEW = 1 << 17  # blocks of which a set is sooner made than numpy imported
@@ -49,7 +49,6 @@ class _Matrix(NamedTuple):
     row: int
 
 
-@rule
 def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors with a block that is somewhere else too; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:

@@ -37,7 +37,7 @@ from ckptfix.core.edits import Disarm, Plain
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise
 from ckptfix.reading.pickles.payload import GRAPH_CODE
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 REMEDIES = (
     *advise("do not load this file with anything; get it from a source that you trust"),
@@ -45,7 +45,6 @@ REMEDIES = (
 )
 
 
-@rule
 def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name what the file would run."""
     fix = None

@@ -46,7 +46,7 @@ from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
 from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
 from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
@@ -57,7 +57,6 @@ _SINGULAR = advise(
 )
 
 
-@rule_for_target
 def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists what is missing; fills it where that was asked for, and counts what was filled apart from the rest."""
     filled: list[str] = []

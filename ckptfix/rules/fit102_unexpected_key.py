@@ -41,7 +41,7 @@ from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 # In the keys of low-rank adapters, beside or around the layers that they change.
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
@@ -71,7 +71,6 @@ def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
     return advise(_MERGE if any(".base_layer." in key for key in keys) else _MERGE_INTO_BASE)
 
 
-@rule_for_target
 def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists what the target has no place for."""
     checkpoint = context.checkpoint

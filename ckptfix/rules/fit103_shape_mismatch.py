@@ -72,7 +72,7 @@ from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import is_adaptable
 
 _TRANSPOSED = advise(
@@ -84,7 +84,6 @@ MOST_AXES = 6  # axes of a tensor up to which all orders are tried
 _DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
 
 
-@rule_for_target
 def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Shows both shapes; drops the keys where that was asked for."""
     evidence: dict[str, Any] = {}

@@ -41,7 +41,7 @@ from ckptfix.core.edits import Cast
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import NARROWINGS
 from ckptfix.values.roles import is_layers_own
 
@@ -56,7 +56,6 @@ _SORTS = {
 }
 
 
-@rule_for_target
 def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Lists tensors of another dtype, apart by what a load does with them."""
     casts: dict[str, list[Cast]] = {sort: [] for sort in _SORTS}

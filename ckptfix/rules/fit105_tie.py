@@ -40,10 +40,9 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, cou
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.reading.tensors import have_same_bytes
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule_for_target
 def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """ValueSources a tied key from its twin, and reports twins that differ."""
     # A file of tied layers has one of them, and the target may have both: then the model of the file says which.

@@ -40,10 +40,9 @@ from ckptfix.core.parts import Part, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.reading.folders.rank_shards import FLAT
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule_for_target
 def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Takes the weights out of flat parameters, and gives flattened ones their shapes."""
     checkpoint = context.checkpoint

@@ -47,7 +47,7 @@ from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import BLOCKS, INT8, MXFP4, MXFP4_TURNED, scale_steps, unpacked_shape
 from ckptfix.values.scan import first_numbers
 
@@ -92,7 +92,6 @@ class QuantisedLayer(Struct):
     scheme: str = ""
 
 
-@rule
 def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose to dequantise what the target wants as plain floats, or refuse to write it."""
     specs = context.checkpoint.specs

@@ -42,7 +42,7 @@ from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Pla
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.errors import Opt, UsageError
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
 
@@ -55,7 +55,6 @@ class Stack(NamedTuple):
     new: int
 
 
-@rule_for_target
 def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Names the stacks; drops, moves and copies layers where that was asked for."""
     file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})

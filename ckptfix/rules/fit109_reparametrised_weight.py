@@ -47,7 +47,7 @@ from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, F
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import NORM, PRUNING, SPECTRAL_NORM, WEIGHT_NORM, is_adaptable
 
 _FORMS = (
@@ -62,7 +62,6 @@ _FORMS = (
 _PART = re.compile(r"(?:(?P<module>.+)\.)?(?:parametrizations\.(?P<new>[^.]+)\..+|(?P<old>[^.]+)_(?:[guv]|orig|mask))")
 
 
-@rule_for_target
 def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Proposes to compute the weights that the target wants from their parts in the file."""
     if whole := list(_whole(context.checkpoint.specs, target)):

@@ -31,10 +31,9 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.wrappers import colliding, has_wrapper_segment, segments_in, without_segments
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
     """Take the segments of wrappers out of every key, and out of the paths of ``_metadata``."""
     target = context.target

@@ -45,7 +45,7 @@ from ckptfix.core.wrappers import (
 )
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Target
@@ -61,7 +61,6 @@ STEPS = "steps"
 DEEPEST = 16
 
 
-@rule
 def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Take leading ``module.`` segments off, and AveragedModel's counters beside them out."""
     checkpoint, target = context.checkpoint, context.target

@@ -31,10 +31,9 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, two_sets
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule_for_target
 def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Give keys the wrapper segments that the target has, and an AveragedModel its counter."""
     checkpoint = context.checkpoint

@@ -39,7 +39,7 @@ from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.rules.fil101_several_state_dicts import choice
 from ckptfix.rules.fit107_quantised_weights import companions
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 # Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
 # no prefix is what is wrong.
@@ -48,7 +48,6 @@ Prefixes = tuple[str, str]  # what is taken off and what is put on, each with it
 MAX_DEPTH = 6  # segments of a prefix that are tried
 
 
-@rule_for_target
 def foreign_prefix(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Take off or put on the prefixes that the target confirms, the one with the most evidence first."""
     checkpoint = context.checkpoint

@@ -53,7 +53,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
 from ckptfix.core.target import Target
-from ckptfix.rules.rule import Context, Rule, rule_for_target
+from ckptfix.rules.rule import Context, Rule
 
 _FIELDS = {
     "module": r"(?:.+\.)?",
@@ -105,7 +105,6 @@ REWRITES = (
 )
 
 
-@rule_for_target
 def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Renames what the target wants under the name of another release."""
     found = list(_renames(context.checkpoint, target))

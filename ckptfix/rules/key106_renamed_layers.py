@@ -74,10 +74,11 @@ from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer_tied, is_in_order, others, spelled
 from ckptfix.maps.library import each_of, look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
+from ckptfix.rules import RENAMED_LAYERS
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
 from ckptfix.rules.fit107_quantised_weights import companions
 from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
-from ckptfix.rules.rule import Context, Rule, Twin, rule
+from ckptfix.rules.rule import Context, Rule, Twin
 from ckptfix.values.alike import by_values
 
 COVERED = 0.75  # the share of the target's tensors that a map has to fill: less may be a coincidence of shapes
@@ -109,11 +110,10 @@ Ties = Mapping[str, tuple[str, ...]]  # for every tied key its whole group
 Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None  # of the file and of the reference
 
 
-@rule
-def renamed_layers(rule: Rule, context: Context) -> Iterator[Finding]:
+def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Propose the map from the layers of another implementation, if it explains the file."""
-    checkpoint, target, twin = context.checkpoint, context.target, context.twin
-    if target is None or two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
+    checkpoint, twin = context.checkpoint, context.twin
+    if two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
         return  # an adapter is merged first: it has the names of its layers
     source, wanted = _tensors(checkpoint, target), _slots(target)
     if twin is None:  # a weight that is in parts on one side goes where it would go as one
@@ -237,7 +237,7 @@ def proved(
     """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
     for some in _rounds(inference, tied):
         possible = [(each, _moves(_decided(each), checkpoint)) for each in some]
-        plans = [Plan((Step(renamed_layers.code, tuple(_edits(moves, checkpoint))),)) for _, moves in possible]
+        plans = [Plan((Step(RENAMED_LAYERS.code, tuple(_edits(moves, checkpoint))),)) for _, moves in possible]
         proof = twin.prove(checkpoint, plans)
         if proof.chosen is not None:
             chosen, moves = possible[proof.chosen]

@@ -48,10 +48,9 @@ from ckptfix.core.wrappers import leading_modules, shared_modules, without_first
 from ckptfix.errors import UsageError
 from ckptfix.maps.library import fitting
 from ckptfix.maps.resolving import resolve
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose what the user's map says."""
     checkpoint, target, given = context.checkpoint, context.target, context.settings.rename_map

@@ -75,14 +75,13 @@ from ckptfix.maps.recipes import Layout
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.following import Followed, is_listed_anew, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")
 IN_STEP = Remedy((UNSAFE_FIXES,), "brings it in step")
 KEEP = Remedy((("keep_optimizer", True),), "keeps it as it is")
 
 
-@rule
 def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     """Bring the optimizers in step with the edits, or say which one cannot be."""
     optimizers = list(optimizers_in(context.checkpoint.root))

@@ -27,10 +27,9 @@ from ckptfix.core.finding import Finding, Level, Remedy, counted
 from ckptfix.core.objects import Opaque, holds_tensors
 from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the classes in the state of optimizers that the file has now, and had when it was opened."""
     was = {} if context.before is None else {one.name: one for one in optimizers_of(context.before)}

@@ -29,10 +29,9 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import INITIAL, Optimizer, optimizers_of, values_in
 from ckptfix.maps.positions import stored_names
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
     """Read the moments of each optimizer, and leave out the state of those that are not finite."""
     if not context.settings.values or context.settings.format == "safetensors":

@@ -27,10 +27,9 @@ from ckptfix.core.finding import Finding, Level
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.maps.optimizer_states import fits, logical_shape, optimizers_of, values_in
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding]:
     """Look for the shape of each moment among the weights, as the file was opened."""
     checkpoint = context.before or context.checkpoint

@@ -30,10 +30,9 @@ from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_o
 from ckptfix.maps.positions import Naming
 from ckptfix.rules.following import ways
 from ckptfix.rules.origins import Change
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 
 
-@rule
 def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the positions of each optimizer, if that is asked for."""
     if not context.settings.optimizer_positions:

@@ -26,6 +26,7 @@ from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import concepts, kind, segments
 from ckptfix.maps.recipes import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
+from ckptfix.rules import RENAMED_LAYERS
 
 Shape = tuple[int, ...]
 
@@ -84,9 +85,7 @@ def trace(plan: Plan, keys: Iterable[str], is_asked: bool = True) -> dict[str, O
 
 def _is_inferred(step: Step) -> bool:
     """Return whether the edits of a step are a map of layers that was inferred."""
-    from ckptfix.rules.key106_renamed_layers import renamed_layers  # it brings the matching of names
-
-    return step.rule == renamed_layers.code
+    return step.rule == RENAMED_LAYERS.code
 
 
 def _words(key: str) -> set[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cached_property
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -13,6 +16,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, Subject
 from ckptfix.core.lazy import torch
+from ckptfix.core.objects import has_optimizer
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 
@@ -67,14 +71,79 @@ class Context(Struct, frozen=True, dict=True):
         return self.statistics.of(view) if isinstance(self.statistics, Statistics) else Statistics(view)
 
 
-class Rule(Struct, frozen=True):
-    """A rule: its code and name, its manual (the docstring of its module), and the generator that proposes."""
+class Needs(Enum):
+    """What a rule cannot say anything without."""
+
+    NAMES = "names"
+    TARGET = "target"
+    VALUES = "values"
+    OPTIMIZER = "optimizer"
+    MAP = "map of names"
+    FORWARD_TEST = "forward test"
+
+    def are_met(self, context: Context) -> bool:
+        """Return whether it is there. The forward test comes after the rules, and makes its findings itself."""
+        if self is Needs.TARGET:
+            return context.target is not None
+        if self is Needs.VALUES:
+            return context.settings.values
+        if self is Needs.OPTIMIZER:
+            return has_optimizer(context.checkpoint.root) or has_optimizer(context.checkpoint.beside)
+        if self is Needs.MAP:
+            return context.settings.rename_map is not None
+        return self is Needs.NAMES
+
+
+_SUBJECTS = {"VAL": Subject.VALUES, "FIL2": Subject.VALUES, "RUN": Subject.FORWARD}
+
+
+class Rule(Struct, frozen=True, dict=True):
+    """A rule: KEY106 renamed-layers is the generator ``renamed_layers`` of the module ``key106_renamed_layers``, whose
+    docstring is its manual.
+
+    The generator takes the rule and the context, and with ``Needs.TARGET`` the target. A module without one is the
+    manual of findings that another room makes, when a file is run or hashed. It is imported when the rule has something
+    to look at, or when its manual is read: half of the rules need values, and most of the others a target."""
 
     code: str
     name: str
-    manual: str
-    propose: Callable[[Context], Iterator[Finding]]
-    subject: Subject = Subject.NAMES
+    needs: Needs = Needs.NAMES
+    wanted_by: str | None = None  # the setting that asks for what this rule does, even if `select` leaves the rule out
+
+    # A pattern of which the rule cannot say anything if it is found in no key, unless the rule is wanted.
+    keys: str = ""
+
+    @property
+    def family(self) -> str:
+        """The first letters of the code, which its kind of defect has."""
+        return self.code[:3]
+
+    @cached_property
+    def _module(self) -> ModuleType:
+        return import_module(f"ckptfix.rules.{self.code.lower()}_{self._function}")
+
+    @property
+    def _function(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def manual(self) -> str:
+        """The manual of the rule."""
+        return (self._module.__doc__ or "").strip()
+
+    def is_wanted(self, settings: Settings) -> bool:
+        """Return whether the rule's fixes are asked for, whichever rules were selected."""
+        return self.wanted_by is not None and bool(getattr(settings, self.wanted_by))
+
+    def propose(self, context: Context) -> Iterator[Finding]:
+        """Return the findings of the rule."""
+        is_heard = self.needs.are_met(context)
+        if is_heard and self.keys and not self.is_wanted(context.settings):
+            is_heard = any(map(re.compile(self.keys).search, context.checkpoint.entries))
+        if not is_heard or (generator := getattr(self._module, self._function, None)) is None:
+            return iter(())
+        found: Iterator[Finding] = generator(self, context, *[context.target] * (self.needs is Needs.TARGET))
+        return found
 
     def finding(
         self,
@@ -90,41 +159,7 @@ class Rule(Struct, frozen=True):
         """Return a finding of this rule; one that is accepted has neither a fix nor remedies."""
         if is_accepted:
             fix, remedies = None, ()
-        figures = evidence or {}
+        subject = next((of for codes, of in _SUBJECTS.items() if self.code.startswith(codes)), Subject.NAMES)
         return Finding(
-            self.code, self.name, level, message, keys, figures, fix, remedies, blocks, is_accepted, self.subject
+            self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks, is_accepted, subject
         )
-
-
-def rule(generator: Callable[[Rule, Context], Iterator[Finding]]) -> Rule:
-    """Make the decorated generator ``(rule, context) -> findings`` the rule of its module."""
-    made = _of_module(generator.__module__, lambda context: generator(made, context))
-    return made
-
-
-def rule_for_target(generator: Callable[[Rule, Context, Target], Iterator[Finding]]) -> Rule:
-    """Make a generator ``(rule, context, target) -> findings`` the rule of its module, which says nothing without a
-    target."""
-
-    def propose(context: Context) -> Iterator[Finding]:
-        return generator(made, context, context.target) if context.target is not None else iter(())
-
-    made = _of_module(generator.__module__, propose)
-    return made
-
-
-def found_later(module: str) -> Rule:
-    """Return a rule that says nothing of names and values: what it finds shows when the file is run, or hashed, and the
-    room that does so makes the finding (``ckptfix.smoke``, ``ckptfix.zoo``)."""
-    return _of_module(module, lambda context: iter(()))
-
-
-_SUBJECTS = {"val": Subject.VALUES, "fil2": Subject.VALUES, "run": Subject.FORWARD}
-
-
-def _of_module(module: str, propose: Callable[[Context], Iterator[Finding]]) -> Rule:
-    """``ckptfix.rules.key106_renamed_layers`` is KEY106 renamed-layers, and its docstring is the manual."""
-    code, _, name = module.rpartition(".")[2].partition("_")
-    manual = (sys.modules[module].__doc__ or "").strip()
-    subject = next((of for family, of in _SUBJECTS.items() if code.startswith(family)), Subject.NAMES)
-    return Rule(code.upper(), name.replace("_", "-"), manual, propose, subject)

@@ -40,9 +40,3 @@ A model for images of 3 channels, given `--input 2x1x64x64`:
   https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
 - `strict=False` that hid a full mismatch: https://github.com/torchgeo/torchgeo/issues/4036,
   https://github.com/CSAILVision/places365/issues/53"""
-
-from __future__ import annotations
-
-from ckptfix.rules.rule import found_later
-
-forward_fails = found_later(__name__)

@@ -33,12 +33,3 @@ A `BatchNorm2d` whose `running_var` was saved after a divergence:
 - NaN in a published file: https://github.com/sharif-apu/BJDD_CVPR21/issues/4
 - `torch.nn.BatchNorm2d`, the statistics in eval mode:
   https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html"""
-
-from __future__ import annotations
-
-from ckptfix.core.finding import FILE, Remedy
-from ckptfix.rules.rule import found_later
-
-forward_non_finite = found_later(__name__)
-
-FROM_ANOTHER_COPY = Remedy((("replace", ("VAL",)), ("fill", FILE)), "takes them from another copy")

@@ -26,9 +26,3 @@ A square root of values that reach zero:
 - Anomaly detection: https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
 - `torch.nn.BatchNorm2d`, training and eval mode:
   https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html"""
-
-from __future__ import annotations
-
-from ckptfix.rules.rule import found_later
-
-forward_in_training = found_later(__name__)

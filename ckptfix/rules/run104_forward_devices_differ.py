@@ -20,9 +20,3 @@ There is no fix, and the file is written: it is not the checkpoint's fault.
 
 ## Sources
 - Numerical accuracy of torch: https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html"""
-
-from __future__ import annotations
-
-from ckptfix.rules.rule import found_later
-
-forward_devices_differ = found_later(__name__)

@@ -24,9 +24,3 @@ There is no fix: the finding is a note about the input and says nothing of the f
 
 ## Sources
 - The scale that torchvision's models expect: https://docs.pytorch.org/vision/stable/models.html"""
-
-from __future__ import annotations
-
-from ckptfix.rules.rule import found_later
-
-forward_odd_input = found_later(__name__)

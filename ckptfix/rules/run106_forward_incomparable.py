@@ -30,9 +30,3 @@ A file whose classifier has another width:
 
 ## Sources
 - Reproducibility in torch: https://docs.pytorch.org/docs/stable/notes/randomness.html"""
-
-from __future__ import annotations
-
-from ckptfix.rules.rule import found_later
-
-forward_incomparable = found_later(__name__)

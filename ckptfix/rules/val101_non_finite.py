@@ -44,7 +44,7 @@ from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
@@ -55,7 +55,6 @@ SHOWN = 8  # how many channels are named
 _SCORES = re.compile(r"(^|_)(scores?|transitions?|log_?(probs?|priors?))(_|$)")
 
 
-@rule
 def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors that are not finite, errors apart from warnings, and those that a flag cures apart."""
     bad: dict[str, Level] = {}

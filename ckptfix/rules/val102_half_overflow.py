@@ -33,7 +33,7 @@ from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_matrix
 
 MOST = 0.5  # share of the values that are not zero from which on a tensor that loses them keeps its dtype
@@ -48,7 +48,6 @@ _LOSSLESS = {
 }
 
 
-@rule
 def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
     """Cast what was asked for, and keep what would be lost."""
     dtype = context.settings.cast_dtype

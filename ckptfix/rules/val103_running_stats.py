@@ -36,7 +36,7 @@ from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, replaces, reset_edits
-from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.rules.rule import Context, Figures, Rule
 
 _VARIANCE = "running_var"
 
@@ -57,7 +57,6 @@ _LEVELS = {
 }
 
 
-@rule
 def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the norms by what is wrong with them; reset or replace their statistics where that was asked for."""
     statistics = context.statistics

@@ -57,7 +57,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.rules.rule import Context, Figures, Rule
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 from ckptfix.values.roles import (
     Norm,
@@ -104,7 +104,6 @@ BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # where the start'
 EPS = 1e-5  # the default eps of the norms; a running variance above it carries the scale
 
 
-@rule
 def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices that decayed, with the vectors that went with them; replace them where that was asked for."""
     matrices, statistics = _matrices(context), context.statistics

@@ -40,7 +40,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart, replaces
-from ckptfix.rules.rule import Context, Figures, Rule, rule
+from ckptfix.rules.rule import Context, Figures, Rule
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
     Norm,
@@ -58,7 +58,6 @@ MOST_AT_START = 0.72  # the same if each is zero in every block, and the file sa
 _LAST = r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)"
 
 
-@rule
 def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose nothing; report the matrices that are zero and should not be."""
     specs, statistics = context.checkpoint.specs, context.statistics

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.edits import Zero
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, counted
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
 from ckptfix.values.roles import is_matrix
 
@@ -35,7 +35,6 @@ HUGE = 1e15  # a value beside which subnormal ones are no remains of decay: the 
 SLOW = ("float32", "float64")  # the dtypes that processors compute in
 
 
-@rule
 def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors with subnormal values, many apart from few; flush them where that was asked for."""
     specs, found = context.checkpoint.specs, context.statistics

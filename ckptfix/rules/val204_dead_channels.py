@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import FAINT
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_matrix, kind
 from ckptfix.values.scan import channels_with
 
@@ -33,7 +33,6 @@ SHOWN = 8  # how many channels are named
 FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
 
 
-@rule
 def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose nothing; note the layers with channels of zeros."""
     specs = context.checkpoint.specs

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_matrix
 
 SMALLEST = 64  # elements below which a matrix of one value may be meant so
@@ -36,7 +36,6 @@ _WEIGHT = r"weight(_[ih]h_l\d+(_reverse)?)?$"
 _SCALE = r"(?i)(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$"
 
 
-@rule
 def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of one value; replace them where that was asked for."""
     statistics = context.statistics

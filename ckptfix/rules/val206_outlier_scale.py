@@ -27,7 +27,7 @@ from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_matrix, is_scale_free, kind, median, usual_rms
 
 SMALLEST = 64  # elements below which an RMS says little
@@ -37,7 +37,6 @@ OF_KIND, OF_START, PEERS = 500.0, 100.0, 4
 OF_START_ALONE = 1000.0  # the same as `OF_START` for a layer with too few of its kind
 
 
-@rule
 def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of another order of magnitude; replace them where that was asked for."""
     statistics, specs = context.statistics, context.checkpoint.specs

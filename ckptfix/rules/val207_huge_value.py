@@ -35,7 +35,7 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with, first_numbers
 
@@ -50,7 +50,6 @@ LOOK = 1 << 14  # values of which the median is taken
 SHOWN = 8  # how many channels are named
 
 
-@rule
 def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the tensors with huge values; replace them if that was asked for."""
     found = {key: figures for key, figures in context.statistics.items() if _is_huge(key, figures, context)}

@@ -35,7 +35,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms
 from ckptfix.values.scan import first_numbers, first_units
@@ -53,7 +53,6 @@ CODES = "whole numbers only, as codes without their scale"
 _SCALE = re.compile(r"scal(e|ing)|SCB|absmax|zero_?point|(^|[._])(qweight|zeros|alpha|a|b)$", re.IGNORECASE)
 
 
-@rule
 def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report matrices whose figures are those of other bytes; propose nothing."""
     found: dict[str, list[str]] = {}

@@ -27,13 +27,12 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.reading.tensors import have_same_bytes
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_layers_own, is_matrix
 
 SMALLEST = 64  # values of a matrix below which equal ones may be chance, or meant
 
 
-@rule
 def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report groups of matrices with the same bytes; propose nothing."""
     specs = context.checkpoint.specs

@@ -23,12 +23,11 @@ from collections.abc import Iterator
 
 from ckptfix.core.finding import Blocks, Finding, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.walk import Walk
 
 
-@rule
 def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report sparse tensors that no operation can use; propose nothing."""
     keys = tuple(key for key, spec in context.checkpoint.specs.items() if spec.parts and not _is_sound(spec))

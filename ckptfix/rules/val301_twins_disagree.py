@@ -30,7 +30,7 @@ from ckptfix.core.buffers import split_key
 from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import replaced_apart
-from ckptfix.rules.rule import Context, Rule, rule
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import encoding
 from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
 from ckptfix.values.statistics import tensor_statistics
@@ -40,7 +40,6 @@ from ckptfix.values.twins import Twin, twin_sets, twins_beside
 NOTHING_LEFT = 1e-6
 
 
-@rule
 def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
     """Compare what was saved twice; take the sound twin where that was asked for.
 

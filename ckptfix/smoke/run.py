@@ -18,12 +18,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.core.wording import first_names
 from ckptfix.engine.delivery import ForwardTest
-from ckptfix.rules.run101_forward_fails import forward_fails
-from ckptfix.rules.run102_forward_non_finite import FROM_ANOTHER_COPY, forward_non_finite
-from ckptfix.rules.run103_forward_in_training import forward_in_training
-from ckptfix.rules.run104_forward_devices_differ import forward_devices_differ
-from ckptfix.rules.run105_forward_odd_input import forward_odd_input
-from ckptfix.rules.run106_forward_incomparable import forward_incomparable
+from ckptfix.rules import VALUES, named
 from ckptfix.smoke.exam import Job
 from ckptfix.smoke.forward import check_device_name
 from ckptfix.smoke.inputs import parse_inputs
@@ -222,11 +217,11 @@ _STAGE = {
 
 def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
     """Return what a finished test found; ``printed`` is the tail of what the model printed."""
-    found = [forward_odd_input.finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
+    found = [named("forward-odd-input").finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
     if outcome.undecided:  # a warning and no error: a guess that fails says nothing against the file
         message = f"the forward test could not be run: {outcome.undecided}"
         device, remedies = {"device": outcome.device}, (_INPUT, _NO_TEST)
-        found.append(forward_fails.finding(Level.WARNING, message, evidence=device, remedies=remedies))
+        found.append(named("forward-fails").finding(Level.WARNING, message, evidence=device, remedies=remedies))
         return [*found, *_incomparable(outcome)]
     if outcome.failure is not None:
         found.append(_failing(outcome.failure, outcome, printed))
@@ -256,7 +251,7 @@ def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
         why += f" ({failure.origin.name} had made {_kinds(failure.origin)} before)"
     message = f"the forward test failed {_STAGE[failure.stage]}, {why}: {failure.error}{failure.place}"
     figures = {name: value for name, value in evidence.items() if value not in (None, "", [])}
-    return forward_fails.finding(
+    return named("forward-fails").finding(
         Level.ERROR, message, keys=failure.keys, evidence=figures, remedies=_remedies(failure, outcome.device)
     )
 
@@ -312,9 +307,9 @@ def _non_finite(outcome: Outcome) -> Finding:
             keys = tuple(outcome.origin.key(name) for name in tensors if name in ("running_mean", "running_var"))
         remedies = (
             Remedy((("recalibrate", Placeholder("data.npy")),), "measures the running statistics again"),
-            FROM_ANOTHER_COPY,
+            Remedy((("replace", VALUES), ("fill", FILE)), "takes them from another copy"),
         )
-    return forward_non_finite.finding(
+    return named("forward-non-finite").finding(
         level,
         f"the model runs, but its output is not finite: {first_names(outcome.non_finite, 3)}{cause}",
         keys=keys,
@@ -342,13 +337,13 @@ def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
         evidence = {"blame": failure.blame, "inputs": list(training.inputs), "traceback": failure.traceback}
         figures = {name: value for name, value in evidence.items() if value}
         remedies = _remedies(failure, training.device)
-        return [forward_in_training.finding(Level.WARNING, message, evidence=figures, remedies=remedies)]
+        return [named("forward-in-training").finding(Level.WARNING, message, evidence=figures, remedies=remedies)]
     if training.non_finite and is_good_in_eval:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
         message = f"fine in eval mode, but not finite in training mode: {first_names(training.non_finite, 3)}{cause}"
         evidence = _origin(training.origin) if training.origin is not None else {}
         remedy = Remedy(text="look at the named module: what differs are the statistics of the batch, and dropout")
-        return [forward_in_training.finding(Level.WARNING, message, evidence=evidence, remedies=(remedy,))]
+        return [named("forward-in-training").finding(Level.WARNING, message, evidence=evidence, remedies=(remedy,))]
     return [] if gradients is None else list(_odd_gradients(gradients))
 
 
@@ -356,7 +351,7 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
     if gradients.non_finite:
         first = f"; the first to make one is {gradients.operator}" if gradients.operator else ""
         line = f", of {gradients.where}" if gradients.where else ""
-        yield forward_in_training.finding(
+        yield named("forward-in-training").finding(
             Level.WARNING,
             f"{counted(len(gradients.non_finite), 'parameter')} with a gradient that is not finite{first}{line}",
             keys=gradients.non_finite,
@@ -367,7 +362,7 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
     for names, what in ((gradients.zero, "a gradient of zeros"), (gradients.missing, "no gradient")):
         if names:
             is_all = not gradients.finite and not gradients.non_finite
-            yield forward_in_training.finding(
+            yield named("forward-in-training").finding(
                 Level.WARNING if is_all else Level.NOTE,
                 f"{counted(len(names), 'parameter')} with {what}: training would leave them as they are",
                 keys=names,
@@ -380,7 +375,7 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
 def _differing(outcome: Outcome) -> Iterator[Finding]:
     devices = outcome.devices
     if devices is not None and not devices.unlike and not devices.is_close:
-        yield forward_devices_differ.finding(
+        yield named("forward-devices-differ").finding(
             Level.WARNING,
             f"the outputs on {outcome.device} and on {devices.against} are further apart than rounding explains: "
             f"{devices}",
@@ -394,13 +389,13 @@ def _incomparable(outcome: Outcome) -> Iterator[Finding]:
     if seen is None or outcome.failure is not None:
         return
     if seen.unlike:
-        yield forward_incomparable.finding(
+        yield named("forward-incomparable").finding(
             Level.NOTE,
             f"the outputs are not compared with those of {seen.against}: {seen.unlike}",
             remedies=(Remedy((("compare", FILE),), "compares with a checkpoint of the very same model"),),
         )
     elif seen.differing == 0 and not seen.is_close:
-        yield forward_incomparable.finding(
+        yield named("forward-incomparable").finding(
             Level.NOTE,
             f"the model is not repeatable: with the same weights its outputs differ, {seen}",
             evidence=_distance(seen),

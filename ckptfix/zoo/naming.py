@@ -14,7 +14,7 @@ from string import Formatter
 from ckptfix.core.finding import Finding, Level, advise
 from ckptfix.core.wording import nearest
 from ckptfix.errors import UsageError
-from ckptfix.rules.fil107_wrong_name_hash import wrong_name_hash
+from ckptfix.rules import named
 
 MIRRORED = "{folder}/{stem}{suffix}"  # the template that mirrors the tree of the sources
 
@@ -112,7 +112,7 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
     claimed = hash_in_name(name, sha256)
     if claimed is None or sha256.startswith(claimed):
         return None
-    return wrong_name_hash.finding(
+    return named("wrong-name-hash").finding(
         Level.WARNING,
         f"the name says that the sha256 begins with {claimed}, and it begins with {sha256[: len(claimed)]}",
         evidence={"in_name": claimed, "sha256": sha256},

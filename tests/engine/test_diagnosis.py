@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from ckptfix.core.target import target_from_module
 from ckptfix.engine.diagnosis import diagnose, is_enabled
 from ckptfix.errors import InternalError
 from ckptfix.reading.opening import open_state_dict
-from ckptfix.rules import RuleEntry
 from ckptfix.rules.rule import Context, Rule
 
 CHECKPOINT = open_state_dict({"module._orig_mod.weight": torch.ones(2, 2)})
@@ -26,8 +26,8 @@ CHECKPOINT = open_state_dict({"module._orig_mod.weight": torch.ones(2, 2)})
 
 def listed(code, name, propose):
     """A rule in the list that no module has."""
-    made = RuleEntry(code, name)
-    made.__dict__["rule"] = Rule(code, name, "", propose)
+    made = Rule(code, name)
+    made.__dict__["_module"] = SimpleNamespace(**{name: lambda rule, context: propose(context)})
     return made
 
 

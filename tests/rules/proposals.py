@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from ckptfix.core.target import Target, target_from_module
 from ckptfix.engine.applying import apply_plan
 from ckptfix.engine.changes import ValueSources
 from ckptfix.reading.opening import open_state_dict
+from ckptfix.rules import RULES
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.statistics import Statistics
 
 StateDict = Mapping[str, Any]
+Generator = Callable[..., Iterator[Finding]]
 
 
 def context(
@@ -38,11 +40,21 @@ def context(
     return Context(checkpoint, target, Statistics(checkpoint), Settings(**settings), given)
 
 
+def rule_of(generator: Generator) -> Rule:
+    """The rule that has this generator."""
+    code = generator.__module__.rpartition(".")[2].partition("_")[0]
+    return next(rule for rule in RULES if rule.code == code.upper())
+
+
 def propose(
-    rule: Rule, state_dict: StateDict | Checkpoint, model: Any = None, donor: StateDict | None = None, **settings: Any
+    generator: Generator,
+    state_dict: StateDict | Checkpoint,
+    model: Any = None,
+    donor: StateDict | None = None,
+    **settings: Any,
 ) -> list[Finding]:
     """What the rule finds."""
-    return list(rule.propose(context(state_dict, model, donor, **settings)))
+    return list(rule_of(generator).propose(context(state_dict, model, donor, **settings)))
 
 
 def loud(findings: list[Finding]) -> list[Finding]:
@@ -51,13 +63,13 @@ def loud(findings: list[Finding]) -> list[Finding]:
 
 
 def repaired(
-    rule: Rule, state_dict: StateDict, model: Any = None, donor: StateDict | None = None, **settings: Any
+    generator: Generator, state_dict: StateDict, model: Any = None, donor: StateDict | None = None, **settings: Any
 ) -> dict[str, Any]:
     """The state_dict after the fixes of the rule; a second look has to propose no further fix."""
-    seen = context(state_dict, model, donor, **settings)
+    seen, rule = context(state_dict, model, donor, **settings), rule_of(generator)
     edits = tuple(edit for finding in rule.propose(seen) if finding.fix for edit in finding.fix.edits)
     value_sources = ValueSources(seen.target.initial if seen.target else None, seen.donor)
     after = apply_plan(Plan((Step(rule.code, edits),)), seen.checkpoint, value_sources)
     state = after.state_dict()
-    assert not [finding for finding in propose(rule, state, model, donor, **settings) if finding.fix]
+    assert not [finding for finding in propose(generator, state, model, donor, **settings) if finding.fix]
     return state

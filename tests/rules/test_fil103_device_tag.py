@@ -15,6 +15,7 @@ from ckptfix.engine.applying import apply_plan
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.fil103_device_tag import device_tag
 from ckptfix.rules.rule import Context
+from tests.rules.proposals import rule_of
 
 SAMPLE = "imagenet_dataparallel_cuda3.pth"
 
@@ -25,19 +26,19 @@ def context(*devices: str) -> Context:
 
 
 def test_noop():
-    assert list(device_tag.propose(context())) == []
+    assert list(rule_of(device_tag).propose(context())) == []
 
 
 def test_every_device_is_named_and_taken_off():
     seen = context("cuda:3", "xla:0")
-    (finding,) = device_tag.propose(seen)
+    (finding,) = rule_of(device_tag).propose(seen)
     assert finding.level == Level.NOTE
     assert "cuda:3, xla:0" in finding.message
     assert finding.fix is not None
     assert (finding.fix.edits, finding.fix.applicability) == ((Retag("cuda:3"), Retag("xla:0")), Applicability.SAFE)
     after = apply_plan(Plan((Step("FIL103", finding.fix.edits),)), seen.checkpoint)
     assert after.devices == ()
-    assert list(device_tag.propose(replace(seen, checkpoint=after))) == []
+    assert list(rule_of(device_tag).propose(replace(seen, checkpoint=after))) == []
 
 
 def test_the_repaired_file_loads_without_the_device(samples, tmp_path):

@@ -12,7 +12,7 @@ from ckptfix.core.finding import Applicability, Level
 from ckptfix.core.target import target_from_checkpoint
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules.fit104_dtype_mismatch import dtype_mismatch
-from tests.rules.proposals import context, propose, repaired
+from tests.rules.proposals import context, propose, repaired, rule_of
 
 
 def module(dtype: torch.dtype) -> nn.Module:
@@ -96,7 +96,7 @@ def test_overflow_is_found_in_the_values(dtype):
 
 def test_without_values_nothing_is_read():
     blind = replace(context(state(torch.float32, 70000.0), module(torch.float16)), statistics={})
-    (finding,) = dtype_mismatch.propose(blind)
+    (finding,) = rule_of(dtype_mismatch).propose(blind)
     assert finding.level == Level.NOTE
 
 

@@ -16,7 +16,7 @@ LAYOUT = {"a": ("float32", (2, 3)), "b": ("float16", (4,))}
 
 
 def finding(code, *keys):
-    return next(rule for rule in RULES if rule.code == code).rule.finding(Level.ERROR, "m", keys)
+    return next(rule for rule in RULES if rule.code == code).finding(Level.ERROR, "m", keys)
 
 
 def test_nothing_read_nothing_said():
