@@ -1,7 +1,6 @@
 """BUF101 missing-num-batches-tracked: a BatchNorm without its counter, as before torch 0.4.1.
 
 ## What it finds
-
 Modules whose `running_mean` and `running_var` are in the file and whose `num_batches_tracked` is not. With a
 target, those where the target wants the counter. Without one, those where `_metadata` says version 2, where another
 norm of the same version has its counter, and, in a file without `_metadata`, all that look like a BatchNorm: not the
@@ -10,24 +9,20 @@ file is in safetensors, in numpy's arrays, or has a counter elsewhere, the norms
 zip of torch says nothing: old weights are saved anew, and loaders of frozen norms ignore a counter.
 
 ## Why it matters
-
 The counter came with torch 0.4.1 and raised the version of BatchNorm in `_metadata` to 2. Torch supplies a missing
 counter to a module of version 1 or none; at version 2, and in every reader that compares keys, it is a missing key.
 
 ## Fix safety
-
 Safe: a 0-d int64 zero is what torch itself would supply. It is used only by a BatchNorm with `momentum=None`. A
 stored count is never touched. Left alone under `--for-torch` older than 0.4.1, and without a target where `_metadata`
 gives another version than 2: torchvision's FrozenBatchNorm2d has 1 and detectron2's 3, and a strict load of either
 refuses the counter, while torch supplies it to an old BatchNorm.
 
 ## Example
-
     ckptfix repair resnet-2017.pth
     # + bn1.num_batches_tracked  int64[]  zeros
 
 ## Sources
-
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/batchnorm.py (`_load_from_state_dict`)
 - https://github.com/pytorch/pytorch/issues/110361
 - https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""

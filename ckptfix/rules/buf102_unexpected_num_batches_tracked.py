@@ -1,26 +1,21 @@
 """BUF102 unexpected-num-batches-tracked: a BatchNorm's counter where the target has none.
 
 ## What it finds
-
 `num_batches_tracked` of modules that have running statistics in the target, but no counter: a frozen BatchNorm, or
 a file of a torch older than 0.4.1. With `--for-torch` older than 0.4.1, every one in the file.
 
 ## Why it matters
-
 A strict load fails with `Unexpected key(s) in state_dict: "bn1.num_batches_tracked"`.
 
 ## Fix safety
-
 Safe: the counter is of use only to a BatchNorm that is trained on with `momentum=None`, and the target has no place
 for it. It is dropped; no other tensor changes.
 
 ## Example
-
     ckptfix repair resnet50.pth --for-torch 0.4.0
     # - bn1.num_batches_tracked
 
 ## Sources
-
 - https://github.com/pytorch/pytorch/issues/8481
 - https://github.com/pytorch/vision/blob/main/torchvision/ops/misc.py (`FrozenBatchNorm2d`)"""
 

@@ -1,29 +1,24 @@
 """BUF103 malformed-num-batches-tracked: a BatchNorm's counter that is no 0-d int64.
 
 ## What it finds
-
 `num_batches_tracked` of one element but of shape `[1]`, or of another dtype than int64: what conversions through
 other formats, a `.half()` applied to every tensor, or averaging over checkpoints leave behind.
 
 ## Why it matters
-
 Torch's own load forgives both, others do not: a float counter breaks averaging and exports, and a shape of `[1]`
 fails in every reader that compares shapes.
 
 ## Fix safety
-
 Safe where the counter is a whole number that the new dtype holds: the shape and the dtype become those that
 `load_state_dict` itself gives the value. For this the one element is read, with `--no-values` too. A counter that is
 NaN, infinite, fractional or too large counts nothing: it is replaced by zero, which is unsafe. No other stored count is
 ever overwritten.
 
 ## Example
-
     ckptfix repair converted.pth
     # bn1.num_batches_tracked  float32[1] → int64[]
 
 ## Sources
-
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`: one element into
   0-d)"""
 

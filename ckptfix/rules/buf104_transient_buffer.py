@@ -1,20 +1,17 @@
 """BUF104 transient-buffer: buffers that one release saves and the next does not.
 
 ## What it finds
-
 Position ids, index tables, masks, rotary frequencies, metric states and their like, which a model works out from
 its own configuration, where the file has one that the target does not want, or lacks one that it does. Also running
 statistics of an InstanceNorm that does not track them, in files from before torch 0.4.0.
 
 ## Why it matters
-
 Whether such a buffer is saved changes between releases of a library. A strict load then fails over a tensor that
 carries no learned value: `Missing key(s): "embeddings.position_ids"`, or the same as unexpected, or `Unexpected
 running stats buffer(s)`. A model for other images or longer texts has them in another shape, and it fails with `size
 mismatch`.
 
 ## Fix safety
-
 Safe, with one exception. A buffer is dropped where the target has one of the same name that it does not save, or
 has none at all and the name is known for one of these. It is filled only from the model's own initialisation, which
 is not random here, and only under a known name; one of another shape is replaced in the same way. A buffer that the
@@ -27,12 +24,10 @@ other results. Masks, counters and indices are not compared, nor is anything und
 has more than 4 GB of weights to be built for it.
 
 ## Example
-
     ckptfix repair bert.bin --model my_models:bert
     # - embeddings.position_ids
 
 ## Sources
-
 - https://github.com/huggingface/transformers/issues/6882, https://github.com/huggingface/transformers/issues/24921
 - https://github.com/huggingface/transformers/pull/24576 (ESM)
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/instancenorm.py (`_load_from_state_dict`)"""

@@ -1,7 +1,6 @@
 """FIL108 unmerged-adapter: weights that an adapter has still to change.
 
 ## What it finds
-
 With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it, a model that was saved
 with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside them are `lora_A` and
 `lora_B`. And a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes.
@@ -10,12 +9,10 @@ every layer is as it began (a matrix of zeros, scales of one) changes nothing: a
 the file says that it was trained.
 
 ## Why it matters
-
 The weights of the file are those from before the fine-tuning. A strict load fails over the names, and one that is not
 strict gives the base model, without a word. An adapter alone is not a model.
 
 ## Fix safety
-
 `--adapter` asks for the merge, which changes stored values. The result has the same bits as that of peft's
 `merge_and_unload()`, without the model and its memory (on processors of AMD, and of Intel with AVX-512; on others the
 last bit can differ). The names, ranks and shapes of all layers are compared before anything is written, and an adapter
@@ -25,12 +22,10 @@ warning, as it may name the model from which the base was trained. Without `--ad
 the matrices' product is not in the file but in `adapter_config.json`.
 
 ## Example
-
     ckptfix repair model.safetensors --adapter my_lora
     ckptfix repair whole.pth --adapter my_lora/adapter_config.json
 
 ## Sources
-
 - https://huggingface.co/docs/peft/main/en/developer_guides/checkpoint
 - https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2402.09353 (DoRA)
 - https://arxiv.org/abs/2205.05638 (IA3), https://arxiv.org/abs/2309.14859 (LoHa and LoKr)"""

@@ -1,18 +1,15 @@
 """FIT101 missing-key: a key that the target wants and the file does not have.
 
 ## What it finds
-
 Keys that are still missing after every other rule: a head that was left out, a part that the file's model did not
 have, or the wrong file. The message states their share of the target by number of elements, and names a tensor of the
 same module that may be the missing one under another name.
 
 ## Why it matters
-
 A strict load fails with `Missing key(s) in state_dict`. A load that is not strict leaves them at random values and
 says so only in its return value, and the results are wrong without any error.
 
 ## Fix safety
-
 Nothing is filled unasked, nor where no key of the file belongs to the target. `--fill target` takes the model's own
 initial values (random, from `--seed`), `--fill FILE` takes those of another checkpoint under the same key with the same
 shape. Whatever was filled is listed in the report with its numel and does not count as coverage. Initial values are
@@ -20,12 +17,10 @@ untrained and end with exit code 1; those of a checkpoint that was named are not
 is not filled beside a stored `weight_u`: the two belong together, and scale the weights.
 
 ## Example
-
     ckptfix repair backbone.pth --model my_models:classifier --fill target
     # + head.weight  float32[10, 512]  target
 
 ## Sources
-
 - https://github.com/microsoft/torchgeo/issues/4036 (a mismatch that strict=False swallowed)
 - https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
 

@@ -1,16 +1,13 @@
 """FIT102 unexpected-key: a key that the target has no place for.
 
 ## What it finds
-
 Keys of the file that the target does not want, after the rules on names and buffers have had their turn.
 
 ## Why it matters
-
 A strict load fails with `Unexpected key(s) in state_dict`. Such keys are a part that the target lacks, such as a
 decoder or an auxiliary head, or the file is of another model.
 
 ## Fix safety
-
 Unsafe: `--unsafe-fixes` drops learned values. Of a LoRA that was never merged into its base they are what was trained:
 it has to be merged first. Where such keys may hold what the target misses in another layout (fused or split
 projections, stacked experts, `weight_norm` on only one side), the report says so. For the figures that a policy
@@ -18,12 +15,10 @@ normalises its inputs with, no command is printed: without them it runs, and doe
 where no key of the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
 
 ## Example
-
     ckptfix repair googlenet.pth --model my_models:googlenet_without_aux --unsafe-fixes
     # - aux1.fc1.weight
 
 ## Sources
-
 - https://pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
 
 from __future__ import annotations

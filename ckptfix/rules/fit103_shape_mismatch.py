@@ -1,18 +1,15 @@
 """FIT103 shape-mismatch: a key of the right name and another shape.
 
 ## What it finds
-
 Keys that the file and the target both have, with different shapes, and keys under which the file holds no tensor at
 all.
 
 ## Why it matters
-
 `size mismatch for fc.weight: copying a param with shape …`; `strict=False` does not help. The model is another one:
 another number of classes, vocabulary, resolution or number of input channels. Or one side has layers that the other
 lacks, which moves the numbers of a Sequential: then the advice names the missing key that has the shape.
 
 ## Fix safety
-
 Nothing is changed unless it is asked for, except axes of one element at the end or in front: they are put on or taken
 off, safely, as no value changes its place. That makes a 1x1 convolution `[64, 16, 1, 1]` of a linear layer `[64, 16]`,
 `[1]` of `[]`, and the reverse.
@@ -43,14 +40,12 @@ Where the axes of all such tensors are in another order, and only one order give
 tensors have a shape that fits in either order, such as square matrices beside transposed ones, it is only reported.
 
 ## Example
-
     ckptfix repair imagenet.pth --model my_models:resnet18_10_classes --drop-mismatched --fill target
     # fc.weight  file [1000, 512]  target [10, 512]
     ckptfix repair vit.pth --model my_models:vit_384 --adapt pos_embed=timm
     # adapt 1 key (443 k elements) by pos_embed=timm, 14x14 → 24x24: pos_embed  [1, 197, 768] → [1, 577, 768]
 
 ## Sources
-
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`_load_from_state_dict`)
 - https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py
 - https://github.com/google-research/vision_transformer/pull/317 (a square root that took 196 positions for 195)"""

@@ -1,31 +1,26 @@
 """FIT104 dtype-mismatch: a tensor of another dtype than the target's.
 
 ## What it finds
-
 Tensors whose dtype differs from the target's in kind (a float where the target has integers), or floats of another
 width, such as a file in float16 for a model in float32. Integers of another width are not worth a word; integers in the
 place of a model's float parameters are a warning.
 
 ## Why it matters
-
 `load_state_dict` converts silently, so that the load works; but the precision is the file's, or the model's,
 whichever is lower. Into a narrower dtype, values overflow: from 65520 on float16 has infinity, and casting back does
 not restore it. A quantised tensor cannot be copied into any other. Parameters that are integers were rounded, most of
 them to zero, or are quantised by a scheme that the model does not know.
 
 ## Fix safety
-
 Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. Nothing is offered where a value
 would overflow, which is looked up in the figures of the values, where a fraction or an imaginary part would be lost,
 or where the tensor is quantised or was rounded.
 
 ## Example
-
     ckptfix repair half.pth --model my_models:net --unsafe-fixes
     # conv1.weight  float16 → float32
 
 ## Sources
-
 - https://github.com/ultralytics/ultralytics/pull/24731 (a cast to float16 above 65504)
 - https://pytorch.org/docs/stable/type_info.html"""
 

@@ -1,31 +1,26 @@
 """FIT105 tie: one tensor under two names, of which the file has only one.
 
 ## What it finds
-
 Keys that the target ties to another key, such as `lm_head.weight` to `embed_tokens.weight`, where the file has the
 one and not the other, or has both with different values. The values are compared unless `--no-values` is given, and
 only those of equal dtype.
 
 ## Why it matters
-
 Some writers leave the twin out, as safetensors refuses to store a tensor twice. A strict load calls it a missing
 key, and a load that is not strict may leave the head at its random values if the tie is broken. Where the file has two
 different tensors for the one of the model, a load copies one over the other without a word: the model was trained
 untied, or one of the two is stale.
 
 ## Fix safety
-
 Safe: in the target both names are one tensor, so that the stored one holds the values of both. The two share their
 storage in the result. Keys that are both in the file are left as they are, equal or not: which of two different ones
 is the right one, nothing in the file says.
 
 ## Example
-
     ckptfix repair gpt2.safetensors --model my_models:gpt2
     # lm_head.weight = transformer.wte.weight
 
 ## Sources
-
 - https://huggingface.co/docs/safetensors/torch_shared_tensors
 - https://github.com/huggingface/safetensors/issues/202
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/module.py (`load_state_dict` copies module by module)"""

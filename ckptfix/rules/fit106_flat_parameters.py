@@ -1,17 +1,14 @@
 """FIT106 flat-parameters: weights that FSDP flattened, of which the target knows the names and shapes.
 
 ## What it finds
-
 The flat parameters (`_flat_param`) of FSDP 1 after the ranks of a `LOCAL_STATE_DICT` were merged, and, with
 `use_orig_params`, weights that have their names and one dimension. Each flat parameter holds all parameters of the
 modules below it that are not in a deeper one, one after another in the order of `named_parameters()`, tied ones once.
 
 ## Why it matters
-
 No code but FSDP with the same wrapping and number of GPUs loads such weights.
 
 ## Fix safety
-
 With `--model`, safe: the numbers of elements have to agree for each flat parameter, and no value is changed. With
 `--like FILE` it takes `--unsafe-fixes`: keys of a file are not always in the order of the model. If they are sorted, as
 in safetensors files, there is no fix: nearly every weight would get the values of others. Weights that have their names
@@ -19,12 +16,10 @@ are reshaped with either. If the numbers do not agree, there is no fix: the targ
 another way.
 
 ## Example
-
     ckptfix repair output/model_final.rank_0.pth --model my_models:dinov2 -o model.pth
     # blocks.0._flat_param [7087872] → blocks.0.norm1.weight [768], blocks.0.norm1.bias [768], …
 
 ## Sources
-
 - https://github.com/facebookresearch/dinov2/issues/487, /544
 - https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_flat_param.py"""
 

@@ -1,7 +1,6 @@
 """FIT107 quantised-weights: codes of quantised weights where the model wants the weights.
 
 ## What it finds
-
 Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
 compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), MLX (whole
@@ -11,12 +10,10 @@ gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight
 without a model, a note.
 
 ## Why it matters
-
 The codes often have the shape of the weights: `load_state_dict` converts them to floats without a word, and the layer
 is off by its scale. Dropping the scales as unexpected keys makes that final.
 
 ## Fix safety
-
 Unsafe: `--unsafe-fixes` multiplies codes by their scales where the formula is known: bitsandbytes int8 (row order), and
 8-bit codes with one scale for the matrix, for each row, or for each square of 128, and MXFP4, bit for bit as
 transformers does, if the shapes of the model say whether matrices are turned. From all other formats nothing is
@@ -25,12 +22,10 @@ zero points were stored less one (GPTQ). Load them with the library that wrote t
 Scales follow their codes to other names; from codes that lost them nothing is written either.
 
 ## Example
-
     ckptfix repair int8.pth --model my_models:net --unsafe-fixes
     # multiply the codes of 224 keys by their scales (bitsandbytes int8)
 
 ## Sources
-
 - https://arxiv.org/abs/2208.07339 and `bitsandbytes/functional.py` (`int8_vectorwise_dequant`)
 - https://huggingface.co/deepseek-ai/DeepSeek-V3 (`weight_scale_inv`, squares of 128)
 - https://github.com/ModelCloud/GPTQModel (the two formats of GPTQ, which differ in the zero points)"""

@@ -1,18 +1,15 @@
 """FIT108 layer-count: a stack of equal layers, of which the file has another number than the target.
 
 ## What it finds
-
 Layers with the same tensors of the same shapes, numbered from 0 (`encoder.layer.0.…`, `blocks.11.…`), of which the file
 has more or fewer than the target. Stacks whose layers differ from each other, as the stages of a ResNet, are left to
 the rules on missing and unexpected keys.
 
 ## Why it matters
-
 A strict load fails with `Missing key(s)` or `Unexpected key(s)`. The model is another variant, or one that was made
 shallower (distillation, pruning) or deeper (layers that are repeated), which starts from chosen layers of the file.
 
 ## Fix safety
-
 Unsafe, and only with `--adapt depth=LAYERS`: the layers of the file in the order of the model, one for each of its
 layers, such as `depth=0-5,8-11` or `depth=0,0,1,1,2,2`. Each keeps its values bit for bit, with the rest of the model
 they were not trained like this. A layer that is named twice is copied, and one that is not named is dropped.
@@ -20,12 +17,10 @@ they were not trained like this. A layer that is named twice is copied, and one 
 the model does not have, and `--fill` fills those that the file does not have: that is a note.
 
 ## Example
-
     ckptfix repair bert.pth --model my_models:bert_6_layers --adapt depth=0,2,4,6,8,10
     # rename 80 keys, drop 96 keys
 
 ## Sources
-
 - https://github.com/huggingface/transformers-research-projects/tree/main/distillation (every second layer)
 - https://arxiv.org/abs/2312.15166 (SOLAR: layers repeated)"""
 

@@ -1,7 +1,6 @@
 """FIT109 reparametrised-weight: the parts of a weight where the model wants the weight, and the reverse.
 
 ## What it finds
-
 Weights that `weight_norm` (`weight_g`, `weight_v`), `spectral_norm` (`weight_orig`, `weight_u`, `weight_v`) or pruning
 (`weight_orig`, `weight_mask`) keeps in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
 wants the plain weight; and those of AWD-LSTM, where `weight_hh_l0_raw` was trained, and `weight_hh_l0` is a copy of it
@@ -9,12 +8,10 @@ after a dropout. Also plain weights, as of a vocoder whose weight_norm was remov
 `weight_norm`.
 
 ## Why it matters
-
 A strict load misses the weight. Taking a part for it, such as `weight_v` or `weight_orig`, gives a layer of another
 scale, or one that is not pruned, without any error.
 
 ## Fix safety
-
 Safe for a plain weight that the target has under `weight_norm`: it stays bit for bit as `weight_v`, and `weight_g` is
 its norm, as when torch applies `weight_norm`. A weight with rows of zeros is refused, as it would become NaN.
 
@@ -25,12 +22,10 @@ file lacks a part (`weight_v` of spectral_norm), or if the shapes do not show wh
 kernel, without a model that says whether it is of a transposed convolution.
 
 ## Example
-
     ckptfix repair hifigan.pth --model my_models:generator_without_norm --unsafe-fixes
     # compute 78 weights from their parts (weight_norm)
 
 ## Sources
-
 - https://pytorch.org/docs/stable/generated/torch.nn.utils.remove_weight_norm.html
 - https://pytorch.org/docs/stable/generated/torch.nn.utils.parametrize.remove_parametrizations.html
 - https://pytorch.org/docs/stable/generated/torch.nn.utils.prune.remove.html"""

@@ -1,7 +1,6 @@
 """KEY105 renamed-by-release: names that a release of torch or torchvision changed, or that peft puts in.
 
 ## What it finds
-
 Keys that a known rewrite of a module gave another name, in either direction:
 
 | rewrite | old | new |
@@ -18,23 +17,19 @@ Keys that a known rewrite of a module gave another name, in either direction:
 layer with an adapter beside it is not what it was without one.
 
 ## Why it matters
-
 The tensors are the same, yet a strict load calls every one of them missing under the new name and unexpected under
 the old.
 
 ## Fix safety
-
 Safe: only names change. A key is renamed only where the target lacks it, wants its new name with the same shape,
 and the file does not hold that name already. Without a target nothing is renamed: `gamma` may well be a layer
 scale.
 
 ## Example
-
     ckptfix repair vocoder.pth --model hifigan:generator
     # conv_post.weight_g → conv_post.parametrizations.weight.original0
 
 ## Sources
-
 - https://github.com/pytorch/pytorch/blob/main/torch/nn/utils/parametrizations.py
 - https://github.com/pytorch/vision/pull/474
 - https://github.com/huggingface/peft/blob/main/src/peft/utils/save_and_load.py

@@ -18,7 +18,6 @@ A sound model gives nonsense, or overflows, on an input of the wrong scale, and 
 There is no fix: the finding is a note about the input and says nothing of the file.
 
 ## Example
-
     the values of the input are 0 … 255: what reaches bn1 (BatchNorm2d) is 58 times as large as what it saw in
     training; an image of 0 … 255 has to be divided by 255, and normalised as in training
 
