@@ -73,8 +73,8 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
         raise refusal(
             f"{key} has {groups} rows for each class, and no mean for a new one; leave new classes out, or take a "
             "fresh head with ",
-            Opt("drop-mismatched"),
-            " ",
+            Opt("drop_mismatched", True),
+            " and ",
             Opt("fill", "target"),
         )
     if is_of_boxes(key):  # the coordinates of each class are together, else the classes of each anchor

@@ -31,7 +31,7 @@ from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.roles import is_layers_own, is_matrix
+from ckptfix.values.roles import is_layers_own
 
 FEW = 1 << 17  # blocks of which a set is sooner made than numpy imported
 MOST = 256  # pairs of blocks with the same first bytes of which the rest is compared
@@ -54,10 +54,9 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.checkpoint.format == IN_MEMORY:
         return
     files: dict[str, list[tuple[_Matrix, bytes]]] = defaultdict(list)
-    for key, figures in context.statistics.items():
-        spec = context.checkpoint.specs[key]
-        if figures.words and is_layers_own(key) and is_matrix(key, spec, context.target):
-            matrix = _placed(key, spec)
+    for key, figures in context.matrices.items():
+        if figures.words and is_layers_own(key):
+            matrix = _placed(key, context.checkpoint.specs[key])
             files[matrix.file.file.path].append((matrix, figures.words))
     found = [pair for matrices in files.values() for pair in _copies(matrices)]
     if found:

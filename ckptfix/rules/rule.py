@@ -62,6 +62,14 @@ class Context(Struct, frozen=True, dict=True):
         """The values that a model begins with; none without one, or if they are not known."""
         return self.target.initial() if self.target is not None and self.target.initial is not None else {}
 
+    @cached_property
+    def matrices(self) -> Figures:
+        """The figures of weight matrices and kernels."""
+        from ckptfix.values.roles import is_matrix
+
+        specs, target = self.checkpoint.specs, self.target
+        return {key: each for key, each in self.statistics.items() if is_matrix(key, specs[key], target)}
+
     def figures_of(self, specs: Mapping[str, TensorSpec]) -> Figures:
         """Return the figures of tensors that lie beside the state_dict, as far as they are whole; each storage is read
         once."""

@@ -63,7 +63,6 @@ from ckptfix.values.roles import (
     Norm,
     is_head,
     is_layers_own,
-    is_matrix,
     is_scale_free,
     is_zero_by_design,
     kind,
@@ -191,13 +190,8 @@ class _Matrix(Struct, frozen=True):
 
 def _matrices(context: Context) -> dict[str, TensorStatistics]:
     """Return the matrices that are large enough and have a value other than zero."""
-    specs, statistics = context.checkpoint.specs, context.statistics
-    return {
-        key: figures
-        for key in statistics
-        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
-        if (figures := statistics[key]).rms > 0
-    }
+    specs, matrices = context.checkpoint.specs, context.matrices
+    return {key: each for key, each in matrices.items() if specs[key].numel >= SMALLEST and each.rms > 0}
 
 
 def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -> Iterator[_Matrix]:

@@ -47,7 +47,6 @@ from ckptfix.values.roles import (
     is_embedding,
     is_head,
     is_layers_own,
-    is_matrix,
     is_zero_by_design,
     norms_after,
 )
@@ -61,7 +60,7 @@ _LAST = r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)"
 def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose nothing; report the matrices that are zero and should not be."""
     specs, statistics = context.checkpoint.specs, context.statistics
-    matrices = [key for key in statistics if is_matrix(key, specs[key], context.target)]
+    matrices = list(context.matrices)
     zero = [key for key in matrices if statistics[key].all_zero]
     is_trained = _is_trained(context)
     closed = frozenset() if is_trained else _closed_branches(zero, context)

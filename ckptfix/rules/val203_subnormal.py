@@ -28,7 +28,6 @@ from ckptfix.core.edits import Zero
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
-from ckptfix.values.roles import is_matrix
 
 MANY = 0.01  # share of a weight matrix from which on its subnormal values are worth a warning
 HUGE = 1e15  # a value beside which subnormal ones are no remains of decay: the bytes are others than were written
@@ -43,11 +42,7 @@ def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
         for key, figures in found.items()
         if specs[key].dtype in SLOW and figures.subnormals and not (figures.nonfinite or figures.absmax > HUGE)
     ]
-    many = {
-        key
-        for key in slow
-        if found[key].subnormals >= MANY * found[key].numel and is_matrix(key, specs[key], context.target)
-    }
+    many = {key for key in slow if found[key].subnormals >= MANY * found[key].numel and key in context.matrices}
     for level in (Level.WARNING, Level.NOTE):
         keys = [key for key in slow if (key in many) is (level is Level.WARNING)]
         if keys:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import FAINT
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.roles import is_matrix, kind
+from ckptfix.values.roles import kind
 from ckptfix.values.scan import channels_with
 
 SHOWN = 8  # how many channels are named
@@ -57,7 +57,7 @@ def _dead(key: str, context: Context) -> tuple[int, ...]:
     spec, figures = context.checkpoint.specs[key], statistics[key]
     if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
         return ()
-    if is_matrix(key, spec, context.target):
+    if key in context.matrices:
         length = spec.numel // spec.shape[0]
         may_be_dead = figures.has_faint_rows or figures.zeros >= length
         if length < FEWEST or not may_be_dead or kind(key, spec) == "embedding" or figures.absmax < FAINT:

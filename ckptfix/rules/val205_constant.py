@@ -29,7 +29,6 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.roles import is_matrix
 
 SMALLEST = 64  # elements below which a matrix of one value may be meant so
 _WEIGHT = r"weight(_[ih]h_l\d+(_reverse)?)?$"
@@ -38,8 +37,8 @@ _SCALE = r"(?i)(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\
 
 def constant(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of one value; replace them where that was asked for."""
-    statistics = context.statistics
-    found = [key for key in statistics if _is_constant(key, statistics[key], context)]
+    statistics = context.matrices
+    found = [key for key, figures in statistics.items() if _is_constant(key, figures, context)]
     for keys, fix in replaced_apart(rule, context, found, _is_sound):
         yield rule.finding(
             Level.WARNING,
@@ -58,12 +57,9 @@ def _is_sound(key: str, figures: TensorStatistics) -> bool:
 
 
 def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
-    if figures.minimum != figures.maximum or not figures.is_constant or figures.maximum == 0:
-        return False
     spec = context.checkpoint.specs[key]
-    if spec.numel < SMALLEST:
-        return False
-    if not re.search(_WEIGHT, key) or not is_matrix(key, spec, context.target):
+    is_large = spec.numel >= SMALLEST and bool(re.search(_WEIGHT, key))
+    if not figures.is_constant or figures.maximum == 0 or not is_large:
         return False
     if (initial := context.initial.get(key)) is not None:
         return bool((initial != initial.flatten()[0]).any())

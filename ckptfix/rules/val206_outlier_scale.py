@@ -28,7 +28,7 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.roles import is_matrix, is_scale_free, kind, median, usual_rms
+from ckptfix.values.roles import is_scale_free, kind, median, usual_rms
 
 SMALLEST = 64  # elements below which an RMS says little
 
@@ -41,10 +41,9 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices of another order of magnitude; replace them where that was asked for."""
     statistics, specs = context.statistics, context.checkpoint.specs
     scales = {
-        key: figures.rms / usual_rms(spec)
-        for key in statistics
-        if is_matrix(key, spec := specs[key], context.target) and spec.numel >= SMALLEST
-        if "weight" in split_key(key)[1] and not is_scale_free(key) and (figures := statistics[key]).rms > 0
+        key: figures.rms / usual_rms(specs[key])
+        for key, figures in context.matrices.items()
+        if specs[key].numel >= SMALLEST and "weight" in split_key(key)[1] and not is_scale_free(key) and figures.rms > 0
     }
     if max(scales.values(), default=0.0) <= OF_START:
         return

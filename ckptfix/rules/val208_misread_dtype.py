@@ -37,7 +37,7 @@ from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import Array, encoding
-from ckptfix.values.roles import is_layers_own, is_matrix, usual_rms
+from ckptfix.values.roles import is_layers_own, usual_rms
 from ckptfix.values.scan import first_numbers, first_units
 
 SMALLEST = 256  # values of a matrix below which its figures may be chance
@@ -61,7 +61,7 @@ def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
         spec = context.checkpoint.specs[key]
         if spec.numel < SMALLEST or not is_layers_own(key) or spec.quantizer is not None:
             continue
-        what = _what(spec, figures) if is_matrix(key, spec, context.target) else ""
+        what = _what(spec, figures) if key in context.matrices else ""
         if may_be_codes and len(spec.shape) > 1 and spec.dtype in ("int8", "uint8") and _are_codes(spec):
             what = CODES
         if what and not _starts_so(key, figures, context):

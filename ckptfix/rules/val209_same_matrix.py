@@ -28,7 +28,7 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.reading.tensors import have_same_bytes
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.roles import is_layers_own, is_matrix
+from ckptfix.values.roles import is_layers_own
 
 SMALLEST = 64  # values of a matrix below which equal ones may be chance, or meant
 
@@ -37,14 +37,14 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report groups of matrices with the same bytes; propose nothing."""
     specs = context.checkpoint.specs
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for key, figures in context.statistics.items():
+    for key, figures in context.matrices.items():
         spec = specs[key]
         is_distinctive = not figures.is_constant and figures.nonfinite < figures.numel
         if spec.numel >= SMALLEST and is_distinctive and is_layers_own(key):
             # Equal bytes have an equal smallest and largest value, and other matrices hardly ever have.
             alike[spec.dtype, spec.shape, figures.zeros, figures.minimum, figures.maximum].append(key)
     groups = (_same(keys, context) for keys in alike.values() if len(keys) > 1)
-    same = [group for group in groups if len(group) > 1 and is_matrix(group[0], specs[group[0]], context.target)]
+    same = [group for group in groups if len(group) > 1]
     if same and not sets_of(specs) and not copied_under(specs):
         yield rule.finding(
             Level.NOTE,

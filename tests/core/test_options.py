@@ -1,4 +1,6 @@
+import ast
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,19 @@ def test_the_settings_of_the_library_are_those_of_the_table():
     for name, kind in kinds.items():
         forms = (FORMS[kind], FORMS[kind] | None, RenameMap | FORMS[kind] | None, typing.Any)  # Any: or a model
         assert hints[name] in forms, name
+
+
+def test_messages_name_options_of_the_table():
+    """The library writes an option by its name: ``drop-mismatched`` would be no argument of any function."""
+    named = {
+        call.args[0].value: file.name
+        for file in (Path(__file__).parents[2] / "ckptfix").rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Opt"
+        if isinstance(call.args[0], ast.Constant)
+    }
+    assert len(named) > 20
+    assert {name: file for name, file in named.items() if name not in {option.name for option in OPTIONS}} == {}
 
 
 def test_a_command_has_each_option_once():
