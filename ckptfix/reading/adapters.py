@@ -101,9 +101,12 @@ class AdapterLayer(Struct, frozen=True):
     # of kohya.
     module: str
     component: str
-    depth: int  # how many layers of adapters it was wrapped in
     keys: Mapping[str, str]
-    is_embedding: bool = False
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is beside an embedding, as peft names that."""
+        return ".lora_embedding_" in self.keys.get("A", "")
 
     @property
     def is_mlx(self) -> bool:
@@ -133,12 +136,17 @@ class Adapter(Struct, frozen=True):
 
     path: str
     checkpoint: Checkpoint
-    config: Mapping[str, Any] | None
+    config: Mapping[str, Any]  # empty if there is none
     layers: tuple[AdapterLayer, ...]
     saved: Mapping[str, str] = field(default_factory=dict)  # keys of the model to those of the adapter
     # Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base.
     is_peft: bool = False
     weight: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """The type that the configuration says, in capitals; LORA if it says none."""
+        return str(self.config.get("peft_type", "LORA")).upper()
 
     @property
     def label(self) -> str:
@@ -148,10 +156,8 @@ class Adapter(Struct, frozen=True):
     @property
     def base(self) -> str:
         """The name of the base that it was trained on, as its configuration or a trainer's note in its header says."""
-        config = self.config or {}
-        named = (
-            config.get("base_model_name_or_path") or config.get("model") or _noted(self.checkpoint, "ss_sd_model_name")
-        )
+        named = self.config.get("base_model_name_or_path") or self.config.get("model")
+        named = named or _noted(self.checkpoint, "ss_sd_model_name")
         return named if isinstance(named, str) else ""
 
     def is_trained_on(self, path: str) -> bool | None:
@@ -174,10 +180,10 @@ class Adapter(Struct, frozen=True):
         """Return the spec of a tensor of a layer."""
         return self.checkpoint.specs.get(layer.keys.get(role, ""))
 
-    def settings(self, layer: AdapterLayer) -> Mapping[str, Any] | None:
+    def settings(self, layer: AdapterLayer) -> Mapping[str, Any]:
         """Return the configuration of the component of a layer."""
         start = f"{layer.component}."
-        parts = {key.removeprefix(start): value for key, value in (self.config or {}).items() if key.startswith(start)}
+        parts = {key.removeprefix(start): value for key, value in self.config.items() if key.startswith(start)}
         return parts or self.config
 
     def with_rank(self, layer: AdapterLayer) -> TensorSpec | None:
@@ -189,7 +195,7 @@ class Adapter(Struct, frozen=True):
         config, one = self.settings(layer), self.with_rank(layer)
         stored = 0 if one is None or not one.shape else one.shape[0]
         path, source = self.path or self.checkpoint.path, "fetch the adapter again"
-        if config is not None and not self.is_kohya and "r" in config:
+        if "r" in config and not self.is_kohya:
             stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
             source = f"so {CONFIG} says in r or rank_pattern; take the {CONFIG} that was saved with it"
         if stored < 1:
@@ -200,19 +206,19 @@ class Adapter(Struct, frozen=True):
         """Return the factor of a layer's product. Raises ``AdapterError`` if the file does not say it."""
         config = self.settings(layer)
         is_full = layer.is_kronecker and self.with_rank(layer) is None
-        if is_full and not (config and "r" in config):
+        if is_full and "r" not in config:
             return self.weight  # as LyCORIS takes it
-        if isinstance(given := (config or {}).get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
+        if isinstance(given := config.get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
             factor = _number("alpha", given["alpha"]) / self.rank(layer) if "alpha" in given else 1
             return self.weight * _number("scale", given.get("scale")) * factor
-        rank, own = self.rank(layer), "lora_alpha" if "lora_alpha" in (config or {}) else "alpha"
+        rank, own = self.rank(layer), "lora_alpha" if "lora_alpha" in config else "alpha"
         if "alpha" in layer.keys:
             if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
                 raise AdapterError(f"{self.path}: {layer.keys['alpha']} is not one number; fetch the adapter again")
             alpha = float(self.checkpoint.read(layer.keys["alpha"]))
             if not math.isfinite(alpha):
                 raise AdapterError(f"{self.path}: {layer.keys['alpha']} is {alpha}; fetch the adapter again")
-        elif config is not None and own in config:
+        elif own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
             alpha = rank  # as diffusers takes it
@@ -223,8 +229,7 @@ class Adapter(Struct, frozen=True):
                 Opt("adapter", CONFIG),
             )
         alpha = _number("lora_alpha", alpha)
-        is_root = config is not None and bool(config.get("use_rslora"))
-        return self.weight * alpha / (math.sqrt(rank) if is_root else rank)
+        return self.weight * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def open_adapter(text: str, base: Checkpoint) -> Adapter:
@@ -247,14 +252,13 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
 
 def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any] | None = None) -> Adapter:
     """Return the adapter whose tensors a checkpoint holds, by their names; one without layers if there is none."""
-    is_peft = config is not None  # that of a file of peft, in which no names begin with a component of a pipeline
+    is_peft = bool(config)  # that of a file of peft, in which no names begin with a component of a pipeline
     try:
         noted = json.loads(_noted(checkpoint, "lora_adapter_metadata") or "null")  # which diffusers writes
     except (ValueError, RecursionError):
         noted = None
-    config = config or (noted if isinstance(noted, dict) else None)
+    config = config or (noted if isinstance(noted, dict) else {})
     found: dict[tuple[str, str], dict[str, str]] = {}
-    embeddings: set[tuple[str, str]] = set()
     names: set[str] = set()
     saved: dict[str, str] = {}
     for key in checkpoint.specs:
@@ -277,8 +281,6 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         module = strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         found.setdefault((prefix, module), {})[role] = key
-        if "embedding" in match["role"]:
-            embeddings.add((prefix, module))
         if match["name"]:
             names.add(match["name"])
     if len(names) > 1:
@@ -286,13 +288,11 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             f"{path or checkpoint.path}: holds {len(names)} adapters ({', '.join(sorted(names))}); save each by itself "
             "and merge them one after the other"
         )
-    layers = []
-    for (prefix, module), keys in found.items():
-        if keys.keys() == {"alpha"}:
-            continue  # a parameter of the model with this name
-        parts = module.split(".")
-        plain = ".".join(part for part in parts if part != "base_layer")
-        layers.append(AdapterLayer(plain, prefix, parts.count("base_layer"), keys, (prefix, module) in embeddings))
+    layers = (
+        AdapterLayer(".".join(part for part in module.split(".") if part != "base_layer"), prefix, keys)
+        for (prefix, module), keys in found.items()
+        if keys.keys() != {"alpha"}  # else a parameter of the model with this name
+    )
     return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft)
 
 
@@ -376,25 +376,23 @@ def _number(name: str, value: object) -> float:
 def foreign_type(adapter: Adapter) -> str:
     """Return the type of an adapter that cannot be merged, by its configuration or else the names of its tensors; empty
     if there is no sign of one."""
-    kind = str((adapter.config or {}).get("peft_type", "LORA")).upper()
+    if adapter.kind not in _MERGED:
+        return adapter.kind
     found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
-    if kind not in _MERGED or found is None:
-        return "" if kind in _MERGED else kind
-    name = str(found[found.lastindex or 0])
+    name = str(found[found.lastindex or 0]) if found else ""
     return _FOREIGN_TYPES.get(name, name.upper())
 
 
 def is_foreign(adapter: Adapter, key: str) -> bool:
     """Return whether a tensor is one of an adapter that cannot be merged, and of no model."""
     found = _FOREIGN.search(key)
-    is_of_adapter = key.endswith(".alpha") or (adapter.config is not None and key.startswith(_BASE))
+    is_of_adapter = key.endswith(".alpha") or (bool(adapter.config) and key.startswith(_BASE))
     return found["scalar"] is None if found else is_of_adapter
 
 
 def _refuse(adapter: Adapter, path: str) -> None:
     """Raise ``AdapterError`` for an adapter that is more than what its tensors say."""
-    config = adapter.config or {}
-    kind = str(config.get("peft_type", "LORA")).upper()
+    config, kind = adapter.config, adapter.kind
     if kind in _PROMPTS:
         raise AdapterError(
             f"{path}: an adapter of the type {kind}, which adds to the model's input and changes no weights; load "
@@ -420,18 +418,10 @@ def _matrices(layer: AdapterLayer) -> Sequence[str]:
     """Return the roles of the matrices that a layer has to have."""
     if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
         return ()
-    has_core = CORES[2] in layer.keys
-    if layer.is_kronecker or "lokr_w2" in layer.keys or "lokr_w2_a" in layer.keys:
-        return [
-            each
-            for name in ("lokr_w1", "lokr_w2")
-            for each in (
-                (name,)
-                if name in layer.keys
-                else (f"{name}_a", f"{name}_b", *CORES[2:3] * (has_core and name == "lokr_w2"))
-            )
-        ]
-    if layer.keys.keys() & set(HADAMARD):
+    if layer.keys.keys() & {*KRONECKER}:
+        one, two = ((name,) if name in layer.keys else (f"{name}_a", f"{name}_b") for name in ("lokr_w1", "lokr_w2"))
+        return (*one, *two, *CORES[2:3] * (CORES[2] in layer.keys and len(two) > 1))
+    if layer.keys.keys() & {*HADAMARD}:
         return (*HADAMARD, *CORES[:2] * any(core in layer.keys for core in CORES[:2]))
     return ("A", "B", *CORES[3:] * (CORES[3] in layer.keys))
 
@@ -442,7 +432,7 @@ _MATRICES = ("A", "B", *HADAMARD, *KRONECKER, *CORES)
 def check_alone(adapter: Adapter) -> None:
     """Raise ``AdapterError`` for what is wrong with an adapter, whatever its base."""
     path = adapter.path or adapter.checkpoint.path
-    how = (adapter.config or {}).get("init_lora_weights")
+    how = adapter.config.get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
         raise AdapterError(
             f"{path}: trained with init_lora_weights={how}, which changes the base too; convert it first, in peft with "
@@ -485,27 +475,22 @@ def check_alone(adapter: Adapter) -> None:
                 f"{path}: {layer.module} has a matrix of no elements, as ZeRO-3 and FSDP save what was not gathered; "
                 "gather the parameters, and save the adapter again"
             )
-        if adapter.config is None or not specs:
+        if not adapter.config or not specs:
             continue
         adapter.scaling(layer)
-        rank, one = adapter.rank(layer), adapter.with_rank(layer)
-        if (
-            one is not None
-            and one.shape[:1] != (rank,)
-            and not (adapter.settings(layer) or {}).get("target_parameters")
-        ):
+        rank, one, settings = adapter.rank(layer), adapter.with_rank(layer), adapter.settings(layer)
+        if one is not None and one.shape[:1] != (rank,) and not settings.get("target_parameters"):
             raise AdapterError(
                 f"{path}: {layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} "
                 f"says {rank}; take the {CONFIG} that was saved with it"
             )
         for option, role in _LAYERS_HAVE.items():
-            if (adapter.settings(layer) or {}).get(option) and role not in layer.keys:
+            if settings.get(option) and role not in layer.keys:
                 raise AdapterError(
                     f"{path}: trained with {option}, and {layer.module} has no {role} vector; fetch the adapter again"
                 )
-    if (adapter.config or {}).get("trainable_token_indices") and not any(
-        "tokens" in one.keys for one in adapter.layers
-    ):
+    has_tokens = any("tokens" in layer.keys for layer in adapter.layers)
+    if adapter.config.get("trainable_token_indices") and not has_tokens:
         raise AdapterError(
             f"{path}: trained with trainable_token_indices, and has no rows of tokens; fetch the adapter again"
         )

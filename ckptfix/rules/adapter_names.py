@@ -116,7 +116,7 @@ class BaseNames:
 
     def check_complete(self) -> None:
         """Raise ``AdapterError`` if the configuration names more layers of a kind than the adapter has."""
-        config, own = self.adapter.config or {}, {layer.module for layer in self.layers}
+        config, own = self.adapter.config, {layer.module for layer in self.layers}
         head = next(iter(self.layers)).module.split(".")[: self.dropped]
         extra = [name.removesuffix("eh_proj") for name in self.known if name.endswith(".eh_proj")]
         kinds: dict[str, set[str]] = defaultdict(set)
@@ -241,4 +241,4 @@ def is_of_words(key: str) -> bool:
 
 def is_copied(adapter: Adapter, key: str) -> bool:
     """Return whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
-    return _is_named((adapter.config or {}).get("modules_to_save") or (), key.rpartition(".")[0])
+    return _is_named(adapter.config.get("modules_to_save") or (), key.rpartition(".")[0])

@@ -140,7 +140,7 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
 def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle: bool) -> Iterator[Finding]:
     """Yield what an adapter is, if the file is nothing else."""
     own = {key for layer in adapter.layers for key in layer.keys.values()}
-    if adapter.config is None and any(
+    if not adapter.config and any(
         key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
     ):
         return  # layers of a model that has matrices of low rank itself

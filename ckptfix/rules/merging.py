@@ -109,7 +109,7 @@ def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
 
 def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Target | None, merge: Merge) -> None:
     """Store the old values of a tensor that is replaced under its other names in the model, which the file lacks."""
-    if not adapter.path or (adapter.config or {}).get("ensure_weight_tying"):
+    if not adapter.path or adapter.config.get("ensure_weight_tying"):
         return  # then peft replaces all of them
     spec, groups = checkpoint.specs[key], () if target is None else target.ties
     names = {name for group in groups if key in group for name in group} or _heads(checkpoint, adapter, key)
@@ -321,7 +321,7 @@ class _Orientation:
             return "Conv1D" in kind
         if len(seen := self.seen.get(leaf, set())) == 1:
             return next(iter(seen))
-        is_set = bool((self.adapter.settings(layer) or {}).get("fan_in_fan_out"))
+        is_set = bool(self.adapter.settings(layer).get("fan_in_fan_out"))
         is_named, has_others = leaf in _INPUTS_FIRST, any(True in self.seen.get(name, ()) for name in self.names)
         if not (is_set or has_others or is_named) or not self._biases(key):
             return False  # a Conv1D always has a bias
@@ -471,7 +471,7 @@ def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str)
 
 def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
     """Return whether the layer was put beside a parameter and not around its module (``target_parameters`` of peft)."""
-    targets = (adapter.settings(layer) or {}).get("target_parameters")
+    targets = adapter.settings(layer).get("target_parameters")
     return isinstance(targets, list) and any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
 
 
@@ -487,7 +487,7 @@ def _scales(
         is_turned = turned.is_turned(layer, key) if is_square else spec.shape[not is_output] != scale.numel
         axis = int(is_output == is_turned)
     else:  # of a convolution, where those of inputs and of outputs have the same shape
-        inputs = (adapter.config or {}).get("feedforward_modules") or []
+        inputs = adapter.config.get("feedforward_modules") or []
         if isinstance(inputs, list):
             is_output = not any(layer.module.endswith(str(name)) for name in inputs)
         elif len(set(spec.shape[:2])) == 2:
@@ -512,7 +512,7 @@ def _scales(
 
 
 def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tuple[int, ...]:
-    given = (adapter.config or {}).get("trainable_token_indices")
+    given = adapter.config.get("trainable_token_indices")
     if isinstance(given, Mapping):
         ends = [name for name in given if f".{layer.module}".endswith(f".{name}")]
         given = given[ends[0]] if ends else None
