@@ -1,22 +1,23 @@
 """BUF101 missing-num-batches-tracked: a BatchNorm without its counter, as before torch 0.4.1.
 
 ## What it finds
-Modules whose `running_mean` and `running_var` are in the file and whose `num_batches_tracked` is not. With a
-target, those where the target wants the counter. Without one, those where `_metadata` says version 2, where another
-norm of the same version has its counter, and, in a file without `_metadata`, all that look like a BatchNorm: not the
-statistics of a reinforcement learner, with a `count` beside them or without any norm that has a weight. Where such a
-file is in safetensors, in numpy's arrays, or has a counter elsewhere, the norms are frozen ones, as in detectron2. A
-zip of torch says nothing: old weights are saved anew, and loaders of frozen norms ignore a counter.
+Modules that have `running_mean` and `running_var` in the file, and no `num_batches_tracked`. With a target, those whose
+counter the target wants. Without one, those of version 2 in `_metadata`, and those of the same version as another norm
+that has its counter.
+
+In a file without `_metadata`, it finds all that look like a BatchNorm. The statistics of a reinforcement learner do
+not: they have a `count` beside them, or no norm of the file has a weight. Nor is it reported if such a file is in
+safetensors, in numpy's arrays, or has a counter elsewhere: then the norms are frozen, as in detectron2.
 
 ## Why it matters
 The counter came with torch 0.4.1 and raised the version of BatchNorm in `_metadata` to 2. Torch supplies a missing
 counter to a module of version 1 or none; at version 2, and in every reader that compares keys, it is a missing key.
 
 ## Fix safety
-Safe: a 0-d int64 zero is what torch itself would supply. It is used only by a BatchNorm with `momentum=None`. A
-stored count is never touched. Left alone under `--for-torch` older than 0.4.1, and without a target where `_metadata`
-gives another version than 2: torchvision's FrozenBatchNorm2d has 1 and detectron2's 3, and a strict load of either
-refuses the counter, while torch supplies it to an old BatchNorm.
+Safe: a 0-d int64 zero is what torch itself would supply. Only a BatchNorm with `momentum=None` uses it. A stored count
+is never touched. Nothing is added under `--for-torch` older than 0.4.1, nor without a target if `_metadata` gives
+another version than 2: torchvision's FrozenBatchNorm2d has 1 and detectron2's 3, and a strict load of either refuses
+the counter, while torch supplies it to an old BatchNorm.
 
 ## Example
     ckptfix repair resnet-2017.pth

@@ -2,23 +2,26 @@
 
 ## What it finds
 Two or more state_dicts of comparable size in one file: raw weights beside their moving average (EMA), a generator
-beside a discriminator, a student beside a teacher. Also two sets in one state_dict, whose keys begin with `student.`
-and `teacher.`, `encoder_q.` and `encoder_k.`, or with nothing and `ema_model.`: where no model is named, these are a
-note, as a model may well have both. Another note names what lies beside the weights in fewer tensors: a smaller
-network, or other parts of a model whose state_dict is nested, as of Megatron-LM. If most tensors of the file are in no
-set of weights and in no optimizer, that is a warning: nothing was said about them.
+beside a discriminator, a student beside a teacher.
+
+A note if the two sets are in one state_dict, with keys that begin with `student.` and `teacher.`, `encoder_q.` and
+`encoder_k.`, or with nothing and `ema_model.`, and no model is named: a model may well have both. Another note names
+what is beside the weights in fewer tensors: a smaller network, or other parts of a model whose state_dict is nested, as
+of Megatron-LM. A warning if most tensors of the file are in no set of weights and in no optimizer: these were not
+checked.
 
 ## Why it matters
-Taking the wrong set loads without an error and gives poor results (MeanFlow#12), and which one the authors evaluated is
-not in the file.
+The wrong set loads without an error and gives poor results (MeanFlow#12). Nothing in the file says which one the
+authors evaluated.
 
 ## Fix safety
-The choice is yours. Without `--weights` the raw set under the most usual name of the container is taken, and the
+The choice is yours. Without `--weights`, the raw set under the most usual name of the container is taken, and the
 finding remains. If that does not fit the model and another set does, the other is taken; if only one set fits, the
-finding is a note. Of two sets in one state_dict none is taken. `--weights PREFIX` takes only the keys under a prefix,
-without it, and leaves all others out; a prefix of nearly all keys (`module.`) need not be typed. In a file of Stable
-Diffusion the average replaces its network, and the other parts stay. `--weights plain` takes the keys without a prefix
-beside a set that has one.
+finding is a note. Of two sets in one state_dict, neither is taken.
+
+`--weights PREFIX` takes only the keys under a prefix, without it, and leaves all others out; a prefix of nearly all
+keys (`module.`) may be left out. In a file of Stable Diffusion the average replaces its network, and the other parts
+stay. `--weights plain` takes the keys without a prefix beside a set that has one.
 
 ## Example
 `{state_dict, state_dict_ema}`: repair with `--weights state_dict_ema` for the averaged weights.

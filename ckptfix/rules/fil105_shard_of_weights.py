@@ -1,26 +1,28 @@
-"""FIL105 shard-of-weights: the file is one part of a checkpoint that lies in several.
+"""FIL105 shard-of-weights: the file is one part of a checkpoint of several files.
 
 ## What it finds
-A file that a single rank wrote: weights of shape `(0,)` in number (the model states of DeepSpeed's ZeRO stage 3, or
-`save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, tensors that are one rank's part of a larger
-one (ShardedTensor, DTensor), and one rank of a Megatron model that several ranks share. A single empty tensor, and the
-empty ranges of quantisation observers, are left alone. Tensors of the meta device, which have no values at all.
+An error: a file that a single rank wrote. It has many weights of shape `(0,)` (the model states of DeepSpeed's ZeRO
+stage 3, or `save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, tensors that are one rank's part
+of a larger one (ShardedTensor, DTensor), or it is one rank of a Megatron model. A file of plain tensors is one rank's
+if vLLM, TensorRT-LLM or NeMo named it so, and wrote others beside it. So are tensors of the meta device, which have no
+values. A single empty tensor, and the empty ranges of quantisation observers, are not reported.
 
-A note for a file that is called as one of several numbered shards (`model-00002-of-00005.safetensors`) and given alone:
-its tensors are sound and few. `-00001-of-00001` is whole. For a folder whose ranks were merged, notes say which
-choices were made: that the weights are fp32 masters, which copies differ between ranks, what was computed of several
-ranks (the biases that GPT-NeoX adds up, and norms that differ), and what was left out. A
-warning names the fp32 masters that do not give the weights of the training when they are rounded to its dtype,
-files of two ranks that hold the same values, files that carry the name of another rank than saved them, and ranks of
-another run: their settings, or their copies of norms and biases, are other than those of most ranks. Of the first two,
-`repair` writes nothing, since the weights made of them are wrong.
+A note: a file with the name of one of several numbered shards (`model-00002-of-00005.safetensors`) that was given
+alone. Its tensors are sound and few.
 
-A file of plain tensors is one rank's part if vLLM, TensorRT-LLM or NeMo named it so, and wrote others beside it.
+Of a folder whose ranks were merged, notes say what was chosen: that the weights are fp32 masters, which copies differ
+between ranks, what was computed of several ranks (the biases that GPT-NeoX adds up, and norms that differ), and what
+was left out. Warnings name
+
+- fp32 masters that are not the weights of the training when they are rounded to its dtype;
+- files of two ranks that hold the same values, and files with the name of another rank than saved them: `repair` writes
+  nothing then, since the weights made of them are wrong;
+- ranks of another run, whose settings, or copies of norms and biases, differ from those of most ranks.
 
 ## Why it matters
-The other values are in the files of the other ranks or in the optimizer states. Loading such a file fails on every
-shape, or, with `strict=False`, leaves the model with the weights of its construction and says nothing. So does one
-shard of five, in the layers of the other four.
+The other values are in the files of the other ranks, or in the optimizer states. Such a file fails to load on every
+shape, or with `strict=False` silently leaves the model with its initial weights. So does one shard of five, in the
+layers of the other four.
 
 ## Fix safety
 There is no fix: what is not in the file cannot be repaired. Put the files of all ranks into one folder and name it: the

@@ -1,27 +1,28 @@
 """FIL203 damaged-file: the file is cut short, unfinished, mangled, or has something before or after it.
 
 ## What it finds
-What `--salvage` had to get over to open the file: an end that is missing, space that was reserved and never filled, a
-shard that is not there, a transfer in text mode, bytes before or after the checkpoint. The keys are the tensors that
-are lost, with their share of all numbers where that is known. Without `--salvage` such a file is refused, and the
-refusal names the same cause. A stale index, and a `__metadata__` of safetensors with values that are not texts, leave
-all tensors whole: they are read as they are.
+What `--salvage` had to get past to open the file: an end that is missing, space that was reserved and never filled, a
+missing shard, a transfer in text mode, bytes before or after the checkpoint. The keys are the lost tensors, with their
+share of all numbers if that is known. Without `--salvage` such a file is refused, for the same reason. A stale index,
+and a `__metadata__` of safetensors with values that are not texts, leave all tensors whole: such files are read as they
+are.
 
 ## Why it matters
 A load of the whole file fails, and the messages of torch (`failed finding central directory`, `unexpected EOF`,
 `invalid load key`) do not say that most of the weights are still there.
 
 ## Fix safety
-Every tensor that is kept is bit for bit what was saved: it lies whole in front of the damage. Writing the file anew
-without the damage is safe. Tensors that are lost stay lost, and the exit code is 1, unless `--fill FILE` supplies them:
-from another checkpoint under the same key and with the same shape, or, with `--model` or `--like`, by FIT101.
+Safe: the file is written again without the damage, and every tensor that is kept is bit for bit what was saved. Lost
+tensors stay lost, and the exit code is 1, unless `--fill FILE` supplies them from another checkpoint under the same key
+and with the same shape (with `--model` or `--like`, FIT101 does that).
 
-A file may have lost or gained bytes elsewhere than at its end. Where its values tell the place, what lies after it is
-read from there. Tensors of which nothing tells, and those of a packed file that fails its checksum, are kept and named,
-and that stays a warning.
+Two kinds of doubt stay a warning:
 
-Where the list of the tensors (`data.pkl`) fails its own checksum, a key may be misspelt. That stays a warning, and no
-fix that adds, drops or changes a tensor counts as safe: what seems to be missing may be there under another name.
+- A file may have lost or gained bytes elsewhere than at its end. If its values tell the place, what comes after it is
+  read from there. Tensors whose place they do not tell, and those of a packed file that fails its checksum, are kept
+  and named.
+- If the list of the tensors (`data.pkl`) fails its checksum, a key may be misspelt. Then no fix that adds, drops or
+  changes a tensor counts as safe: what seems to be missing may be there under another name.
 
 ## Example
     ckptfix repair half.pth --salvage --fill yesterday.pth

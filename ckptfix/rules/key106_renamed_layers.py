@@ -2,36 +2,39 @@
 
 ## What it finds
 A healthy, complete file whose layers have other names, or another layout, than the target's: from another library
-(timm, torchvision, transformers), from another release, or from before modules were renamed. The rule infers the whole
-map from the file's keys to the target's by matching the two trees of modules: the largest subtrees with the same shapes
-first, one decision for each repeated template, with names, numbers and the order of the layers as further evidence. It
-finds layers that one side fuses or stacks (`qkv`, `gate_up`, experts) and those that are stored transposed; a square
-matrix is transposed if its siblings are. A map must fill three quarters of the target; if only a few layers have other
-names, it has to leave nothing over on either side.
+(timm, torchvision, transformers), from another release, or from before modules were renamed. The map from the file's
+keys to the target's comes from the first of these that explains the file:
 
-Maps that ship with ckptfix outrank what is inferred, if one explains each key of both sides: they know the permutation
-for rotary embeddings and how rows are interleaved.
+- the loader of the model's own library, for a model of transformers, diffusers, timm or open_clip. It runs on tensors
+  without values that keep track of their elements, so a file of an older release, or of the model's authors, goes where
+  the library would put it (stacked experts, fused layers, permutations for rotary embeddings). These keys are
+  `certain`. `ckptfix map MODEL FILE` gives the way back;
+- a map that ships with ckptfix, if it explains each key of both sides;
+- names that are the target's with underscores or slashes for the dots, which are `certain`;
+- the two trees of modules: the largest subtrees with the same shapes first, one decision for each repeated template,
+  with names, numbers and the order of the layers as further evidence. This finds layers that one side fuses or stacks
+  (`qkv`, `gate_up`, experts) and those that are stored transposed; a square matrix is transposed if its siblings are. A
+  map must fill three quarters of the target; if only a few layers have other names, it must leave nothing over.
 
-If the target is a model of transformers, diffusers, timm or open_clip, the library's own loader is asked first: it is
-run on tensors without values that keep track of their elements, so that a file of an older release, or of the model's
-authors, goes where the library would put it (stacked experts, fused layers, permutations for rotary embeddings). These
-keys are `certain`. `ckptfix map MODEL FILE` gives the way back. If the target is a file (`--like`) with the values of
-the same training, as of the original that was renamed and perhaps fine-tuned, tensors that correlate with one tensor of
-the file only are `certain`, whatever their names and order; those whose values contradict the map are `ambiguous`.
-`--no-values` leaves that out. Names that are the target's with underscores or slashes for the dots are `certain`, too.
+If the target is a file (`--like`) with the values of the same training, as of the original that was renamed and perhaps
+fine-tuned, tensors that correlate with only one tensor of the file are `certain`, whatever their names and order; those
+whose values contradict the map are `ambiguous`. `--no-values` leaves that out.
 
 ## Why it matters
 Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
 
 ## Fix safety
-Each key of the map has a label. `certain`: shapes and structure leave one map, and neither side has a layer more than
-the other. `likely`: names and order decide between layers of equal shapes, or a layer is split or fused, and whether
-its rows are interleaved shows in no shape.
-`ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, with all queries first
-in some libraries and a row of the three for each head in others; nothing is applied to these keys. The fix is safe if
-every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the missing
-one. Otherwise it needs `--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit for bit.
-Needs a target.
+Each key of the map has a label:
+
+- `certain`: shapes and structure leave one map, and neither side has a layer more than the other;
+- `likely`: names and order decide between layers of equal shapes, or a layer is split or fused, and no shape shows
+  whether its rows are interleaved;
+- `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, with all queries
+  first in some libraries and a row of the three for each head in others. Nothing is applied to these keys.
+
+Safe if every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the
+missing one. Otherwise it needs `--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit
+for bit. Needs a target.
 
 `--source-model` names the model that the file was saved from, and proves the map: both models run on copies, in
 float64 and in eval mode, with the same random weights and statistics and on the same input. If the outputs are equal

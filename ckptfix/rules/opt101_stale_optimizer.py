@@ -1,41 +1,49 @@
 """OPT101 stale-optimizer: the optimizer's state no longer belongs to the weights beside it.
 
 ## What it finds
-An optimizer in the file whose parameters are dropped, added, reordered, reshaped, split, fused, replaced or put into
-another group by the edits of this repair; or that has names of parameters which are renamed. With `--model`, also one
-whose parameters are in another order than the model's. Renaming alone moves nothing in an optimizer that numbers its
-parameters, unless a script may list them by name and has them in another order now; and buffers are not in it.
+An optimizer in the file whose parameters this repair drops, adds, reorders, reshapes, splits, fuses, replaces or moves
+to another group, or whose stored names it changes. With `--model`, also an optimizer whose parameters are in another
+order than the model's. A rename alone moves nothing in an optimizer that numbers its parameters, unless a script may
+list them by name and would list the new names in another order. Buffers are not in an optimizer.
+
+A check warns of an optimizer that could not follow once the keys that do not fit are dropped or filled.
 
 ## Why it matters
 `torch.optim` knows parameters by position. After two keys are dropped, `optimizer.load_state_dict` raises `loaded state
-dict contains a parameter group that doesn't match the size of optimizer's group`; and if the number is right and the
-order is not, momentum and second moments go to the wrong weights without a word.
+dict contains a parameter group that doesn't match the size of optimizer's group`. If the number is right and the order
+is not, momentum and second moments silently go to the wrong weights.
 
 ## Fix safety
 The state follows the weights: it moves to the new position or group, is reshaped, split, fused and permuted as they
-are, and is left out with those that are dropped. Parameters that are new, or whose values did not come from this
-training, start without a state, as torch starts new ones; so do those whose state cannot be cut exactly: factored
-(Adafactor), blockwise (8-bit), or of unequal step counts. They are listed.
+are, and is left out with those that are dropped. These parameters start without a state, and are listed:
 
-Safe if the file has the names itself: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in
-the place of numbers (FSDP, `torch.distributed.checkpoint`). Unsafe if they follow from a recipe, the way in which a
-trainer orders parameters (plain, Hugging Face Trainer, timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT,
-Muon for the matrices and Adam for the rest, as two optimizers or two groups), or a script of your own that groups them
-by parts of the model, by kinds of parameters, or by both: the sizes of all groups and the shapes of all moments confirm
-it. Where shapes are equal, this is what is assumed: one group is that of `model.parameters()`, in the order of the
-model; a list of your own in one group that has the same shapes cannot be told from it. `parameters with a shape of
-their own` says how much the shapes confirm. If two recipes fit and lead to different states, nothing is touched, unless
-one is that of a trainer that has left a file or an option of its own. The same holds if groups of equal shapes may be
-exchanged or may list their parameters by name or in reverse, if one group may have been listed by name or with the head
-first, if the names fit at the top and under a prefix alike, and if the file has another state_dict that fits and the
-optimizer's name does not say whose it is (`optG` of `G`); and if a parameter is new and nothing tells its group, or its
-place in an order of your own. `ckptfix.load(model, file, optimizer=optimizer)` in the training script knows both, and
-so does an optimizer with names (`AdamW(model.named_parameters())`). With the positions, the state_dict takes on the
-order of the model. A few layers that were renamed by their shape only (KEY106), to names of nothing in common, start
-anew: `--rename OLD=NEW` or `--rename-layers` says that they are the same. A state of all parameters together (L-BFGS)
-follows no change of one of them. A check warns of an optimizer that cannot follow once keys are dropped or filled.
-`--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments. `--keep-optimizer`
-keeps it as it is.
+- new ones, and those whose values did not come from this training;
+- those whose state cannot be cut exactly: factored (Adafactor), blockwise (8-bit), or of unequal step counts;
+- a few layers that KEY106 renamed by their shape only, to names that have nothing in common. `--rename OLD=NEW` or
+  `--rename-layers` says that they are the same layers.
+
+Safe if the file has the names: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in the
+place of numbers (FSDP, `torch.distributed.checkpoint`).
+
+Unsafe if the names follow from a recipe, the way in which a trainer orders parameters: plain, Hugging Face Trainer,
+timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT, Muon for the matrices and Adam for the rest (as two
+optimizers or two groups), or a script of your own that groups them by parts of the model, by kinds of parameters, or by
+both. The sizes of all groups and the shapes of all moments confirm a recipe. Where shapes are equal, ckptfix assumes
+the order of `model.parameters()`; `parameters with a shape of their own` says how much the shapes confirm.
+
+Nothing is touched if
+
+- two recipes fit and lead to different states, unless one is of a trainer that left a file or an option of its own;
+- groups of equal shapes may be exchanged, or may list their parameters by name, in reverse, or with the head first;
+- the names fit both at the top and under a prefix;
+- another state_dict of the file fits too, and the optimizer's name does not say whose it is (`optG` of `G`);
+- a parameter is new, and nothing tells its group, or its place in an order of your own;
+- the state is of all parameters together (L-BFGS).
+
+`ckptfix.load(model, file, optimizer=optimizer)` in the training script knows groups and order, and an optimizer with
+names (`AdamW(model.named_parameters())`) has none of these doubts. With the positions, the state_dict takes on the
+order of the model. `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments.
+`--keep-optimizer` keeps it as it is.
 
 ## Example
 `{"model": …, "optimizer": …}` whose two keys `fc.*` are dropped: the optimizer of 62 parameters becomes one of 60.

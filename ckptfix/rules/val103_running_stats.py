@@ -1,14 +1,17 @@
 """VAL103 running-stats: the running mean or variance of a norm layer cannot be right.
 
 ## What it finds
-Of batch and instance norms: a negative `running_var` (error; the message says so where mean and variance look
-swapped), one that is zero in every channel (warning, a note where the norm's own weight is zero too) or in some (note),
-statistics that are still those of a fresh layer although batches were counted (warning), a mean that stayed 0 while the
-variance moved, or the reverse (note), statistics that moved although no batch was counted while other norms of the file
-counted some (note), and layers that were never updated: mean 0, variance 1, no batch counted (note). NaN and Inf are
-the business of VAL101.
+Of batch and instance norms:
 
-A count of 0 in every norm says nothing: files from before torch 0.4.1 had no count and got 0 later.
+- an error: a negative `running_var`; the message says so if mean and variance look swapped;
+- a warning: a `running_var` of zero in every channel (a note if the norm's weight is zero too), or the statistics of a
+  fresh layer although batches were counted;
+- a note: a variance of zero in some channels; a mean that stayed 0 while the variance moved, or the reverse; statistics
+  that moved although no batch was counted, while other norms of the file counted some; and layers that were never
+  updated (mean 0, variance 1, no batch counted).
+
+VAL101 finds NaN and infinities. A count of 0 in every norm says nothing: files from before torch 0.4.1 had no count,
+and got 0 later.
 
 ## Why it matters
 In eval mode the layer divides by `sqrt(running_var + eps)`. A negative variance makes that NaN although every number
@@ -16,8 +19,8 @@ in the file is finite; a variance of zero multiplies by 316; fresh statistics le
 network was not trained for.
 
 ## Fix safety
-Unsafe, and only on a flag: statistics come from data. `--recalibrate data.npy` with `--model` measures those of broken
-norms anew, with all else in eval mode; `ckptfix.recalibrate(model, loader)` does it for a model that is loaded.
+Unsafe, and only on request: statistics come from data. `--recalibrate data.npy` with `--model` measures those of broken
+norms again, with all else in eval mode; `ckptfix.recalibrate(model, loader)` does it for a model that is loaded.
 `--reset-running-stats` makes them those of a fresh layer, to be trained on. `--replace VAL103` with `--fill twin` or
 `--fill FILE` takes them from another set of weights or another copy.
 

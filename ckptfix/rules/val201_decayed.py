@@ -1,39 +1,40 @@
 """VAL201 decayed: a weight matrix has shrunk to next to nothing.
 
 ## What it finds
-Floating matrices and kernels of 64 elements or more whose RMS is below a thousandth of what the layer starts with,
-and below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The start is taken
-from the model's own initialisation where there is a model, else from the fan-in: `1/sqrt(3 fan_in)`, torch's default;
-of a last layer by name (`head`, `classifier`, `fc`) below a ten-thousandth, as some models start it a thousand times
-smaller, and of an embedding below a hundred-thousandth.
-Vectors that shrank in step (the norm after it, its bias) are listed too. Exact zeros are the business of VAL202.
+Floating matrices and kernels of 64 elements or more whose RMS is below a thousandth of what the layer starts with, and
+below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The start is that of the
+model's own initialisation, or without a model `1/sqrt(3 fan_in)`, torch's default. For a last layer by name (`head`,
+`classifier`, `fc`) the limit is a ten-thousandth, for an embedding a hundred-thousandth. Vectors that shrank with the
+matrix (its bias, the norm after it) are listed too. VAL202 finds exact zeros.
 
-A kernel before a batch norm is scale-invariant: it is left in peace while the `running_var` of that norm is above its
-eps, for then the norm makes up for the scale, and not so large that only inputs beyond all measure could have given it
-through this kernel. The matrices of weight_norm and spectral_norm are left in peace always,
-and those whose name says that they start at zero (LoRA's B) as long as a millionth of the scale is left. Decay keeps
-the shape of the start, whose largest value is 2 to 6 times the RMS; a matrix in which it is more than 50 times has
-weights that live on, and is no warning unless a millionth is left or most values are subnormal. Nor are matrices whose
-RMS is a power of ten, more closely than chance would have it, or one that is uniform within a power of ten: that is how
-they were initialised.
+Not reported are
 
-The optimizer in the file is asked too, if its moments fit the parameters: whether a gradient ever arrived (if not,
-Adam's second moments are zero, or what its own weight decay makes them), whether the momentum is parallel to the weight
-(so it is where decay alone moves it), and what `weight_decay`, `lr` and the steps predict. The message says whether
-that agrees. A matrix that got no gradient and is to shrink to less than half by the same figures is a note, although
-its size gives nothing away yet, and a warning where they predict less than a tenth and no more than that is left. A
-tiny matrix that gradients arrived at, and whose size decay does not explain, started so: a note. So is one that is not
-called a weight or kernel (a hash grid, a gate), unless the optimizer says that no gradient arrived.
+- a kernel before a batch norm whose `running_var` is above its eps, and small enough to be of this kernel: the norm
+  makes up for the scale;
+- the matrices of weight_norm and spectral_norm, and those whose name says that they start at zero (LoRA's B), as long
+  as a millionth of the scale is left;
+- a matrix whose largest value is more than 50 times its RMS, as decay keeps the shape of the start: some of its weights
+  live on. It is reported if less than a millionth is left, or if most values are subnormal;
+- matrices that were initialised small: their RMS or their largest value is a power of ten, more closely than by chance.
+
+An optimizer in the file whose moments fit the parameters is asked as well: whether a gradient ever arrived, whether
+the momentum is parallel to the weight (then decay alone moves it), and what `weight_decay`, `lr` and the number of
+steps predict. The message says whether that agrees.
+
+- A matrix without a gradient that is to shrink to less than half is a note, even if its size says nothing yet. It is a
+  warning if less than a tenth is predicted, and no more than that is left.
+- A tiny matrix that did get gradients, and whose size decay does not explain, started so: a note.
+- So is a tiny matrix that is not called a weight or kernel (a hash grid, a gate), unless no gradient arrived.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
 of its start. The file loads, and the layer passes nothing on. It was not used in training (a frozen branch, a head
-without a loss, a layer that only another configuration needs), so a model that uses it now gets nothing from it.
+without a loss, a layer of another configuration), so a model that uses it now gets nothing from it.
 
 ## Fix safety
-Unsafe, and only on a flag: the trained values never existed. `--replace VAL201` with `--fill FILE`, `twin` or `target`
-puts other values in their place. Light decay (AdamW, short runs) cannot be told from the weights alone and is not
-reported without the optimizer.
+Unsafe, and only on request: the trained values never existed. `--replace VAL201` with `--fill FILE`, `twin` or `target`
+puts other values in their place. Light decay (AdamW, short runs) does not show in the weights, and is only reported
+with an optimizer.
 
 ## Example
 `layer4.0.weight`: RMS 5.7e-15, expected about 0.07; weight_decay 0.01 at lr 0.1 over 30000 steps predicts 9e-14 of

@@ -1,25 +1,28 @@
 """VAL202 all-zero: a weight matrix holds nothing but zeros.
 
 ## What it finds
-Floating matrices and kernels in which every value is exactly zero, and of which neither the model's own
-initialisation nor, without a model, the name says that they start at zero by design. More kinds may start there: a
-last layer by name or together with its bias, matrices that are zero in every block (`conv4.weight` or `mlp.2.weight` of
-all blocks, none of them alive), and those in a block with a scale of one number beside its layers, as Fixup has. They
-are a note unless the file says that it was trained, by its optimizer, its step count or the batches of its norms.
-Without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`) is a note always: buffers
-look like that. So is one of several tables in a file that holds nothing else (word2vec).
+Floating matrices and kernels in which every value is exactly zero, unless the model's own initialisation is zero there,
+or without a model, the name is that of a layer which starts at zero. Vectors of zeros beside such a matrix are listed
+with it. It is an error if most matrices of the file are zero, else a warning.
 
-Vectors that are zero beside a zero matrix are listed with it. Two or more norms whose weight is zero are a note, and so
-are biases if all of the file are zero. It is an error where most matrices of the file are zero, unless they are those
-of a few names in every block.
+A note, as they may start at zero, unless the optimizer, the step count or the batches of the norms say that the file
+was trained:
+
+- a last layer by its name, or with a bias of zeros;
+- a matrix that is zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks), which may be most of the file;
+- one in a block with a scale of one number beside its layers, as Fixup has;
+- one of several tables in a file of nothing else (word2vec).
+
+Always a note: without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`), as buffers
+look like that; two or more norms whose weight is zero; and biases, if all of the file are zero.
 
 ## Why it matters
-The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything
-below 3e-8 becomes zero), of placeholders that a sharded run saved in place of its weights, or of a layer that was
-never filled.
+The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything below
+3e-8 becomes zero), of placeholders that a sharded run saved in place of its weights, or of a layer that was never
+filled.
 
 ## Fix safety
-Unsafe, and only on a flag: the values are not in the file. `--replace VAL202` with `--fill FILE`, `twin` or `target`
+Unsafe, and only on request: the values are not in the file. `--replace VAL202` with `--fill FILE`, `twin` or `target`
 puts others in their place.
 
 ## Example

@@ -1,12 +1,13 @@
 """VAL301 twins-disagree: a tensor was saved twice, and one of the two is broken.
 
 ## What it finds
-Tensors of the chosen set of weights that are broken while their twin is sound, an error; and, where no set was chosen
-with `--weights`, another set of the file that is broken while this one is sound, a warning. Twins are the raw weights
-and their moving average (EMA), each in its own state_dict or both in one, and the two ends of a tie that were both
-stored. The matrices of two state_dicts have to correlate: two critics have the same keys and are not twins. Broken
-means: NaN or infinities where none belong, a negative variance, a matrix of zeros beside one that is not, or an RMS
-below a millionth of the twin's.
+An error: tensors of the chosen set of weights that are broken while their twin is sound. A warning, if no set was
+chosen with `--weights`: another set of the file that is broken while this one is sound.
+
+Twins are the raw weights and their moving average (EMA), each in its own state_dict or both in one, and the two ends of
+a tie that were both stored. The matrices of two state_dicts have to correlate: two critics have the same keys and are
+not twins. Broken means: NaN or infinities where none belong, a negative variance, a matrix of zeros beside one that is
+not, or an RMS below a millionth of the twin's.
 
 ## Why it matters
 One bad step turns an average to NaN for ever, and a run that diverged leaves its average sound for a while. Both load.
