@@ -82,7 +82,7 @@ _WHILE_COPYING = re.compile(
 _MOST_LAYERS = 1000
 _CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
 _CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
-_QUOTED = re.compile(r"[\"']([^\"']+)[\"']")
+_QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
 
 
 def read_mismatch(message: Message) -> Mismatch:
@@ -203,6 +203,14 @@ def read_fit(message: Message) -> Reading:
                 Advice("shows what the container holds, and where its weights are", command="ckptfix inspect {FILE}"),
             ),
         )
+    if cut := _characters_cut(mismatch):
+        said = (
+            f"All {len(mismatch.unexpected)} unexpected keys are the model's without their first {cut} characters: the"
+            " program cuts them off, as `key[7:]` does with `module.`, which the names in the file do not begin with."
+        )
+        code = 'state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}'
+        check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
+        return Reading(((said, ()),), (Advice("takes a prefix off only where there is one", code=code), check))
     findings = _diagnose(mismatch)
     causes = [*_named_causes(findings, mismatch), *_shape_causes(mismatch.shapes), *_left_causes(findings, mismatch)]
     if mismatch.is_cut:
@@ -224,6 +232,20 @@ def _container_key(mismatch: Mismatch) -> str | None:
     if any("." in key for key in keys) or keys & missing or not (missing or keys & _TRAINING):
         return None
     return next((name for name in _CONTAINERS if name in keys), None)
+
+
+def _characters_cut(mismatch: Mismatch) -> int:
+    """Return how many characters the unexpected keys lack of the missing ones at their start, if that cuts a name in
+    two; 0 if they are others."""
+    counters = (split_key(key)[0] + NUM_BATCHES_TRACKED for key in mismatch.missing if key.endswith("running_mean"))
+    names = (*mismatch.missing, *counters)
+    unexpected = set(mismatch.unexpected)
+    longest = max(unexpected, key=len, default="")
+    for cut in {len(key) - len(longest) for key in names if key.endswith(longest)} if len(unexpected) > 1 else ():
+        is_within_name = any(key[cut - 1] != "." for key in names if len(key) > cut)
+        if cut and is_within_name and unexpected <= {key[cut:] for key in names}:
+            return cut
+    return 0
 
 
 def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:

@@ -58,6 +58,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'layers.0.mlp.experts.gate_up_proj'",
         "AssertionError: Checkpoint does not contain key: model.embed_tokens.weight",
     ),
+    "opened-by-h5py": (
+        "OSError: Unable to synchronously open file (file signature not found)",
+        "OSError: Unable to open file (truncated file: eof = 9434, sblock->base_addr = 0, stored_eof = 94341)",
+    ),
     "opened-by-numpy": (
         "_pickle.UnpicklingError: This file contains pickled (object) data. If you trust the file you can load it",
     ),
@@ -67,7 +71,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: The checkpoint you are trying to load has model type `qwen9` but Transformers does not recognize"
         " this architecture.",
     ),
-    "lightning-arguments": (),
+    "lightning-arguments": (
+        "TypeError: LitModel.__init__() got an unexpected keyword argument 'lr_decay'",
+        "TypeError: __init__() got an unexpected keyword argument 'pytorch-lightning_version'",
+    ),
     "yolov5-file": (
         "This model is NOT forwards compatible with YOLOv8 at https://github.com/ultralytics/ultralytics.",
         "TypeError: ERROR: best.pt is not forwards compatible with YOLOv11",
@@ -86,7 +93,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
-    "key-by-hand": ("KeyError: 'backbone.layer1.0.bn1.running_mean'",),
+    "key-by-hand": (
+        "KeyError: 'backbone.layer1.0.bn1.running_mean'",
+        "KeyError: 'ema_pts_bbox_head_shared_conv_conv_weight'",
+    ),
     "not-a-tar": (
         "gzip.BadGzipFile: Not a gzipped file (b'PK')",
         "tarfile.ReadError: not a gzip file",
@@ -211,6 +221,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",
     ),
     "quantised-weights": (
+        "RuntimeError: self and mat2 must have the same dtype, but got Half and Byte",
         "AttributeError: 'Parameter' object has no attribute 'quant_state'",
         "ValueError: `.to` is not supported for `4-bit` or `8-bit` bitsandbytes models.",
         "ValueError: Linear(in_features=2, out_features=2) does not have a parameter or a buffer named weight_scale.",
@@ -305,6 +316,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "RuntimeError: unable to open file </root/model/pytorch_model.bin> in read-only mode: No such file or directory"
+        " (2)",
         "AssertionError: Checkpoint /x/model.pth not found!",
         "ValueError: Error: the file /x/model.zip could not be found",
         "RuntimeError: No checkpoint found in work_dirs/x",
@@ -449,6 +462,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " your model with the `save_pretrained` method. Defaulting to 'pt' metadata.",
     ),
     "shared-tensors": (
+        "RuntimeError: The weights trying to be saved contained shared tensors [{'lm_head.weight',"
+        " 'model.embed_tokens.weight'}] that are mismatching the transformers base configuration.",
         "ValueError: You are trying to save a non contiguous tensor: `fc.weight` which is not allowed.",
         "RuntimeError: Error while trying to find names to remove to save state dict, but found no suitab"
         "le name to keep for saving amongst: {'a.weight'}. None is covering the entire storage.Refusing t"

@@ -56,6 +56,32 @@ def test_no_prefix_where_there_is_none(message: str):
     assert "prefix" not in told
 
 
+def cut(keys: list[str], characters: int) -> list[str]:
+    return [key[characters:] for key in keys]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(text(under("model."), cut(under("model."), 6)), id="whole segments: a prefix"),
+        pytest.param(text(under(), [*cut(under(), 7), "other.weight"]), id="one key is another"),
+        pytest.param(text(["conv1.weight"], ["onv1.weight"]), id="a single key may be a misprint"),
+    ],
+)
+def test_no_characters_cut_off_where_the_names_say_something_else(message: str):
+    assert "without their first" not in causes(message)
+
+
+@pytest.mark.parametrize("characters", [7, 12])
+def test_characters_that_the_program_cuts_off_each_name(characters: int):
+    names = [*under(), *under(leaf="running_mean")]
+    counters = under(leaf="num_batches_tracked")  # torch supplies these itself, so that none is missing
+    message = text(names, sorted(set(cut([*names, *counters], characters))))
+    assert f"without their first {characters} characters" in causes(message)
+    (read,) = messages(message)
+    assert not [advice.command for advice in read_fit(read).advice if advice.command.startswith("ckptfix repair")]
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
