@@ -54,13 +54,10 @@ class Kind(Enum):
     ZEROS = "zeros"
     UNFILLED = "unfilled"
     STORAGE_COUNT = "storage-count"
-    ODD_STRIDES = "odd-strides"
-    BYTES_LACKING = "bytes-lacking"
     PICKLE_CUT = "pickle-cut"
     PICKLE_DAMAGED = "pickle-damaged"
     EXTRAS_LOST = "extras-lost"
     # safetensors.
-    HEADER_SIZE = "header-size"
     HEADER_PADDING = "header-padding"
     HEADER_NOTES = "header-notes"
     DATA_CUT = "data-cut"

@@ -89,13 +89,6 @@ def _cut_short(fact: Fact) -> str:
     return f"is cut short: it has {fact.data['nbytes']} bytes and its storages end at byte {fact.data['end']}"
 
 
-def _header_size(fact: Fact) -> str:
-    declared, size = fact.data["declared"], fact.data["nbytes"]
-    if declared > size:
-        return f"is damaged: the header declares {declared} bytes and the file has {size} (HeaderTooLarge)"
-    return f"is damaged: the header declares {declared} bytes, and it is not so long"
-
-
 def _bytes_before(fact: Fact) -> str:
     if fact.data["surplus"] < 0:
         return "the bytes that the file lacks may be missing before them, and not at its end"
@@ -189,12 +182,9 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.STORAGE_COUNT: (
         "is damaged before byte {offset}: storage {place} is declared with {declared} bytes and stored with {stored}"
     ),
-    Kind.ODD_STRIDES: "their strides make elements overlap, as one flipped bit of the pickle would",
-    Kind.BYTES_LACKING: "lacks {nbytes} bytes there",
     Kind.PICKLE_CUT: "is cut short: its pickle ends at byte {end}, and what came after that has no name",
     Kind.PICKLE_DAMAGED: "is damaged in its pickle at byte {start}, and nothing after that can be read",
     Kind.EXTRAS_LOST: "has lost tensors of {place}, which is left out",
-    Kind.HEADER_SIZE: _header_size,
     Kind.HEADER_PADDING: ("is damaged: its header declares itself shorter than it is, without the padding after it"),
     Kind.HEADER_NOTES: _names(
         "has __metadata__ with values that are not texts ({}), which safetensors refuses (InvalidHeaderDeserialization)"

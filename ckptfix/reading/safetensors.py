@@ -23,7 +23,6 @@ from ckptfix.core.dtypes import BY_SAFETENSORS
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.core.wording import clause
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
 from ckptfix.reading.weights.document import Document
@@ -38,7 +37,8 @@ def read(content: Content) -> Document:
     """Return the document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
 
     Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header itself is not whole or sound."""
-    header, start, damage = read_header(content)
+    header, start = read_header(content)
+    damage: list[Fact] = []
     notes = header.pop("__metadata__", {})
     if notes is None:
         notes = {}  # as the library takes it
@@ -140,27 +140,23 @@ _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 _NOTHING = TensorSpec("uint8", (0,), (1,))
 
 
-def read_header(content: Content) -> tuple[dict[str, Any], int, list[Fact]]:
-    """Return the parsed header, the offset of the first tensor byte, and what is wrong with the declared length."""
+def read_header(content: Content) -> tuple[dict[str, Any], int]:
+    """Return the parsed header, and the offset of the first tensor byte.
+
+    Raises ``UnreadableError`` if it is not as long as it says."""
     size = len(content)
     length = int.from_bytes(content.buffer[:8], "little")
-    if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-        try:
-            return _header_by_its_end(content, length)
-        except UnreadableError:
-            if HEADER_LIMIT < length <= size - 8 and content.buffer[7 + length] in b"} ":
-                raise UnreadableError(
-                    f"{content.path}: the header has {length} bytes, and safetensors reads at most {HEADER_LIMIT} "
-                    "(HeaderTooLarge); save the tensors again in several files"
-                ) from None
-            raise
-    try:
-        return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length, []
-    except UnreadableError as error:
-        try:
-            return _header_by_its_end(content, length)
-        except UnreadableError:
-            raise error from None
+    if HEADER_LIMIT < length <= size - 8:
+        raise UnreadableError(
+            f"{content.path}: the header has {length} bytes, and safetensors reads at most {HEADER_LIMIT} "
+            "(HeaderTooLarge); save the tensors again in several files"
+        )
+    if size < 8 or 8 + length > size:
+        raise UnreadableError(
+            f"{content.path}: is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): "
+            "a file that is cut short in its header, or no safetensors; fetch it again"
+        )
+    return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length
 
 
 def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
@@ -181,33 +177,6 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise UnreadableError(f"{path}: the header is not a JSON object; the file is damaged: fetch it again")
     return header
-
-
-def _header_by_its_end(content: Content, length: int) -> tuple[dict[str, Any], int, list[Fact]]:
-    """Return a header of a wrong length: whole JSON, its padding of spaces, and exactly the tensors after it."""
-    path, size = content.path, len(content)
-    damage = Fact.of(Kind.HEADER_SIZE, declared=length, nbytes=size)
-    raw = bytes(content.buffer[8 : 8 + HEADER_LIMIT])
-    try:
-        content.bounds.expect_json(raw)
-        text = raw.decode("utf-8", "surrogateescape")
-        _, end = json.JSONDecoder().raw_decode(text)
-        behind = 8 + len(text[:end].encode("utf-8", "surrogateescape"))
-        header = _parsed_header(content, raw[: behind - 8])
-    except (ValueError, RecursionError, UnreadableError) as error:
-        raise UnreadableError(
-            f"{path}: {clause(damage)}: a file that is cut short in its header, or no safetensors; fetch it again"
-        ) from error
-    start = size - check_layout(content, {key: value for key, value in header.items() if key != "__metadata__"})[1]
-    # A space that could be padding or data leaves it open where the tensors begin, and with it whether the file is cut.
-    padding = bytes(content.buffer[behind : max(start, behind + 1)])
-    is_padded = behind <= start < behind + ALIGNMENT and start % ALIGNMENT == 0
-    is_padded = is_padded and not padding[: start - behind].strip(b" ")
-    if not is_padded and not (start == behind and padding != b" "):
-        raise UnreadableError(
-            f"{path}: {clause(damage)}, and where its tensors begin cannot be told; fetch the file again"
-        )
-    return header, start, [damage]
 
 
 def _no_constant(name: str) -> Any:

@@ -22,14 +22,13 @@ MEMBER_LIMIT = 30_000
 
 _HEAD = 512
 _NAME_LIMIT = 1 << 16
-_NAMED_LIMIT = 3
 _MAGIC = slice(257, 262)
-_CHECKSUM = slice(148, 156)
 
 
 def sniff(content: Content) -> bool:
     """Return whether the content begins with a tar header: its checksum is right, or it has the magic."""
-    return _header(_record(content, 0)) is not None or _broken_header(_record(content, 0)) is not None
+    record = _record(content, 0)
+    return _header(record) is not None or record[_MAGIC] == b"ustar"
 
 
 def _record(content: Content, position: int) -> bytes:
@@ -42,16 +41,6 @@ def _header(record: bytes) -> tarfile.TarInfo | None:
     except (tarfile.HeaderError, ValueError):
         return None
     return header if header.size >= 0 else None
-
-
-def _broken_header(record: bytes) -> tarfile.TarInfo | None:
-    """Return what a header says that fails its checksum, where it still has the magic."""
-    if len(record) < RECORD or record[_MAGIC] != b"ustar":
-        return None
-    mended = bytearray(record)
-    mended[_CHECKSUM] = b" " * 8
-    mended[_CHECKSUM] = b"%06o\0 " % sum(mended)
-    return _header(bytes(mended))
 
 
 class TarFiles(Struct):
@@ -82,53 +71,23 @@ class TarFiles(Struct):
                     yield name, start, size
 
     def _headers(self) -> Iterator[tuple[tarfile.TarInfo, int]]:
-        """Yield each header, and where its data begins. One that fails its checksum is believed if another follows its
-        data; else the walk goes on at the next one that is sound."""
+        """Yield each header, and where its data begins. Nothing says where the next one is after one that fails its
+        checksum."""
         content, position = self.content, 0
-        while position < len(content):
-            record = _record(content, position)
-            if not record.strip(b"\0"):
-                return
-            header = _header(record)
-            if header is None:
-                header = _broken_header(record)
-                self._note(
-                    Fact.of(Kind.TAR_HEADER, offset=position)
-                    if len(record) == RECORD
-                    else Fact.of(Kind.TAR_HEADER_CUT, nbytes=len(content))
+        while (record := _record(content, position)).strip(b"\0"):
+            if (header := _header(record)) is None:
+                is_cut = len(record) < RECORD
+                self.damage.append(
+                    Fact.of(Kind.TAR_HEADER_CUT, nbytes=len(content))
+                    if is_cut
+                    else Fact.of(Kind.TAR_HEADER, offset=position)
                 )
-                if header is None or not self._follows(_end(position, header.size)):
-                    position = self._next_header(position + RECORD)
-                    continue
+                return
             end = position + RECORD + header.size
             if end > len(content):
-                self._note(Fact.of(Kind.TAR_CUT, printable(header.name), nbytes=len(content), end=end))
+                self.damage.append(Fact.of(Kind.TAR_CUT, printable(header.name), nbytes=len(content), end=end))
             yield header, position + RECORD
-            position = _end(position, header.size)
-
-    def _note(self, fact: Fact) -> None:
-        if len(self.damage) < _NAMED_LIMIT:
-            self.damage.append(fact)
-
-    def _follows(self, position: int) -> bool:
-        """Return whether a header is here, or the end of the archive."""
-        record = _record(self.content, position)
-        if len(record) < RECORD:
-            return position == len(self.content)
-        return not record.strip(b"\0") or _header(record) is not None
-
-    def _next_header(self, position: int) -> int:
-        """Return where the next header with a magic and a right checksum is, or the end of the content."""
-        while (found := self.content.buffer.find(b"ustar", position + _MAGIC.start)) >= 0:
-            start = found - _MAGIC.start
-            if start % RECORD == 0 and _header(_record(self.content, start)) is not None:
-                return start
-            position = start + RECORD - start % RECORD
-        return len(self.content)
-
-
-def _end(position: int, size: int) -> int:
-    return position + RECORD + size + -size % RECORD
+            position = end + -end % RECORD
 
 
 def members(content: Content) -> tuple[list[Member], list[Fact]]:

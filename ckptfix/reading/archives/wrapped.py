@@ -238,7 +238,7 @@ def _head(content: Content, index: ZipIndex, info: ZipMember) -> tuple[bytes, st
     if isinstance(stream, Fact):
         return b"", f"{clause(stream)}; fetch the archive again"
     head = b""
-    for block, _ in stream.blocks(_HEAD):
+    for block, _ in stream.blocks():
         head += block
         if len(head) >= _HEAD:
             break

@@ -21,7 +21,6 @@ from ckptfix.bytes.sources import (
     TornBytes,
     WindowContent,
     filled_end,
-    is_torn,
     unfilled_from,
     zero_tail,
 )
@@ -35,7 +34,7 @@ from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.stream import NoOpcodeError, PickleEndError
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
 from ckptfix.reading.weights.document import Document
-from ckptfix.reading.weights.modules import PARTS, is_module, module_state_dict
+from ckptfix.reading.weights.modules import PARTS
 
 NAME = "torch-legacy"
 PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
@@ -84,18 +83,15 @@ def read(content: Content, nesting: int = 0) -> Document:
     located.doubt_end(root)
     remarks = payload_remarks(pickles.names) + pickles.protocol_remarks("the pickle")
     remarks += pickles.table.remarks()
-    remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=_DOUBT) for key in located.doubted(root)]
     if "torch.storage.UntypedStorage" in pickles.names:
         remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=_UNTYPED))
-    odd: dict[str, TensorSpec] = {}
-    if any(map(_has_odd_strides, tensors_in(root))):
-        odd = {key: spec for key, spec in _named(root, content.path) if _has_odd_strides(spec)}
-    remarks += [Fact.of(Kind.DOUBTFUL_VALUES, key, cause=Fact(Kind.ODD_STRIDES)) for key in odd]
     if located.position < len(content) and not located.damage:
         remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=len(content) - located.position))
         if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
             remarks.append(Fact(Kind.LAST_STORAGE, str(keys[-1])))
-    return Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
+    document = Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
+    document.doubtful = dict.fromkeys(located.cut, _DOUBT)
+    return document
 
 
 def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
@@ -147,7 +143,7 @@ class _Storages:
         self.content, self.pickles, self.position = content, pickles, position
         self.placed: dict[LateBytes, int] = {}
         self.damage: list[Fact] = []
-        self.begin = self.end = position  # where the last storage should end
+        self.end = position  # where the last storage should end
 
     def place(self, keys: Any) -> None:
         """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
@@ -156,7 +152,6 @@ class _Storages:
             raise UnreadableError(
                 f"{path}: the list of its storages is {shown(keys)}; the file is damaged: fetch it again"
             )
-        behind: list[tuple[str, Storage]] = []
         keys = [str(key) for key in keys]
         for key in keys:
             if key not in self.pickles.storages:
@@ -165,20 +160,8 @@ class _Storages:
                 )
         self.end += sum(8 + self.pickles.storages[key].nbytes for key in keys)
         for key in keys:
-            storage = self.pickles.storages[key]
             if not self.damage:
-                self._place(key, storage)
-            if self.damage:
-                behind.append((key, storage))
-        shift = len(self.content) - self.end
-        if behind and self.position <= len(self.content):
-            self._resume(behind, shift, is_end=True)
-            if shift > 0:
-                self._resume(behind, 0, is_end=False)
-            elif shift < 0 and any(
-                isinstance(storage.source, LateBytes) and storage.source.inner for _, storage in behind
-            ):
-                self.damage.append(Fact.of(Kind.BYTES_LACKING, nbytes=-shift))
+                self._place(key, self.pickles.storages[key])
         if self.position > len(self.content):
             self.damage = [Fact.of(Kind.CUT_SHORT, nbytes=len(self.content), end=self.end)]
         late = [source for storage in self.pickles.storages.values() if isinstance(source := storage.source, LateBytes)]
@@ -191,7 +174,7 @@ class _Storages:
     def _place(self, key: str, storage: Storage) -> None:
         content, start = self.content, self.position + 8
         head = bytes(content.buffer[self.position : start])
-        stored = self._stored(key, head)
+        stored = int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
         late = storage.source
         if len(head) == 8 and (stored != storage.nbytes or not isinstance(late, LateBytes) or late.inner is not None):
             self._tear(key, storage.nbytes, stored)
@@ -207,32 +190,8 @@ class _Storages:
         if self.position > len(content):
             self.damage.append(Fact(Kind.CUT_SHORT))
 
-    def _stored(self, key: str, head: bytes) -> int:
-        """Return the bytes of a storage by the count in front of it."""
-        return int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
-
-    def _resume(self, behind: list[tuple[str, Storage]], shift: int, *, is_end: bool) -> None:
-        """Place the storages after a wrong count where later counts are right: bytes were overwritten there, as by a
-        sector that a disk lost, or ``shift`` of them are too many, or missing. One is whole where the next count is
-        right too; ``is_end`` says that the last one ends where the file does."""
-        position, places = self.position + shift, []
-        for _, storage in behind:
-            places.append(position + 8)
-            position += 8 + storage.nbytes
-        lowest = max(self.placed.values(), default=self.begin)
-        is_proved = is_end
-        for (key, storage), start in zip(reversed(behind), reversed(places), strict=True):
-            if start - 8 < lowest:
-                break
-            late = storage.source
-            is_right = self._stored(key, bytes(self.content.buffer[start - 8 : start])) == storage.nbytes
-            if is_right and is_proved and isinstance(late, LateBytes) and late.inner is None:
-                late.inner = self.content.source(start, late.nbytes)
-            if storage.nbytes:  # zeros are the count of an empty storage, and prove nothing
-                is_proved = is_right
-
     def _tear(self, key: str, declared: int, stored: int) -> None:
-        """A count that is not what the pickle says: the chain of storages ends here, unless it is found again.
+        """A count that is not what the pickle says: the chain of storages ends here.
 
         Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
         never proved to end where it should, so that it is lost too."""
@@ -253,16 +212,11 @@ class _Storages:
         for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
-    def doubted(self, root: Any) -> Iterator[str]:
-        """Yield the names of whole tensors in a storage that is not: what it lacks may be before them."""
-        if self.position <= len(self.content):
-            return
-        cut = {late for late in self.placed if isinstance(late.inner, TornBytes) and late.inner.whole}
-        if cut:
-            for key, spec in _named(root, self.content.path):
-                storages = [part for storage in spec.storages for part in (storage, *storage.parts)]
-                if not is_torn(spec) and any(storage.source in cut for storage in storages):
-                    yield key
+    @property
+    def cut(self) -> list[LateBytes]:
+        """The storages inside of which the file ends: what it lacks may be before what is there of them."""
+        is_cut = self.position > len(self.content)
+        return [late for late in self.placed if is_cut and isinstance(late.inner, TornBytes) and late.inner.whole]
 
     def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
         """Yield where each contiguous tensor begins."""
@@ -276,37 +230,6 @@ class _Storages:
         size = len(self.content)
         self.damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
         return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
-
-
-def _named(root: Any, path: str) -> Iterator[tuple[str, TensorSpec]]:
-    """Yield the tensors that are values of a dict or entries of a module, with their keys."""
-    pending, seen = [root], {id(root)}
-    while pending:
-        value = pending.pop()
-        if is_module(value):
-            value = module_state_dict(value, path)
-        members = list(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ())
-        if isinstance(value, dict):
-            yield from ((str(key), part) for key, part in value.items() if isinstance(part, TensorSpec))
-        inner = [part for part in members if isinstance(part, (dict, list, tuple, Opaque)) and id(part) not in seen]
-        seen.update(map(id, inner))
-        pending += inner
-
-
-def _has_odd_strides(spec: TensorSpec) -> bool:
-    """Return whether two elements share a place in the storage, although no dimension is expanded or the storage has
-    room.
-
-    Nothing in a legacy file proves its pickle: one flipped bit in a stride gives other values."""
-    if spec.layout != "strided" or spec.is_contiguous or spec.numel < 2:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(spec.strides, spec.shape, strict=True)):
-        if size > 1 and (stride or (spec.storage is not None and spec.nbytes == spec.storage.nbytes)):
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 PLAIN = "pickle"

@@ -18,7 +18,7 @@ from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
 from ckptfix.reading.foreign.weightless import is_of_training, is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
-from ckptfix.reading.weights.document import Document, split_entries, without_torn
+from ckptfix.reading.weights.document import Document, doubtful_remarks, split_entries, without_torn
 from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick
@@ -115,6 +115,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         remarks=(
             *document.remarks,
             *remarks,
+            *doubtful_remarks(document, entries),
             *loose_remarks(document.root, path, entries),
             *(beside(ranked, found, path) if weights is None else ()),
             *(_unread(document.root, path, ranked, found) if may_be_unread else ()),

@@ -11,10 +11,10 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import PathPart
-from ckptfix.core.facts import Fact
+from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import Opt, UnreadableError
 
@@ -29,6 +29,7 @@ class Document(Struct):
     A reader goes on past damage as far as that is safe. ``damage`` then says what is wrong; tensors
     whose bytes are gone lie in ``TornBytes``; and ``lost`` has keys that the tree does not hold at all, with their
     specs, or None if only the name is known. ``producer`` says what wrote the file (``torch 2.1 to 2.6``).
+    ``doubtful`` has the sources of storages that are not whole, with the reason to doubt what is there of them;
     ``copies`` are those of fp32 masters in the dtype of the training, by the key of the weight."""
 
     path: str
@@ -40,6 +41,7 @@ class Document(Struct):
     damage: list[Fact] = field(default_factory=list)
     lost: dict[str, TensorSpec | None] = field(default_factory=dict)
     producer: str = ""
+    doubtful: Mapping[ByteSource, Fact] = field(default_factory=dict)
     copies: Mapping[str, TensorSpec] = field(default_factory=dict)
 
 
@@ -67,6 +69,17 @@ def split_entries(
         what = f"{document.path}: {causes}: fetch the file again, or take {back} with "
         raise UnreadableError(what, Opt("salvage", True))
     return whole, lost
+
+
+def doubtful_remarks(document: Document, entries: Mapping[str, Any]) -> list[Fact]:
+    """Return a remark for each whole tensor in a storage that is not whole."""
+    return [
+        Fact.of(Kind.DOUBTFUL_VALUES, key, cause=document.doubtful[storage.source])
+        for key, entry in (entries.items() if document.doubtful else ())
+        for spec in tensors_in(entry)
+        for storage in dict.fromkeys(part for owner in spec.storages for part in (owner, *owner.parts))
+        if storage.source in document.doubtful
+    ]
 
 
 def share_text(whole: Mapping[str, Any], lost: Mapping[str, TensorSpec | None]) -> str:

@@ -98,8 +98,7 @@ LAYERS = {f"layer.{index}.weight": torch.randn(13, 17) for index in range(6)}
 
 @pytest.mark.parametrize("count", [1, 8, 512])
 @pytest.mark.parametrize("kind", ["lost", "doubled"])
-def test_bytes_lost_or_doubled_cost_one_storage(kind, count, tmp_path):
-    """The counts behind the damage are right again from the end of the file on."""
+def test_bytes_lost_or_doubled_cost_their_storage_and_those_after_it(kind, count, tmp_path):
     path = old(LAYERS, tmp_path)
     content = path.read_bytes()
     order = sorted(LAYERS, key=lambda key: content.index(LAYERS[key].numpy().tobytes()))  # that of their addresses
@@ -108,7 +107,7 @@ def test_bytes_lost_or_doubled_cost_one_storage(kind, count, tmp_path):
     with pytest.raises(UnreadableError, match="is damaged before byte"):
         opened(path)
     checkpoint = open_file(str(path), salvage=True)
-    assert set(checkpoint.lost) == {order[2]}
+    assert set(checkpoint.lost) == set(order[2:])
     for key in checkpoint.specs:
         assert checkpoint.read(key).numpy().tobytes() == LAYERS[key].numpy().tobytes()
 
@@ -156,6 +155,7 @@ def test_a_storage_class_that_torch_does_not_know_is_told(tmp_path):
         pytest.param(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), id="channels last"),
         pytest.param(torch.arange(12.0).reshape(4, 3)[:, ::2], id="every other column"),
         pytest.param(torch.ones(1).expand(4, 3), id="expanded"),
+        pytest.param(torch.arange(9.0).unfold(0, 3, 1), id="windows"),
         pytest.param(torch.arange(3.0).expand(4, 3), id="a row for all"),
         pytest.param(torch.ones(4, 1, 3).transpose(0, 1), id="a dimension of one"),
     ],
@@ -164,29 +164,6 @@ def test_strides_that_writers_produce_are_no_damage(value, tmp_path):
     checkpoint = opened(old({"w": value}, tmp_path))
     assert (checkpoint.damage, checkpoint.remarks) == ((), ())
     same(dict(checkpoint.state_dict()), {"w": value})
-
-
-@pytest.mark.parametrize("bit", range(3))
-def test_a_flipped_bit_in_a_stride_is_said(bit, tmp_path):
-    path = old({"w": torch.arange(25.0).reshape(5, 5)}, tmp_path)
-    data = bytearray(path.read_bytes())
-    place = data.index(b"K\x05K\x05\x86") + 5  # the shape, and after what recalls it the strides
-    place = data.index(b"K\x05K\x01\x86", place)
-    data[place + 1] ^= 1 << bit
-    path.write_bytes(data)
-    if 5 ^ 1 << bit > 5:  # past the end of the storage
-        with pytest.raises(HostileError):
-            opened(path)
-    else:
-        assert [fact.place for fact in opened(path).remarks if fact.kind is Kind.DOUBTFUL_VALUES] == ["w"]
-
-
-def test_windows_of_a_tensor_are_in_doubt_and_kept(tmp_path):
-    """Nothing tells them from a tensor whose stride lost a bit."""
-    windows = torch.arange(9.0).unfold(0, 3, 1)
-    checkpoint = opened(old({"w": windows}, tmp_path))
-    assert [fact.kind for fact in checkpoint.remarks] == [Kind.DOUBTFUL_VALUES]
-    same(dict(checkpoint.state_dict()), {"w": windows})
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64], ids=str)
