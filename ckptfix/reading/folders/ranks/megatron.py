@@ -59,6 +59,8 @@ FILES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt", NEMO)
 _CHUNK = re.compile(r"model(\d{1,3})?")
 _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})(?=\.)")
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})(?=\.|$)")
+# Of multi-head latent attention. Transformer Engine has a copy in each rank, Megatron's own layers divide it.
+_DOWN = re.compile(r"((?:.*\.)?linear_\w+_)down_proj\.weight")
 _QKV = re.compile(r".*\.(?:query_key_value|linear_qkv)\.(?:weight|bias)")
 _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 # Moments and masters by name, and what a layer without a state of its own leaves in a folder of torch_dist.
@@ -86,7 +88,7 @@ RULES = rules(
     "0 linear_q_proj.weight linear_q_up_proj.weight linear_kv_up_proj.weight",
     "0+ linear_fc1.weight\\d* linear_fc1.bias\\d* dense_h_to_4h.weight dense_h_to_4h.bias",
     "1 linear_proj.weight linear_fc2.weight\\d* dense_4h_to_h.weight \\w*attention.dense.weight",
-    "- linear_proj.bias linear_fc2.bias\\d* dense_4h_to_h.bias \\w*attention.dense.bias linear_\\w+_down_proj.weight",
+    "- linear_proj.bias linear_fc2.bias\\d* dense_4h_to_h.bias \\w*attention.dense.bias",
     "- position_embeddings.weight tokentype_embeddings.weight pooler.dense.(?:weight|bias) router.\\w+ inv_freq",
     "- \\w*norm\\w*.(?:weight|bias) \\w+.layer_norm_(?:weight|bias) _extra_state",
 )
@@ -261,7 +263,12 @@ class _Reading:
                         if key not in weights:
                             weights[key] = entry
                         elif isinstance(entry, TensorSpec) and not agree([weights[key], entry], self.path):
-                            self.joining.differing[".".join(key)] = None
+                            name = ".".join(key)
+                            if place and ".experts." in name:
+                                raise UnreadableError(
+                                    f"{self.path}: its ranks have experts of their own in {name}, which are not merged"
+                                )
+                            self.joining.differing[name] = None
                     experts = experts or _experts(states[0])
                 for prefix, count in layers.items():
                     begin[prefix] = begin.get(prefix, 0) + count
@@ -552,6 +559,10 @@ def splits_of(state: Mapping[str, Any], table: Sequence[Rule] = RULES) -> Splits
     """Return what says how each tensor is divided of ranks of which this is the first state_dict."""
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
+        if match := _DOWN.fullmatch(name):
+            up = state.get(f"{match[1]}up_proj.weight")
+            is_divided = isinstance(up, TensorSpec) and len(up.shape) == 2 and parts[0].shape[0] < up.shape[1]
+            return Split(0) if is_divided else None  # then it is the same in all ranks
         rule = find_rule(table, name)
         is_gated = rule is not None and rule.is_gated and _is_gated(name, state)
         return None if rule is None else Split(rule.axis, 2 if is_gated else 1)

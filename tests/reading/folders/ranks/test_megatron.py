@@ -157,24 +157,65 @@ def test_the_copy_of_a_tied_embedding_in_the_last_stage_is_left_out(tmp_path: Pa
     assert [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_COPIES] == ["output_layer.weight"]
 
 
+def write_rank(home: Path, state: dict[str, torch.Tensor], **sizes: int) -> None:
+    """Write the file of one rank; ``sizes`` are those of parallelism in its arguments."""
+    home.mkdir()
+    args = Namespace(**{f"{kind}_model_parallel_size": sizes.get(kind, 1) for kind in ("tensor", "pipeline", "expert")})
+    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": state}, home / "model_optim_rng.pt")
+
+
 def test_experts_have_the_numbers_of_the_whole(tmp_path: Path) -> None:
     experts = [torch.randn(FFN, HIDDEN) for _ in range(4)]
     norm = torch.randn(HIDDEN)
-    args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=2)
     for rank in range(2):
         state = {"decoder.layers.0.mlp.router.weight": norm}
         for number in range(2):
             mine = experts[2 * rank + number]
             state[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"] = mine
-        home = tmp_path / f"mp_rank_00_{rank:03d}"
-        home.mkdir()
-        torch.save(
-            {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": state}, home / "model_optim_rng.pt"
-        )
+        write_rank(tmp_path / f"mp_rank_00_{rank:03d}", state, expert=2)
     got = ckptfix.open_checkpoint(tmp_path).state_dict()
     assert len(got) == 5
     for number, value in enumerate(experts):
         assert torch.equal(got[f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"], value)
+
+
+def test_experts_in_one_tensor_are_no_copies(tmp_path: Path) -> None:
+    """Those of ``GroupedMLP`` have one name in all ranks."""
+    for rank in range(2):
+        weight = torch.full((HIDDEN, 2 * FFN), float(rank))
+        write_rank(tmp_path / f"mp_rank_00_{rank:03d}", {"decoder.layers.0.mlp.experts.weight1": weight}, expert=2)
+    with pytest.raises(
+        UnreadableError, match=r"have experts of their own in decoder\.layers\.0\.mlp\.experts\.weight1"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("is_divided", [False, True], ids=["copied", "divided"])
+def test_latent_attention_is_copied_or_divided(tmp_path: Path, is_divided: bool) -> None:
+    """Transformer Engine has the down projections whole in each rank, Megatron's own layers divide their rows."""
+    prefix, latent, rotary = "decoder.layers.0.self_attention.linear", 6, 2
+    down, up = torch.randn(latent + rotary, HIDDEN), torch.randn(4 * HEADS, latent)
+    for rank in range(2):
+        own = down.chunk(2)[rank] if is_divided else down
+        state = {f"{prefix}_kv_down_proj.weight": own.clone(), f"{prefix}_kv_up_proj.weight": up.chunk(2)[rank].clone()}
+        write_rank(tmp_path / f"mp_rank_{rank:02d}", state, tensor=2)
+    got = ckptfix.open_checkpoint(tmp_path)
+    assert not got.remarks
+    assert torch.equal(got.read(f"{prefix}_kv_down_proj.weight"), down)
+    assert torch.equal(got.read(f"{prefix}_kv_up_proj.weight"), up)
+
+
+def test_a_down_projection_that_may_be_divided_is_not_guessed(tmp_path: Path) -> None:
+    """It has more rows than the up projection has columns, and so it may be whole, with rows of the rotary part."""
+    prefix = "decoder.layers.0.self_attention.linear"
+    for rank in range(2):
+        state = {
+            f"{prefix}_kv_down_proj.weight": torch.randn(8, HIDDEN),
+            f"{prefix}_kv_up_proj.weight": torch.ones(4, 6),
+        }
+        write_rank(tmp_path / f"mp_rank_{rank:02d}", state, tensor=2)
+    with pytest.raises(UnreadableError, match=r"different values of .*linear_kv_down_proj\.weight, and no rule"):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("version", [0, 1.0])
