@@ -69,7 +69,7 @@ _STACKED = re.compile(rf"({_STACK.pattern})\.(\d{{1,6}})")
 PARTITION = frozenset(
     "mp_world_size universal_checkpoint_info num_experts"
     " buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer"
-    " checkpoint_parallel_dimensions".split()
+    " checkpoint_parallel_dimensions ds_autoep_layers".split()
 )
 
 # What the model states of all ranks of a run say alike.
@@ -129,6 +129,7 @@ def document(files: RankFiles) -> Document:
             raise UnreadableError(f"{path}: lacks {first_names(names)}; fetch them")
     for root in roots:
         root["module"] = _restacked(root["module"], path)
+        root["shared_params"] = {**_routers(root, path), **(root.get("shared_params") or {})}
     joining, split_of = Joining(path), splits_of(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
@@ -175,6 +176,23 @@ def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
     return made
 
 
+def _routers(root: Any, path: str) -> dict[str, str]:
+    """Return the names that AutoEP gives its routers beside their own, of which stage 3 says nothing.
+
+    Raises ``UnreadableError`` if the ranks do not have the experts of a layer in order."""
+    found = {}
+    for layer in root.get("ds_autoep_layers") or ():
+        placed = [expert for rank in layer.get("expert_placement", {}).get("ranks", ()) for expert in rank["experts"]]
+        if placed != sorted(placed):
+            raise UnreadableError(f"{path}: its ranks have experts in another order than that of their numbers")
+        prefix = f"{layer['module_path']}."
+        for key in root["module"]:
+            own = f"{prefix}router.{key.removeprefix(prefix).partition('.')[2]}"
+            if key.startswith(prefix) and own in root["module"]:
+                found[key] = own
+    return found
+
+
 def _restacked(tensors: Any, path: str) -> Any:
     """Return tensors with the parts of AutoEP's stacks of experts as one."""
     found = {key: match for key in tensors if (match := _STACKED.fullmatch(key))}
@@ -211,6 +229,7 @@ class _States(Struct):
     masters: list[TensorSpec]
     stage: int
     counts: list[int]  # over how many ranks each group is cut; fewer than there are for a group of experts
+    ranks: list[Any]  # which these are, where that is said: with experts in stage 3
     paddings: Any
     # The state_dict of the inner optimizer: `state` by number of the flat group, and `param_groups`.
     optimizer: Mapping[str, Any]
@@ -269,10 +288,10 @@ def joined_masters(
 
 
 class _Run(Struct, frozen=True):
-    """What is flat in one group: the ranks that hold a partition of it, and the names and shapes in it, in order."""
+    """What is flat in one group, or in several: the ranks that share it, and the names and shapes in it, in order."""
 
-    group: int
-    ranks: tuple[int, ...]
+    groups: Sequence[int]
+    ranks: Sequence[int]
     shapes: _Shapes
 
 
@@ -296,7 +315,7 @@ def _runs(groups: Sequence[_Shapes], counts: Sequence[int]) -> Iterator[_Run]:
                 for name, match in found.items()
             }
             named = {f"{name}.{part}" if name in stacks else name: shape for name, shape in named.items()}
-            yield _Run(index, tuple(range(part, world, sets)), named)
+            yield _Run((index,), range(part, world, sets), named)
 
 
 class Merging:
@@ -325,17 +344,22 @@ class Merging:
         groups: list[dict[str, tuple[int, ...]]] = [
             {str(name): sizes(shape) for name, shape in group.items()} for group in root["param_shapes"]
         ]
-        if self.first.stage == 3:
-            place = partial(self._spread, {name: shape for group in groups for name, shape in group.items()})
+        every, counts = range(len(self.first.masters)), self.first.counts
+        if self.first.stage == 3 and len(set(counts)) == 1:
+            runs = [_Run(every, range(self.first.world), {name: group[name] for group in groups for name in group})]
         else:
-            if len(groups) != len(self.first.masters):
-                raise ValueError(f"{len(self.first.masters)} groups of weights and names of {len(groups)}")
-            runs = list(_runs(groups, self.first.counts))
-            place = partial(self._partitions, runs)
+            if len(groups) != len(every):
+                raise ValueError(f"{len(every)} groups of weights and names of {len(groups)}")
+            runs = list(_runs(groups, counts))
             groups = [
-                {_STACKED.sub(r"\1", n): s for run in runs if run.group == index for n, s in run.shapes.items()}
-                for index in range(len(groups))
+                {_STACKED.sub(r"\1", n): s for run in runs if index in run.groups for n, s in run.shapes.items()}
+                for index in every
             ]
+        for run in runs:
+            said = [self.states[rank].ranks for rank in run.ranks if rank in self.states]
+            if any([*run.ranks] != [*ranks[at]] for ranks in said if ranks for at in run.groups):
+                raise ValueError(f"group {run.groups[0]} is not on the ranks {first_names(run.ranks)}")
+        place = partial(self._spread if self.first.stage == 3 else self._partitions, runs)
         tensors = place(lambda made, index: made.masters[index])
         if tensors is None:
             raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
@@ -367,7 +391,8 @@ class Merging:
         states, paddings_of = self.states, self.first.paddings
         made: dict[str, TensorSpec] = {}
         for run in runs:
-            taken = {at: take(states[rank], run.group) for at, rank in enumerate(run.ranks) if rank in states}
+            (group,) = run.groups
+            taken = {at: take(states[rank], group) for at, rank in enumerate(run.ranks) if rank in states}
             if not all(map(_is_flat, taken.values())):
                 return None
             if not taken:
@@ -375,12 +400,12 @@ class Merging:
                 continue
             length = max(spec.numel for spec in taken.values())
             whole = Spread([Flat([(at * length, spec) for at, spec in taken.items()])])
-            paddings = paddings_of[run.group] if paddings_of else [0] * len(run.shapes)
+            paddings = paddings_of[group] if paddings_of else [0] * len(run.shapes)
             start = 0
             for (name, shape), padding in zip(run.shapes.items(), paddings, strict=True):
                 made[name] = whole.tensor(name, shape, start, self.path)
                 start += made[name].numel + padding
-            self._check_length(run.group, start, length, len(run.ranks))
+            self._check_length(group, start, length, len(run.ranks))
             self._note_short(
                 {run.ranks[at]: (spec.numel, min(length, start - at * length)) for at, spec in taken.items()}
             )
@@ -402,27 +427,30 @@ class Merging:
             if there < size and fact not in self.files.damage:
                 self.files.damage.append(fact)
 
-    def _spread(self, shapes: _Shapes, take: _Take) -> dict[str, TensorSpec] | None:
+    def _spread(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stage 3: each is cut into equal shares. None if what ranks hold is not flat."""
-        flats = []
-        for state in self.states.values():
-            taken = [take(state, index) for index in range(len(self.first.masters))]
-            if not all(map(_is_flat, taken)):
+        made: dict[str, TensorSpec] = {}
+        for run in runs:
+            taken = {
+                rank: [take(self.states[rank], at) for at in run.groups] for rank in run.ranks if rank in self.states
+            }
+            if not all(_is_flat(spec) for parts in taken.values() for spec in parts):
                 return None
-            flats.append(Flat.joined(taken))
-        if len(flats) < self.first.world:
-            return {name: lost(name, shape, self.path) for name, shape in shapes.items()}
-        spread, start, made = Spread(flats), 0, {}
-        for name, shape in shapes.items():
-            made[name] = spread.tensor(name, shape, start, self.path)
-            start += spread.share(made[name].numel)
-        lengths = {self.present[rank].name: flat.stop for rank, flat in zip(self.states, flats, strict=True)}
-        if odd := {name: stop for name, stop in lengths.items() if stop != start}:
-            raise UnreadableError(
-                f"{self.path}: has names and shapes of {start} numbers for each rank, and {first_names(list(odd))} hold"
-                f" {first_names(sorted(set(odd.values())))}; its files are of different saves or damaged"
-            )
-        return made
+            if len(taken) < len(run.ranks):
+                made.update({name: lost(name, shape, self.path) for name, shape in run.shapes.items()})
+                continue
+            flats = {self.present[rank].name: Flat.joined(parts) for rank, parts in taken.items()}
+            spread, start = Spread(list(flats.values())), 0
+            for name, shape in run.shapes.items():
+                made[name] = spread.tensor(name, shape, start, self.path)
+                start += spread.share(made[name].numel)
+            if odd := {name: flat.stop for name, flat in flats.items() if flat.stop != start}:
+                raise UnreadableError(
+                    f"{self.path}: has names and shapes of {start} numbers for each rank, and {first_names(list(odd))}"
+                    f" hold {first_names(sorted(set(odd.values())))}; its files are of different saves or damaged"
+                )
+        stacked: dict[str, TensorSpec] = _restacked(made, self.path)
+        return stacked
 
     def _optimizer(
         self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
@@ -562,8 +590,10 @@ def _states(root: Any) -> _States:
     if not isinstance(masters, list) or not masters or not all(map(_is_flat, masters)):
         raise ValueError(f"{shown(masters)} in the place of flat groups")
     counts = counts if isinstance(counts, list) else [counts] * len(masters)
-    if any(type(count) is not int for count in counts) or (spread and len(set(counts)) > 1):
-        raise ValueError(f"groups on {first_names(counts)} ranks: experts in stage 3 are not merged")
+    own = held.get("ds_zero_partition_groups") or []  # with experts in stage 3
+    counts = [group["partition_count"] for group in own] or counts
+    if any(type(count) is not int for count in counts):
+        raise ValueError(f"groups on {first_names(counts)} ranks")
     paddings = held.get("param_alignment_paddings") or []
     if any(type(count) is not int or count < 0 for group in paddings for count in group):
         raise ValueError(f"{shown(paddings)} in the place of paddings")
@@ -574,6 +604,7 @@ def _states(root: Any) -> _States:
         masters,
         3 if spread else stage if type(stage) is int else 0,
         counts,
+        [group["partition_ranks"] for group in own],
         paddings,
         inner if isinstance(inner, dict) else {},
         version if isinstance(version, str) else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -310,7 +311,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["moe_w4_ep2", "autoep_w4_ep2", "tp2_zero2_w4_bf16"])
+@pytest.mark.parametrize("name", ["moe_w4_ep2", "autoep_w4_ep2", "autoep_zero3_w4_ep2", "tp2_zero2_w4_bf16"])
 def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str) -> None:
     """The truth has the masters that DeepSpeed holds, and the moments of ``ds_to_universal``."""
     folder, truth = unpacked(name, tmp_path)
@@ -327,6 +328,27 @@ def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str)
         names -= {"head.weight", "lm_head.weight"}
         assert len({module[key].data_ptr() for key in tied}) == 1
     assert state.keys() == names
+
+
+@pytest.mark.parametrize(
+    ("files", "old", "new", "said"),
+    [
+        ("*_3_*optim_states.pt", b"K\1K\3e", b"K\2K\3e", "group 1 is not on the ranks 1, 3"),
+        ("*_0_*model_states.pt", b"(K\0K\1e", b"(K\2K\1e", "experts in another order"),
+    ],
+    ids=["ranks", "order"],
+)
+def test_experts_of_stage_3_are_not_guessed(tmp_path: Path, files: str, old: bytes, new: bytes, said: str) -> None:
+    """Which ranks share them, and which experts each of these has, is said in the files."""
+    folder, _ = unpacked("autoep_zero3_w4_ep2", tmp_path)
+    (file,) = folder.glob(f"*/{files}")
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data.replace(old, new))
+    with pytest.raises(UnreadableError, match=said):
+        ckptfix.open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["moe_w4_ep2", "autoep_w4_ep2"])
