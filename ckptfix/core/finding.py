@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, Flag, IntEnum, auto
 from typing import Any
 
@@ -43,6 +43,21 @@ class Fix(Struct, frozen=True):
     edits: tuple[Edit, ...]
     applicability: Applicability
     asked: bool = False
+
+    @classmethod
+    def safe(cls, edits: Iterable[Edit]) -> Fix:
+        """Return the fix of these edits, each of which keeps every stored value, or supplies what torch would."""
+        return cls(tuple(edits), Applicability.SAFE)
+
+    @classmethod
+    def unsafe(cls, edits: Iterable[Edit]) -> Fix:
+        """Return the fix of these edits, which is only applied with ``--unsafe-fixes``."""
+        return cls(tuple(edits), Applicability.UNSAFE)
+
+    @classmethod
+    def requested(cls, edits: Iterable[Edit]) -> Fix:
+        """Return the unsafe fix of these edits, for which the user's own flag asks."""
+        return cls(tuple(edits), Applicability.UNSAFE, asked=True)
 
 
 class Blocks(Flag):

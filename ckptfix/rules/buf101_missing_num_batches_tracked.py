@@ -36,7 +36,7 @@ from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Fix, Level, counted
 from ckptfix.rules.rule import Context, Rule
 
 SAFETENSORS = "safetensors"  # a format that came years after the counter, and has no room for `_metadata`
@@ -62,9 +62,9 @@ def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Findin
     yield rule.finding(
         Level.ERROR if fails else Level.WARNING,
         f"{counted(len(fills), 'BatchNorm module')} without num_batches_tracked, as saved before torch {COUNTED_SINCE}",
-        keys=tuple(fill.key for fill in fills),
+        keys=[fill.key for fill in fills],
         evidence={"modules": len(fills), "strict_load_fails": fails},
-        fix=Fix(tuple(fills), Applicability.SAFE),
+        fix=Fix.safe(fills),
     )
 
 

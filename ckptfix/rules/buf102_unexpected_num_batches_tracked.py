@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.edits import Drop
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Fix, Level, counted
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -45,6 +45,6 @@ def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Fin
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(counters), 'counter')} without a place: {reason}",
-            keys=tuple(counters),
-            fix=Fix(tuple(Drop(key) for key in counters), Applicability.SAFE),
+            keys=counters,
+            fix=Fix.safe(map(Drop, counters)),
         )

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Cast, Drop, Edit, Fill
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Fix, Level, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule
@@ -70,18 +70,18 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(keys), 'counter')} of batches in another form than int64[] ({', '.join(forms)})",
-            keys=tuple(keys),
+            keys=keys,
             evidence={"forms": forms},
-            fix=Fix(tuple(edits), Applicability.SAFE),
+            fix=Fix.safe(edits),
         )
     if broken:
         shown = ", ".join(dict.fromkeys(broken.values()))
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(broken), 'counter')} of batches with a value that counts nothing ({shown})",
-            keys=tuple(broken),
+            keys=broken,
             evidence={"values": broken},
-            fix=Fix(tuple(zeros), Applicability.UNSAFE),
+            fix=Fix.unsafe(zeros),
         )
 
 

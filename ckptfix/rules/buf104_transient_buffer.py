@@ -40,7 +40,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, s
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Drop, Fill
-from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
@@ -60,7 +60,7 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
 
     def safe(edits: Sequence[Fill | Drop], noun: str, what: str, **evidence: object) -> Finding:
         keys = tuple(dict.fromkeys(edit.key for edit in edits))
-        fix = Fix(tuple(edits), Applicability.SAFE)
+        fix = Fix.safe(edits)
         return rule.finding(Level.ERROR, f"{counted(len(keys), noun)} {what}", keys, evidence, fix)
 
     if stale := [Drop(key) for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
@@ -71,9 +71,9 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(different), 'buffer')} with other values than this model works out for itself",
-            keys=tuple(different),
+            keys=different,
             evidence={"largest_difference": different},
-            fix=Fix(tuple(Drop(key) for key in different), Applicability.UNSAFE),
+            fix=Fix.unsafe(map(Drop, different)),
             remedies=(
                 Remedy(text="check first that the model is configured as the one that was saved"),
                 Remedy((UNSAFE_FIXES,), "drops them"),

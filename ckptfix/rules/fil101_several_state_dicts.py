@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ckptfix.core.checkpoint import path_name
 from ckptfix.core.edits import Drop, renames
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import NAME, Applicability, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import NAME, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, sets_of
 from ckptfix.rules.rule import Context, Rule
@@ -84,7 +84,7 @@ def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"{counted(len(taken), 'key')} of the set {context.settings.weights}, which --weights picks, "
             f"and {counted(len(others), 'key')} beside it, which it leaves out",
-            fix=Fix(edits, Applicability.UNSAFE, asked=True),
+            fix=Fix.requested(edits),
         )
 
 

@@ -51,7 +51,7 @@ from typing import Any
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Plain, renames
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, first_names, folded_places
 from ckptfix.reading.weights.loose_tensors import own_attributes
@@ -120,7 +120,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             Level.WARNING,
             f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which only that class makes of several "
             f"tensors{parts}: as plain data they do not load into the model",
-            keys=tuple(composed),
+            keys=composed,
             evidence={} if is_taken_apart else {"parts": names},
             remedies=advise(
                 "the tensors were taken apart when this file was written: use the file that it was made of"
@@ -137,7 +137,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             Level.ERROR,
             f"{counted(len(rebuilt), 'weight')} that only the unknown function {calls} makes of a storage: as plain "
             "data they do not load into the model",
-            keys=tuple(rebuilt),
+            keys=rebuilt,
             remedies=advise(
                 "if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
                 "tensors of torch.Tensor"
@@ -200,8 +200,8 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(names), 'key')} of bytes, as pickles of Python 2 have them, where modules have text",
-            keys=tuple(names),
-            fix=Fix(renames(texts), Applicability.SAFE),
+            keys=names,
+            fix=Fix.safe(renames(texts)),
         )
     elif names:
         yield rule.finding(
@@ -236,5 +236,5 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
         Level.WARNING,
         f"torch.load refuses this file with its default weights_only=True, because of {first_names(classes)}",
         evidence=dict(_shown(conversions)),
-        fix=Fix(tuple(conversions), Applicability.SAFE),
+        fix=Fix.safe(conversions),
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.edits import Retag
-from ckptfix.core.finding import Applicability, Finding, Fix, Level
+from ckptfix.core.finding import Finding, Fix, Level
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -34,5 +34,5 @@ def device_tag(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"the tensors are tagged {', '.join(devices)}: torch.load without map_location needs that device",
             evidence={"devices": list(devices)},
-            fix=Fix(tuple(Retag(device) for device in devices), Applicability.SAFE),
+            fix=Fix.safe(map(Retag, devices)),
         )

@@ -41,7 +41,7 @@ from pathlib import Path
 from ckptfix.core.buffers import modules_of
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import MergeAdapter
-from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, advise, counted
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, advise, counted
 from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import (
@@ -87,7 +87,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"holds {kind} inside of its base, and was never merged",
-            keys=tuple(key for layer in adapter.layers for key in layer.keys.values()),
+            keys=[key for layer in adapter.layers for key in layer.keys.values()],
             remedies=(Remedy((("adapter", _config_of(checkpoint.path)),), "merges it"),),
             blocks=Blocks.FILLING,
         )
@@ -154,7 +154,7 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle
         f"{kind} for {counted(len(adapter.layers), 'layer')}{f' ({names})' * bool(names)}"
         f"{f', trained on {adapter.base}' * bool(adapter.base)}, and no model"
         f"{f'; {dead} of its ranks {verb} nothing' * bool(zero)}",
-        keys=tuple(zero),
+        keys=zero,
         evidence={"zero ranks": zero} if zero else {},
     )
     try:
@@ -227,7 +227,7 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
         f"{names} {verb} {counted(len(changed), 'tensor')}{'' if is_idle else _in_words(sizes)}{elsewhere}",
         keys=changed,
         evidence={**({"change": sizes} if sizes else {}), **({"left": merge.left} if merge.left else {})},
-        fix=Fix(edits, Applicability.UNSAFE, asked=True),
+        fix=Fix.requested(edits),
     )
 
 

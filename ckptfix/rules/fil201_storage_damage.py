@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 from ckptfix.bytes.checksums import soundness, storages_of
 from ckptfix.core.edits import Drop, Edit
-from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.rules.fil203_damaged_file import donor_fill
 from ckptfix.rules.rule import Context, Rule
@@ -60,23 +60,23 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{_said(len(fills))}; replaced from {context.settings.fill}",
-            keys=tuple(fills),
-            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+            keys=fills,
+            fix=Fix.requested(edits),
         )
     if not left:
         return
-    drop = Fix(tuple(map(Drop, left)), Applicability.UNSAFE, asked=True) if context.settings.salvage else None
+    drop = Fix.requested(map(Drop, left)) if context.settings.salvage else None
     # With a target the missing keys are a finding of their own afterwards; without one, this one has to stay.
     yield rule.finding(
         Level.ERROR,
         _said(len(left)),
-        keys=tuple(left),
+        keys=left,
         fix=drop if context.target is not None else None,
         remedies=REMEDIES if drop is None else (REMEDIES[0], REMEDIES[2]),
         blocks=Blocks.NOTHING if context.settings.salvage else Blocks.WRITING,
     )
     if drop is not None and context.target is None:
-        yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=tuple(left), fix=drop)
+        yield rule.finding(Level.NOTE, f"{counted(len(left), 'damaged tensor')} left out", keys=left, fix=drop)
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
 from ckptfix.core.facts import BESIDE, Kind
-from ckptfix.core.finding import FILE, Applicability, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clause, clauses
 from ckptfix.rules.rule import Context, Rule
@@ -50,7 +50,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     if damage := (*checkpoint.damage, *checkpoint.remarked(*BESIDE)):
         cause = clauses(damage)
-        fix = Fix((Rewrite(cause),), Applicability.SAFE)
+        fix = Fix.safe((Rewrite(cause),))
         evidence = {"damage": [clause(fact) for fact in damage]}
         yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
     doubts = [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]
@@ -82,8 +82,8 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{_lost(checkpoint, {key: checkpoint.lost[key] for key in fills})}; filled from {context.settings.fill}",
-            keys=tuple(fills),
-            fix=Fix(tuple(fills.values()), Applicability.UNSAFE, asked=True),
+            keys=fills,
+            fix=Fix.requested(fills.values()),
         )
     left = {key: spec for key, spec in checkpoint.lost.items() if key not in fills}
     if left:
@@ -91,7 +91,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             # With a target, what is missing of it is the finding of another rule, and may be filled there.
             Level.ERROR if context.target is None else Level.NOTE,
             _lost(checkpoint, left),
-            keys=tuple(left),
+            keys=left,
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
             remedies=(
                 *advise("fetch the file again"),

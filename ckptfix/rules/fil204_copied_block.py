@@ -64,7 +64,7 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(found), 'block')} of {DISK_BLOCK} bytes or more with the bytes of another place of the file",
-            keys=tuple(keys),
+            keys=keys,
             evidence={"bytes_of_file": [[at, other] for _, _, at, other in found]},
             remedies=advise("compare the file with another copy"),
         )

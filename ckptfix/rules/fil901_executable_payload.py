@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.edits import Disarm, Plain
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise
 from ckptfix.reading.pickles.payload import GRAPH_CODE
 from ckptfix.rules.rule import Context, Rule
 
@@ -51,7 +51,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.settings.disarm and context.checkpoint.specs:
         armed = context.checkpoint.remarked(Kind.PAYLOAD, Kind.HIDDEN_PICKLE)
         names = ", ".join(remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed)
-        fix = Fix((Disarm(names),), Applicability.UNSAFE, asked=True)
+        fix = Fix.requested((Disarm(names),))
     remedies = REMEDIES if context.checkpoint.specs else REMEDIES[:1]
     payload = [fact.data["name"] for fact in context.checkpoint.remarked(Kind.PAYLOAD)]
     if payload:
@@ -70,7 +70,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             "the file holds Python code as text, and torch.load with weights_only=False runs it: a graph of torch.fx, "
             "whose code calls operations on tensors and nothing else",
             evidence={"globals": [remark.data["name"] for remark in stored]},
-            fix=Fix(edits, Applicability.SAFE) if fix is None else replace(fix, edits=() if payload else fix.edits),
+            fix=Fix.safe(edits) if fix is None else replace(fix, edits=() if payload else fix.edits),
             remedies=advise("load the state_dict that ckptfix repair writes into the model's own class"),
             blocks=Blocks.WRITING | Blocks.LOADING,
         )

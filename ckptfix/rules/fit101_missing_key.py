@@ -35,7 +35,7 @@ from itertools import chain, islice
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, modules_of, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
-from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
@@ -70,9 +70,9 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
         yield rule.finding(
             Level.ERROR,
             f"{extent}, filled from {_origin(context)}",
-            keys=tuple(filled),
+            keys=filled,
             evidence=evidence,
-            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+            fix=Fix.requested(edits),
         )
     if unfilled:
         extent, evidence = _extent(unfilled, target)
@@ -81,7 +81,7 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
         yield rule.finding(
             Level.ERROR,
             extent,
-            keys=tuple(unfilled),
+            keys=unfilled,
             evidence=evidence,
             remedies=advise(
                 f"the file has them in sets of their own ({first_names(apart)}): load each into the module of its name"

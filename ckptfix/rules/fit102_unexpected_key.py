@@ -88,7 +88,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         yield rule.finding(
             Level.ERROR,
             f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
-            keys=tuple(unexpected),
+            keys=unexpected,
             evidence=evidence,
             remedies=_of_adapter(unexpected)
             or (*NAME_THE_MODEL, Remedy((("weights", NAME),), "takes another state_dict of the file")),
@@ -98,11 +98,11 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     copies = copied_under(checkpoint.entries)
     is_copy = bool(copies) and all(key.startswith(copies) for key in unexpected)
     hidden = "" if is_copy else _MERGE if any(map(_ADAPTER.search, unexpected)) else other_layout(context, target)
-    drops = Fix(tuple(Drop(key) for key in unexpected), Applicability.UNSAFE)
+    drops = Fix.unsafe(map(Drop, unexpected))
     yield rule.finding(
         Level.ERROR,
         f"{counted(len(unexpected), 'key')} without a place in the target",
-        keys=tuple(unexpected),
+        keys=unexpected,
         evidence=evidence,
         # What holds the model's weights in another form must not be dropped together with something else.
         fix=replace(drops, applicability=Applicability.DISPLAY_ONLY) if hidden else drops,

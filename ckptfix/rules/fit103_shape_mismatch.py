@@ -59,7 +59,7 @@ from typing import Any
 from ckptfix.core.adaptations import DEPTH, HEAD, IDLE, VOCAB, adaptation
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Assemble, Drop
-from ckptfix.core.finding import FILE, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import FILE, UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Part, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
@@ -99,13 +99,13 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(reshapes), 'key')} with axes of one element too many or too few",
-            keys=tuple(reshape.key for reshape in reshapes),
+            keys=[reshape.key for reshape in reshapes],
             evidence={
                 "shapes": {
                     edit.key: {"file": list(extent(edit.parts[0].box)), "target": list(edit.shape)} for edit in reshapes
                 }
             },
-            fix=Fix(tuple(reshapes), Applicability.SAFE),
+            fix=Fix.safe(reshapes),
         )
     for axes, keys in _turned(evidence, context.checkpoint, target).items():
         turned = {key: evidence.pop(key) for key in keys}
@@ -117,9 +117,9 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             Level.ERROR,
             f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
             f"{', '.join(map(str, axes))} of the file",
-            keys=tuple(keys),
+            keys=keys,
             evidence={"shapes": turned},
-            fix=Fix(tuple(turns), Applicability.UNSAFE),
+            fix=Fix.unsafe(turns),
             remedies=(Remedy((UNSAFE_FIXES,), "puts the axes in the target's order"),),
             blocks=Blocks.FILLING,
         )
@@ -138,7 +138,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(evidence), 'key')} of another shape: each has 1/{parts} of the rows or of the columns",
-            keys=tuple(evidence),
+            keys=evidence,
             evidence={"shapes": evidence},
             remedies=advise(
                 "put the files of all ranks into one folder, and name it, if this is one of tensor parallelism; "
@@ -206,15 +206,15 @@ def _case_findings(
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(mine), 'key')} of another shape, adapted by {recipe}: {case.words}",
-            keys=tuple(edit.key for edit in mine),
+            keys=[edit.key for edit in mine],
             evidence={"shapes": {edit.key: {"file": list(edit.before), "target": list(edit.shape)} for edit in mine}},
-            fix=Fix(mine, Applicability.UNSAFE, asked=True),
+            fix=Fix.requested(mine),
         )
     if left:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(left), 'key')} of another shape than the target's: {case.words}",
-            keys=tuple(left),
+            keys=left,
             evidence={"shapes": left},
             fix=_dropped(left, context),
             remedies=(*recipes_of(case, has_values), *_fillings(left, context)),
@@ -286,7 +286,7 @@ def _unknown(
         Level.ERROR,
         f"{counted(len(shapes), 'key')} of another shape than the target's"
         f"{f', {turned} of them transposed' if turned else ''}",
-        keys=tuple(shapes),
+        keys=shapes,
         evidence={"shapes": shapes},
         fix=_dropped(shapes, context),
         remedies=remedies,
@@ -309,7 +309,7 @@ def _moved(mismatched: Mapping[str, Any], context: Context) -> str:
 
 def _dropped(keys: Iterable[str], context: Context) -> Fix | None:
     asked = context.settings.drop_mismatched
-    return Fix(tuple(map(Drop, keys)), Applicability.UNSAFE, asked=True) if asked else None
+    return Fix.requested(map(Drop, keys)) if asked else None
 
 
 def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remedy]:

@@ -33,7 +33,7 @@ from math import inf
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
-from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule
@@ -66,9 +66,9 @@ def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         yield rule.finding(
             level,
             f"{counted(len(alike), 'tensor')} of another dtype than the target's ({', '.join(dtypes)}): {what}",
-            keys=tuple(cast.key for cast in alike),
+            keys=[cast.key for cast in alike],
             evidence={"dtypes": dict(dtypes), **({"absmax": largest} if largest else {})},
-            fix=Fix(alike, Applicability.UNSAFE) if is_cast else None,
+            fix=Fix.unsafe(alike) if is_cast else None,
             remedies=(remedy,),
         )
 

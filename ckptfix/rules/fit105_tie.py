@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Tie
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
+from ckptfix.core.finding import Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.reading.tensors import have_same_bytes
@@ -46,9 +46,9 @@ def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(ties), 'key')} missing whose tied twin is in the file",
-            keys=tuple(edit.key for edit in ties),
+            keys=[edit.key for edit in ties],
             evidence={"twins": {edit.key: edit.to for edit in ties}},
-            fix=Fix(tuple(ties), Applicability.SAFE),
+            fix=Fix.safe(ties),
         )
     if not context.settings.values:
         return
@@ -57,7 +57,7 @@ def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(sum(map(len, unequal)), 'key')} with different values that are one tensor in the target",
-            keys=tuple(key for keys in unequal for key in keys),
+            keys=[key for keys in unequal for key in keys],
             evidence={"overwritten_by": kept},
             remedies=advise(
                 f"a load keeps {', '.join(kept)} and loses the rest; drop what is not wanted, or untie the model"

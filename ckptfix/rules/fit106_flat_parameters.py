@@ -62,7 +62,7 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(edits), 'weight')} flattened into {counted(len(taken), 'parameter')} of FSDP",
-            keys=tuple(taken),
+            keys=taken,
             fix=Fix(tuple(edits), Applicability.SAFE if target.modules is not None else Applicability.UNSAFE),
         )
     if unordered:
@@ -70,7 +70,7 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
             Level.ERROR,
             f"{counted(len(unordered), 'flat parameter')} of FSDP in the order of the model, and the target's keys are"
             " sorted by name",
-            keys=tuple(unordered),
+            keys=unordered,
             remedies=advise("name the model that was trained with --model: its code has the order"),
             blocks=Blocks.FILLING,
         )
@@ -78,7 +78,7 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(odd), 'flat parameter')} of FSDP with another number of elements than the target has there",
-            keys=tuple(odd),
+            keys=odd,
             evidence={"elements": odd},
             remedies=advise("name the model that was trained, with the modules that it was wrapped in"),
             blocks=Blocks.FILLING,
@@ -87,8 +87,8 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(reshapes), 'weight')} that FSDP flattened to one dimension",
-            keys=tuple(edit.key for edit in reshapes),
-            fix=Fix(tuple(reshapes), Applicability.SAFE),
+            keys=[edit.key for edit in reshapes],
+            fix=Fix.safe(reshapes),
         )
 
 

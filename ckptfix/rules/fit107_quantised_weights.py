@@ -39,7 +39,7 @@ from msgspec import Struct, field
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
-from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule
@@ -99,7 +99,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"the weights of {counted(len(layers), 'layer')} are quantised ({schemes}): a model has to be prepared by "
             "the library that wrote them",
-            keys=tuple(key for layer in layers.values() for key in layer.parts.values()),
+            keys=[key for layer in layers.values() for key in layer.parts.values()],
         )
         return
     cures = {path: _cure(path, layer, context, context.target) for path, layer in layers.items()}
@@ -110,9 +110,9 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"the weights of {counted(len(known), 'layer')} are stored as codes, to be multiplied by their scales",
-            keys=tuple(key for path in known for key in layers[path].parts.values()),
+            keys=[key for path in known for key in layers[path].parts.values()],
             evidence={"formats": schemes},
-            fix=Fix(tuple(edit for path in known for edit in cures[path]), Applicability.UNSAFE),
+            fix=Fix.unsafe(edit for path in known for edit in cures[path]),
             remedies=(Remedy((UNSAFE_FIXES,), "multiplies them, which rounds to the model's dtype"),),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )
@@ -121,7 +121,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"the weights of {counted(len(other), 'layer')} are quantised ({schemes}), and the file does not have all "
             "that is needed to make floats of them",
-            keys=tuple(key for path in other for key in layers[path].parts.values()),
+            keys=[key for path in other for key in layers[path].parts.values()],
             remedies=advise(DEQUANTISE),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation
 from ckptfix.core.edits import Adapt, Drop, Edit, Rename
-from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.errors import Opt, UsageError
@@ -71,7 +71,7 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
             f"{counted(old, 'layer')} of `{path}` in the file and {new} in the model"
             f"{f', {what}' if edits or is_settled else ''}",
             evidence={"file": old, "model": new},
-            fix=Fix(edits, Applicability.UNSAFE, asked=True) if edits else None,
+            fix=Fix.requested(edits) if edits else None,
             remedies=(
                 Remedy((("adapt", Placeholder("depth=LAYERS")),), "starts the model from these layers of the file"),
             ),

@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from ckptfix.core.edits import Adapt, Drop, Edit, Fold, Rename
-from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
@@ -63,9 +63,9 @@ def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Itera
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(whole), 'weight')} that the target has in parts (weight_norm)",
-            keys=tuple(adapt.source for adapt, _ in whole),
+            keys=[adapt.source for adapt, _ in whole],
             evidence={"forms": {WEIGHT_NORM: len(whole)}},
-            fix=Fix(tuple(edit for pair in whole for edit in pair), Applicability.SAFE),
+            fix=Fix.safe(edit for pair in whole for edit in pair),
             blocks=Blocks.FILLING,
         )
     folds = list(_folds(context.checkpoint.entries, target))
@@ -83,7 +83,7 @@ def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Itera
         f"{counted(forms.total(), 'weight')} in parts ({', '.join(forms)}), where the target wants the weight itself",
         keys=(*(key for fold, _ in folds for key in (fold.key, *fold.sources)), *raw),
         evidence={"forms": dict(forms)},
-        fix=Fix(tuple(edits), Applicability.UNSAFE),
+        fix=Fix.unsafe(edits),
         remedies=(Remedy((UNSAFE_FIXES,), "computes them, as torch does when it removes the parametrization"),),
         blocks=Blocks.FILLING,
     )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.edits import RenameModule, renames
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Fix, Level, counted
 from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.wrappers import colliding, has_wrapper_segment, segments_in, without_segments
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
@@ -48,9 +48,9 @@ def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}" if clash else message,
-            keys=tuple(new),
+            keys=new,
             evidence={} if clash else {"segments": found},
-            fix=None if clash else Fix(renames(new), Applicability.SAFE),
+            fix=None if clash else Fix.safe(renames(new)),
             remedies=choice_of_copies(entries) if clash else (),
         )
     if not clash and (target is None or not any(has_wrapper_segment(path) for path in target.modules or ())):
@@ -69,5 +69,5 @@ def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Find
             f"{counted(len(rows), 'module path')} of _metadata with the wrapper segment "
             f"{', '.join(segments_in(rows))}, which the keys do not have",
             evidence={"modules": list(rows)},
-            fix=Fix(tuple(RenameModule(path, to) for path, to in rows.items()), Applicability.SAFE),
+            fix=Fix.safe(RenameModule(path, to) for path, to in rows.items()),
         )

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Drop, renames
-from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import MODEL, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import (
     COUNTER,
@@ -78,7 +78,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 Level.WARNING,
                 f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
-                keys=tuple(halves),
+                keys=halves,
                 remedies=(
                     Remedy((("model", MODEL),), "tells which names are right"),
                     *(choice_of_copies(keys) if copied_under(keys) else ()),
@@ -90,7 +90,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{message}, and without it two keys would both be {clash}",
-            keys=tuple(new),
+            keys=new,
             remedies=choice_of_copies(checkpoint.entries),
         )
         return
@@ -98,7 +98,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         named = ", ".join(sorted({key.rpartition(".")[2] for key in counters}))
         message += f"{', and ' if message else ''}AveragedModel's counter {named} beside the model"
     edits = (*renames(new), *(Drop(key) for key in counters))
-    yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix(edits, Applicability.SAFE))
+    yield rule.finding(Level.ERROR, message, keys=(*new, *counters), fix=Fix.safe(edits))
 
 
 def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, renames
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Fix, Level, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import COUNTER, MODULE, WRAPPER_SEGMENTS, bare, is_counter, two_sets
@@ -53,7 +53,7 @@ def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iter
             Level.ERROR,
             ", and ".join(parts),
             keys=(*new, *(fill.key for fill in fills)),
-            fix=Fix((*renames(new), *fills), Applicability.SAFE),
+            fix=Fix.safe((*renames(new), *fills)),
         )
 
 

@@ -110,7 +110,7 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
     return rule.finding(
         Level.ERROR,
         f"{counted(len(new), 'key')} under another prefix than in the target: {shown}",
-        keys=tuple(new),
+        keys=new,
         evidence={"prefixes": counts},
         fix=Fix(renames(new), Applicability.SAFE if is_safe else Applicability.UNSAFE),
         blocks=Blocks.NOTHING if is_safe else Blocks.FILLING,
@@ -241,7 +241,7 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], 
     return rule.finding(
         Level.ERROR,
         f"{counted(len(matches), 'key')} with more than one way to fit the target: {shown}",
-        keys=tuple(matches),
+        keys=matches,
         evidence={"choices": [_describe(prefixes) for prefixes in choices]},
         remedies=_remedies(choices, is_most=2 * len(matches) > missing),
         blocks=Blocks.FILLING,

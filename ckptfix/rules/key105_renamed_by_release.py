@@ -46,7 +46,7 @@ from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Rename
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, counted
+from ckptfix.core.finding import Finding, Fix, Level, counted
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule
 
@@ -111,9 +111,9 @@ def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator
     yield rule.finding(
         Level.ERROR,
         f"{counted(len(found), 'key')} under names of another release ({', '.join(rewritten)})",
-        keys=tuple(rename.key for rename, _ in found),
+        keys=[rename.key for rename, _ in found],
         evidence={"rewrites": dict(rewritten)},
-        fix=Fix(tuple(rename for rename, _ in found), Applicability.SAFE),
+        fix=Fix.safe(rename for rename, _ in found),
     )
 
 

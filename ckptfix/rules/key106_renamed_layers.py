@@ -179,7 +179,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             Level.ERROR,
             f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
             f"({counted(len(rules), 'rule')}){elsewhere}{f'; {proof}' if proof else ''}",
-            keys=tuple(applied),
+            keys=applied,
             evidence={
                 **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
                 **({"origin": inference.origin} if inference.origin else {}),
@@ -216,7 +216,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
-            keys=tuple(ambiguous),
+            keys=ambiguous,
             evidence={"alternatives": fitting_layers},
             remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
             or advise(

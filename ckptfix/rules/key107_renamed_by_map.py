@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.edits import Assemble, Edit, renames
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
+from ckptfix.core.finding import Finding, Fix, Level, advise, counted
 from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import AMBIGUOUS, RenameMap
 from ckptfix.core.spec import TensorSpec
@@ -94,9 +94,9 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(edits), 'key')} that the map gives another name or layout",
-            keys=tuple(moves),
+            keys=moves,
             evidence={"map": given.name or "given", "rules": len(given.rules)},
-            fix=Fix(tuple(edits), Applicability.UNSAFE, asked=True),
+            fix=Fix.requested(edits),
         )
     if unclear := [each for each in given.rules if each.label == AMBIGUOUS]:
         yield rule.finding(

@@ -178,7 +178,7 @@ def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
             Level.NOTE,
             f"{names} left out, as --drop-optimizer asks: a training that goes on starts with new moments, and "
             "with the learning rate of its script",
-            fix=Fix(tuple(Omit(optimizer.name) for optimizer in optimizers), Applicability.UNSAFE, asked=True),
+            fix=Fix.requested(Omit(optimizer.name) for optimizer in optimizers),
         )
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
-from ckptfix.core.finding import UNSAFE_FIXES, Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import UNSAFE_FIXES, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import INITIAL, Optimizer, optimizers_of, values_in
 from ckptfix.maps.positions import stored_names
@@ -78,4 +78,4 @@ def _without(optimizer: Optimizer, bad: dict[object, dict[str, int]]) -> Fix | N
         for number in group["params"]
     )
     edits = (Regroup(optimizer.name, tuple(range(len(optimizer.groups)))), *moments)
-    return Fix(edits, Applicability.UNSAFE)
+    return Fix.unsafe(edits)

@@ -53,7 +53,7 @@ def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{what}, named by {found[0].source}: {_how_sure(naming)}",
-            keys=tuple(naming.names.values()),
+            keys=naming.names.values(),
             evidence={"positions": _positions(optimizer, naming)},
         )
 

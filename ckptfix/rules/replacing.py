@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, RUNNING_STATISTICS, split_key
 from ckptfix.core.edits import Edit, Replace
-from ckptfix.core.finding import FILE, Applicability, Fix, Placeholder, Remedy
+from ckptfix.core.finding import FILE, Fix, Placeholder, Remedy
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.reading.tensors import spec_of_tensor
@@ -48,7 +48,7 @@ def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> It
     for is_cured in (True, False):
         if keys := [key for key in found if bool(cures[key]) is is_cured]:
             edits = tuple(dict.fromkeys(edit for key in keys for edit in cures[key]))
-            yield keys, Fix(edits, Applicability.UNSAFE, asked=True) if edits else None
+            yield keys, Fix.requested(edits) if edits else None
 
 
 def replaced_apart(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
@@ -157,7 +157,7 @@ class Rule(Struct, frozen=True, dict=True):
         self,
         level: Level,
         message: str,
-        keys: tuple[str, ...] = (),
+        keys: Iterable[str] = (),
         evidence: Mapping[str, Any] | None = None,
         fix: Fix | None = None,
         remedies: tuple[Remedy, ...] = (),
@@ -169,5 +169,15 @@ class Rule(Struct, frozen=True, dict=True):
             fix, remedies = None, ()
         subject = next((of for codes, of in _SUBJECTS.items() if self.code.startswith(codes)), Subject.NAMES)
         return Finding(
-            self.code, self.name, level, message, keys, evidence or {}, fix, remedies, blocks, is_accepted, subject
+            self.code,
+            self.name,
+            level,
+            message,
+            tuple(keys),
+            evidence or {},
+            fix,
+            remedies,
+            blocks,
+            is_accepted,
+            subject,
         )

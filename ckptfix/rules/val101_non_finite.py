@@ -77,7 +77,7 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 level,
                 _message(tensors),
-                keys=tuple(keys),
+                keys=keys,
                 evidence={"tensors": {key: _evidence(specs[key], tensors[key]) for key in keys}},
                 fix=fix,
                 remedies=() if fix else _remedies(rule, tuple(keys), context, replacements),

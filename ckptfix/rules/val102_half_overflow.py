@@ -68,7 +68,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"{counted(values, 'value')} of {counted(len(overflowing), 'tensor')} overflow in {dtype}",
-            keys=tuple(overflowing),
+            keys=overflowing,
             evidence={
                 "tensors": {
                     key: {"overflow": count, "numel": figures[key].numel, "absmax": figures[key].absmax}
@@ -81,7 +81,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(vanishing), 'tensor')} would lose half of the values or more to zero in {dtype}",
-            keys=tuple(vanishing),
+            keys=vanishing,
             evidence={
                 "tensors": {
                     key: {"become_zero": found.vanishing, "numel": found.numel, "rms": found.rms}
@@ -103,7 +103,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{counted(len(casts), 'tensor')} of {counted(total, 'value')} to be cast to {dtype}{become}",
-            keys=tuple(cast.key for cast in casts),
+            keys=[cast.key for cast in casts],
             evidence={"become_zero": lost} if lost else {},
             fix=Fix(casts, Applicability.SAFE if is_lossless else Applicability.UNSAFE, asked=True),
         )

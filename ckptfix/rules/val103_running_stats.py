@@ -75,7 +75,7 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 level,
                 f"{len(keys)} of {len(norms)} norms: {what}",
-                keys=tuple(keys),
+                keys=keys,
                 evidence={"tensors": {key: _evidence(key, statistics) for key in keys}},
                 fix=fix,
                 remedies=() if is_note or fix else for_running_statistics(rule),

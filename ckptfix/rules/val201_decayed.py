@@ -115,7 +115,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{_have(grown)} a tiny scale from the start, as far as the file says",
-            keys=tuple(matrix.key for matrix in grown),
+            keys=[matrix.key for matrix in grown],
             evidence={"tensors": {matrix.key: matrix.evidence(statistics) for matrix in grown}},
         )
     by_key = {matrix.key: matrix for matrix in found}
@@ -126,7 +126,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
             f"{_have(some)} decayed to {worst.share:.1g} of the expected scale{corroboration[worst.key].in_words}",
-            keys=tuple(dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics)))),
+            keys=dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics))),
             evidence={
                 "tensors": {
                     matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
@@ -433,7 +433,7 @@ def light_decay(
         yield rule.finding(
             Level.WARNING,
             f"{_have(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
-            keys=tuple(some),
+            keys=some,
             evidence=_evidence(some, matrices),
             fix=fix,
             remedies=() if fix else from_elsewhere(rule),
@@ -442,7 +442,7 @@ def light_decay(
         yield rule.finding(
             Level.NOTE,
             f"{_have(light)} seen no gradient, by the moments of the optimizer: only weight decay acted",
-            keys=tuple(light),
+            keys=light,
             evidence=_evidence(light, matrices),
         )
 

@@ -79,7 +79,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"{len(excused)} of {len(matrices)} weight matrices {'is' if len(excused) == 1 else 'are'} zero: "
             "their start, layers that were never trained, or buffers",
-            keys=tuple(excused),
+            keys=excused,
             evidence={"matrices": len(matrices), "names": sorted({_role(key) for key in excused})},
         )
     if reported:
@@ -92,7 +92,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
                 yield rule.finding(
                     Level.ERROR if empty_file else Level.WARNING,
                     f"{len(some)} of {len(matrices)} weight matrices {hold} nothing but zeros",
-                    keys=tuple(keys),
+                    keys=keys,
                     evidence={
                         "tensors": {key: {"zeros": statistics[key].zeros, "numel": specs[key].numel} for key in some},
                         "matrices": len(matrices),
@@ -107,7 +107,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     for vectors, what in ((gammas, "weights of norms"), (biases, "biases")):
         is_zero = all(statistics[key].all_zero for key in vectors)
         if len(vectors) > 1 and is_zero and reported.keys().isdisjoint(vectors):
-            yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=tuple(vectors))
+            yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=vectors)
 
 
 def _is_sound(key: str, figures: TensorStatistics) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.edits import Zero
-from ckptfix.core.finding import Applicability, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
 
@@ -52,11 +52,11 @@ def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 level,
                 f"{counted(total, 'subnormal value')} in {counted(len(keys), 'tensor')}",
-                keys=tuple(keys),
+                keys=keys,
                 evidence={
                     "tensors": {key: {"subnormals": found[key].subnormals, "numel": found[key].numel} for key in keys},
                     "threshold": MANY,
                 },
-                fix=Fix(edits, Applicability.UNSAFE, asked=True) if is_asked else None,
+                fix=Fix.requested(edits) if is_asked else None,
                 remedies=(Remedy((("flush_subnormals", True),), "sets them to zero"),),
             )

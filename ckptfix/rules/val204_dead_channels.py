@@ -41,7 +41,7 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{counted(sum(map(len, dead.values())), 'output channel')} of {counted(len(dead), 'layer')} are zero",
-            keys=tuple(dead),
+            keys=dead,
             evidence={
                 "tensors": {
                     key: {"dead": len(found), "of": specs[key].shape[0], "channels": list(found[:SHOWN])}

@@ -43,7 +43,7 @@ def constant(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(keys), 'weight matrix')} {'is' if len(keys) == 1 else 'are'} of a single value",
-            keys=tuple(keys),
+            keys=keys,
             evidence={
                 "tensors": {key: {"value": statistics[key].maximum, "numel": statistics[key].numel} for key in keys}
             },

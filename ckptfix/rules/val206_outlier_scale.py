@@ -66,7 +66,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(keys), 'weight matrix')} {verb} up to {worst:.2g} times as large as {whose} kind",
-            keys=tuple(keys),
+            keys=keys,
             evidence={
                 "tensors": {
                     key: {

@@ -60,7 +60,7 @@ def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 level,
                 f"{counted(len(keys), 'tensor')} with values up to {max(found[key].absmax for key in keys):.2g}",
-                keys=tuple(keys),
+                keys=keys,
                 evidence={"tensors": {key: _evidence(key, found[key], context) for key in keys}},
                 fix=fix,
                 remedies=() if fix or level is Level.NOTE else from_elsewhere(rule),

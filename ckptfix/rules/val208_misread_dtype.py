@@ -70,7 +70,7 @@ def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(keys), 'weight matrix')} with {what}",
-            keys=tuple(keys),
+            keys=keys,
             evidence={
                 "tensors": {
                     key: {"rms": context.statistics[key].rms, "absmax": context.statistics[key].absmax} for key in keys

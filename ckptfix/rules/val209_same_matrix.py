@@ -49,7 +49,7 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
         yield rule.finding(
             Level.NOTE,
             f"{counted(sum(map(len, same)), 'tensor')} in {counted(len(same), 'group')} with the same bytes",
-            keys=tuple(key for group in same for key in group),
+            keys=[key for group in same for key in group],
             evidence={"groups": [list(group) for group in same]},
         )
 

@@ -79,7 +79,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
             yield rule.finding(
                 Level.ERROR,
                 f"{counted(len(keys), 'key')} broken here and sound in {place or 'the twin beside it'}",
-                keys=tuple(keys),
+                keys=keys,
                 evidence={"twins": {key: twins[key].label for key in keys}},
                 fix=fix,
                 remedies=(
@@ -92,7 +92,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(worse), 'key')} broken in {place} and sound here",
-            keys=tuple(worse),
+            keys=worse,
             evidence={"twins": {key: twins[key].label for key in worse}},
             remedies=advise("stay with this set, and do not use the other one"),
         )
