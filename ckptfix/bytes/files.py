@@ -14,7 +14,7 @@ import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Protocol
 
 from ckptfix.errors import MissingFileError, UnreadableError
 
@@ -174,48 +174,24 @@ class Buffer(Protocol):
     """Bytes, or what slices like them."""
 
     def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, index: int, /) -> int: ...
-    @overload
     def __getitem__(self, index: slice, /) -> bytes: ...
-    def find(self, sub: bytes, start: int = ..., stop: int = ..., /) -> int: ...
+    def find(self, sub: bytes, start: int = ..., stop: int | None = ..., /) -> int: ...
 
 
-class RangeBuffer:
-    """The base of those that know their length and give a range of their bytes."""
+class FileBuffer:
+    """A file as it was when it was opened. Raises ``UnreadableError`` if it has become shorter since."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def part(self, start: int, stop: int) -> bytes:
-        """Return the bytes of a range that lies inside."""
-        raise NotImplementedError
+    def __init__(self, file: OpenFile) -> None:
+        self._length = file.size
+        self._file, self._start, self._near = file, 0, b""
 
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> bytes: ...
-    def __getitem__(self, index: int | slice) -> int | bytes:
-        if isinstance(index, int):
-            if not 0 <= index < self._length:
-                raise IndexError(f"no byte {index} of {self._length}")
-            return self.part(index, index + 1)[0]
-        start, stop, step = index.indices(self._length)
-        data = self.part(start, stop) if start < stop else b""
-        return data if step == 1 else data[::step]
-
-
-class FileBuffer(RangeBuffer):
-    """A file as it was when it was opened. Raises ``UnreadableError`` if it has become shorter since."""
-
-    def __init__(self, file: OpenFile) -> None:
-        super().__init__(file.size)
-        self._file, self._start, self._near = file, 0, b""
-
-    def part(self, start: int, stop: int) -> bytes:
+    def __getitem__(self, index: slice) -> bytes:
+        start, stop, _ = index.indices(self._length)
+        if start >= stop:
+            return b""
         begin, end = start - self._start, stop - self._start
         if begin >= 0 and end <= len(self._near):
             return self._near[begin:end]

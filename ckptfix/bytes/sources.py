@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, RangeBuffer, is_url, open_file
+from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, is_url, open_file
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact
@@ -267,6 +267,13 @@ class Content(Struct, eq=False, weakref=True):
     def __len__(self) -> int:
         return self.size
 
+    def __getitem__(self, index: slice) -> bytes:
+        return bytes(self.buffer[index])
+
+    def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
+        """Return where bytes are first, from ``start`` on; -1 if they are not there."""
+        return self.buffer.find(sub, start, stop)
+
     @property
     def is_remote(self) -> bool:
         """Whether every look at another place is a request over a network."""
@@ -286,35 +293,30 @@ class Content(Struct, eq=False, weakref=True):
         return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])
 
 
-class WindowBuffer(RangeBuffer):
-    """A range of another buffer."""
-
-    def __init__(self, buffer: Buffer, start: int, stop: int) -> None:
-        super().__init__(stop - start)
-        self._buffer, self._start = buffer, start
-
-    def part(self, start: int, stop: int) -> bytes:
-        return bytes(self._buffer[self._start + start : self._start + stop])
-
-    def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        start, stop, _ = slice(start, stop).indices(self._length)
-        found = self._buffer.find(sub, self._start + start, self._start + stop)
-        return found if found < 0 else found - self._start
-
-
-class WindowContent(Content):
+class WindowContent(Content, kw_only=True):
     """A range of another content, as a content of its own; its sources point into the outer file."""
 
-    outer: ByteSource = MemoryBytes(b"")
+    outer: Content
+    start: int
 
     @classmethod
     def of(cls, outer: Content, start: int, stop: int) -> WindowContent:
         """Return the range from ``start`` to ``stop``."""
-        window = WindowBuffer(outer.buffer, start, stop)
-        return cls(outer.path, window, outer.file, outer=outer.source(start, stop - start))
+        window = cls(outer.path, b"", outer.file, outer=outer, start=start)
+        window.size = stop - start
+        return window
+
+    def __getitem__(self, index: slice) -> bytes:
+        start, stop, _ = index.indices(self.size)
+        return self.outer[self.start + start : self.start + max(start, stop)]
+
+    def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
+        start, stop, _ = slice(start, stop).indices(self.size)
+        found = self.outer.find(sub, self.start + start, self.start + stop)
+        return found if found < 0 else found - self.start
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
-        return WindowBytes(self.outer, offset, nbytes)
+        return WindowBytes(self.outer.source(self.start, self.size), offset, nbytes)
 
 
 SECTOR = 512  # bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less
@@ -371,7 +373,7 @@ def zero_tail(content: Content) -> int:
     step = 4096
     while end:
         start = max(0, end - step)
-        block = bytes(content.buffer[start:end])
+        block = content[start:end]
         if block != _ZEROS[: len(block)]:  # ten times as fast as to strip them: a model may end in zeros by right
             return start + len(block.rstrip(b"\0"))
         end, step = start, BLOCK
@@ -423,7 +425,7 @@ def _is_dense(content: Content, start: int, zeros: int, spec: TensorSpec) -> boo
     itemsize = spec.itemsize
     lasts = (itemsize // 2, itemsize) if DTYPES[spec.dtype].is_complex else (itemsize,)
     first = start + max(0, (zeros - start - SAMPLE) // itemsize) * itemsize
-    data = bytes(content.buffer[first : zeros - (zeros - first) % itemsize])
+    data = content[first : zeros - (zeros - first) % itemsize]
     count = len(data) // itemsize
     empty = sum(not any(ends) for ends in zip(*(data[last - 1 :: itemsize] for last in lasts), strict=True))
     return count > 0 and empty <= DENSE * count

@@ -168,7 +168,7 @@ class Adapter(Struct, frozen=True):
             return None
         import hashlib  # it loads OpenSSL, which a first answer does not need
 
-        some = bytes(Content.of_file(path).buffer[1 << 20 : (1 << 20) + (1 << 16)])
+        some = Content.of_file(path)[1 << 20 : (1 << 20) + (1 << 16)]
         return hashlib.sha256(some).hexdigest().startswith(noted) if some else None
 
     @property
@@ -333,7 +333,7 @@ def model_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def _config(file: Path) -> Mapping[str, Any]:
     content = Content.of_file(str(file))
     try:
-        parsed = content.bounds.parse_json(bytes(content.buffer[:]))
+        parsed = content.bounds.parse_json(content[:])
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{file}: invalid JSON ({error}); take it from where the adapter comes from") from error
     if not isinstance(parsed, dict):

@@ -137,7 +137,7 @@ def _read_undone(content: Content) -> Document | None:
     except UnreadableError:
         pass
     if undone.exact and (document is None or document.damage):
-        if as_text(bytes(content.buffer[:READ])) is not None:
+        if as_text(content[:READ]) is not None:
             return None  # the lines of a text end in CR LF by right
         raise UnreadableError(
             f"{content.path}: {clause(undone.cause)} only where no byte is missing; transfer it again in binary mode"

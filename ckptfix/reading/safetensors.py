@@ -50,7 +50,7 @@ def read(content: Content) -> Document:
     notes |= {name: json.dumps(notes[name]) for name in odd}
     placed, nbytes = check_layout(content, header)
     last = len(content) - nbytes  # where the tensors begin if the padding of the header was left out of its length
-    if start < last < start + ALIGNMENT and not last % ALIGNMENT and not bytes(content.buffer[start:last]).strip(b" "):
+    if start < last < start + ALIGNMENT and not last % ALIGNMENT and not content[start:last].strip(b" "):
         start = last
         damage.append(Fact(Kind.HEADER_PADDING))
     end = start + nbytes
@@ -87,10 +87,10 @@ def _is_appended(content: Content, end: int) -> bool:
     follow a number. Then no tensor is doubtful."""
     from ckptfix.reading.foreign.files import as_text
 
-    tail = bytes(content.buffer[end : end + BLOCK])
+    tail = content[end : end + BLOCK]
     if not tail.strip(b"\r\n"):
         return bool(tail)
-    is_last_filled = bytes(content.buffer[end - 1 : end]) != b"\0"
+    is_last_filled = content[end - 1 : end] != b"\0"
     is_text = len(tail) >= _LEAST_TEXT and as_text(tail) is not None
     return bool(re.match(_ANOTHER_FILE, tail)) or is_text or (is_last_filled and not any(tail))
 
@@ -102,7 +102,7 @@ def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> boo
     middle, or fetch it twice."""
     stop = begin + nbytes
     return stop <= len(content) and any(
-        content.buffer[at : min(at + BLOCK, stop)] != content.buffer[at + surplus : min(at + BLOCK, stop) + surplus]
+        content[at : min(at + BLOCK, stop)] != content[at + surplus : min(at + BLOCK, stop) + surplus]
         for at in range(begin, stop, BLOCK)
     )
 
@@ -145,7 +145,7 @@ def read_header(content: Content) -> tuple[dict[str, Any], int]:
 
     Raises ``UnreadableError`` if it is not as long as it says."""
     size = len(content)
-    length = int.from_bytes(content.buffer[:8], "little")
+    length = int.from_bytes(content[:8], "little")
     if HEADER_LIMIT < length <= size - 8:
         raise UnreadableError(
             f"{content.path}: the header has {length} bytes, and safetensors reads at most {HEADER_LIMIT} "
@@ -156,7 +156,7 @@ def read_header(content: Content) -> tuple[dict[str, Any], int]:
             f"{content.path}: is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): "
             "a file that is cut short in its header, or no safetensors; fetch it again"
         )
-    return _parsed_header(content, bytes(content.buffer[8 : 8 + length])), 8 + length
+    return _parsed_header(content, content[8 : 8 + length]), 8 + length
 
 
 def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:

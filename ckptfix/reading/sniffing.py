@@ -29,14 +29,14 @@ _PACKED = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\0", *PACKERS)  # gzip, bzip2, xz,
 
 def is_zip(content: Content) -> bool:
     """Return whether the content starts as a zip archive does."""
-    return bytes(content.buffer[:4]) in (b"PK\x03\x04", b"PK\x05\x06")
+    return content[:4] in (b"PK\x03\x04", b"PK\x05\x06")
 
 
 def is_torchscript_zip(content: Content) -> bool:
     """Return whether the content is a zip archive with the members of torch.jit.save.
 
     One that has lost its directory is known by what is left: the pickle begins with a class of the archive's code."""
-    if bytes(content.buffer[:4]) != b"PK\x03\x04":
+    if content[:4] != b"PK\x03\x04":
         return False
     if names := member_names(content):
         return is_torchscript(names)
@@ -53,8 +53,8 @@ def zip_of(are_its: Callable[[list[str]], bool]) -> Callable[[Content], bool]:
 def is_safetensors(content: Content) -> bool:
     """Return whether the content starts as the specification says: the header begins with ``{`` after the 8 bytes of
     its length. White space in front of it is against the specification, and the library reads it all the same."""
-    head = bytes(content.buffer[8:64])
-    length = int.from_bytes(content.buffer[:8], "little")
+    head = content[8:64]
+    length = int.from_bytes(content[:8], "little")
     return head[:1] == b"{" or (length <= SAFETENSORS_HEADER_LIMIT and head.lstrip(_SPACES)[:1] == b"{")
 
 
@@ -69,7 +69,7 @@ def is_torch_tar(content: Content) -> bool:
 
 def may_be_tar(content: Content) -> bool:
     """Return whether the first record has the magic of a tar archive, or a number in the place of its checksum."""
-    record = bytes(content.buffer[:512])
+    record = content[:512]
     checksum = record[_TAR_CHECKSUM].strip(b" \0")
     return record[_TAR_MAGIC] == b"ustar" or checksum[:1] in (b"\x80", b"\xff") or checksum.isdigit()
 
@@ -77,19 +77,19 @@ def may_be_tar(content: Content) -> bool:
 def is_pickle(content: Content) -> bool:
     """Return whether the content starts as a pickle does: a PROTO opcode, or one of the opcodes of protocols 0 and
     1. A text, or an index of Faiss, may begin with the letter of a string or number, so more than that is looked at."""
-    head = bytes(content.buffer[:2])
+    head = content[:2]
     if head[:1] in (b"V", b"S"):
-        return re.match(_STRING, bytes(content.buffer[:4096])) is not None
+        return re.match(_STRING, content[:4096]) is not None
     if head[:1] in (b"I", b"L"):
-        return re.match(rb"[IL]-?\d+L?\n", bytes(content.buffer[:4096])) is not None
+        return re.match(rb"[IL]-?\d+L?\n", content[:4096]) is not None
     return (head[:1] == b"\x80" and head[1:2] <= b"\x05") or head[:1] in (b"(", b"c", b"]", b"}")
 
 
 def may_be_packed(content: Content) -> bool:
     """Return whether the content begins as a compressed stream or a tar archive does."""
-    return may_be_tar(content) or bytes(content.buffer[:256]).startswith(_PACKED)
+    return may_be_tar(content) or content[:256].startswith(_PACKED)
 
 
 def may_be_json(content: Content) -> bool:
     """Return whether the content starts as a JSON object does."""
-    return bytes(content.buffer[:64]).lstrip(b"\xef\xbb\xbf" + _SPACES)[:1] == b"{"
+    return content[:64].lstrip(b"\xef\xbb\xbf" + _SPACES)[:1] == b"{"

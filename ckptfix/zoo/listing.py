@@ -149,7 +149,7 @@ def _tar(content: Content, depth: int) -> Looks:
         names.add(PurePosixPath(name).name)
         if by_name(name) is Looks.CHECKPOINT:
             return Looks.CHECKPOINT
-        if depth and _look_into(bytes(content.buffer[start : start + size]), depth - 1) is Looks.CHECKPOINT:
+        if depth and _look_into(content[start : start + size], depth - 1) is Looks.CHECKPOINT:
             return Looks.CHECKPOINT
     return Looks.CHECKPOINT if {"sys_info", "pickle"} <= names else Looks.DOUBTFUL
 

@@ -100,10 +100,6 @@ def test_it_slices_like_bytes(buffer: FileBuffer) -> None:
     for start in ends:
         for stop in ends:
             assert buffer[start:stop] == DATA[start:stop], (start, stop)
-    assert [buffer[place] for place in (0, 250, len(DATA) - 1)] == [DATA[place] for place in (0, 250, len(DATA) - 1)]
-    assert buffer[3:900:7] == DATA[3:900:7]
-    with pytest.raises(IndexError, match=f"no byte {len(DATA)} of {len(DATA)}"):
-        buffer[len(DATA)]
 
 
 def test_what_is_near_is_read_once(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def sniff(content: Content) -> bool:
 
 
 def _record(content: Content, position: int) -> bytes:
-    return bytes(content.buffer[position : position + RECORD])
+    return content[position : position + RECORD]
 
 
 def _header(record: bytes) -> tarfile.TarInfo | None:
@@ -62,9 +62,9 @@ class TarFiles(Struct):
                 )
             size = header.size
             if header.type == tarfile.GNUTYPE_LONGNAME:
-                long_name = _text(bytes(content.buffer[start : start + min(size, _NAME_LIMIT)]).rstrip(b"\0"))
+                long_name = _text(content[start : start + min(size, _NAME_LIMIT)].rstrip(b"\0"))
             elif header.type == tarfile.XHDTYPE:
-                long_name = _pax_path(bytes(content.buffer[start : start + min(size, _NAME_LIMIT)])) or long_name
+                long_name = _pax_path(content[start : start + min(size, _NAME_LIMIT)]) or long_name
             elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
                 name, long_name = long_name or header.name, None
                 if header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE) and not name.endswith("/"):
@@ -94,7 +94,7 @@ def members(content: Content) -> tuple[list[Member], list[Fact]]:
     """Return every file of an archive, and what is wrong with it."""
     files, found = TarFiles(content), []
     for name, start, size in files.walk():
-        head = bytes(content.buffer[start : start + min(size, _HEAD)])
+        head = content[start : start + min(size, _HEAD)]
         found.append(Member(name, head, partial(_blocks, content, start, size)))
     return found, files.damage
 
@@ -103,7 +103,7 @@ def _blocks(content: Content, start: int, size: int, damage: list[Fact]) -> Iter
     stop = min(start + size, len(content))
     for position in range(start, stop, BLOCK):
         end = min(position + BLOCK, stop)
-        yield bytes(content.buffer[position:end]), end - start
+        yield content[position:end], end - start
     if stop < start + size:
         damage.append(Fact.of(Kind.TAR_MEMBER_CUT, there=max(0, stop - start), size=size))
 

@@ -154,7 +154,7 @@ class Stream(Struct):
         size = _FIRST  # a file may have many small streams
         try:
             while not decoder.eof:
-                packed = bytes(self.content.buffer[self.position : min(self.position + size, self.stop)])
+                packed = self.content[self.position : min(self.position + size, self.stop)]
                 size = min(2 * size, _PACKED)
                 if not packed:
                     return
@@ -235,7 +235,7 @@ class Compression(Struct, frozen=True):
             fault = stream.fault
             is_whole = stream.ended
             if is_whole and self is GZIP:
-                trailer = bytes(content.buffer[position : position + 8])
+                trailer = content[position : position + 8]
                 fault, is_whole = _trailer_fault(trailer, crc, stream.expanded), len(trailer) == 8
                 position += 8
             if fault:
@@ -245,16 +245,16 @@ class Compression(Struct, frozen=True):
             if fault or not is_whole:
                 return
             before = expanded
-            if bytes(content.buffer[position : position + len(self.magic)]) != self.magic:
+            if content[position : position + len(self.magic)] != self.magic:
                 return
 
 
 def _behind_gzip_header(content: Content, start: int) -> int:
     """Return where the deflated bytes begin, or the end of the content (RFC 1952, section 2.3)."""
-    head = bytes(content.buffer[start : start + _HEADER])
+    head = content[start : start + _HEADER]
     fixed = _GZIP_HEADER.match(head)
     if fixed is not None and fixed[1][0]:
-        head = bytes(content.buffer[start : start + _HEADER_LIMIT])
+        head = content[start : start + _HEADER_LIMIT]
     if fixed is None:
         return len(content)
     flags, position = fixed[1][0], fixed.end()
@@ -285,7 +285,7 @@ COMPRESSIONS = (
 
 def sniff(content: Content) -> Compression | None:
     """Return the compression of the content by its first bytes, None if it has none."""
-    head = bytes(content.buffer[:10])
+    head = content[:10]
     for compression in COMPRESSIONS:
         if head.startswith(compression.magic):
             return compression

@@ -74,7 +74,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             name = compression.name_inside(content.member or outer)
             content = _replaced(content, expand(content.path, name, partial(compression.blocks, content)))
             damage += content.damage
-        elif packer := next((PACKERS[magic] for magic in PACKERS if content.buffer[:8].startswith(magic)), ""):
+        elif packer := next((PACKERS[magic] for magic in PACKERS if content[:8].startswith(magic)), ""):
             raise UnreadableError(
                 f"{content.path}: is packed by {packer}, which ckptfix does not unpack; unpack it first"
             )
@@ -176,7 +176,7 @@ def is_zip_of_files(content: Content) -> bool:
     """Return whether the content is a zip archive, and not itself a file of torch.
 
     One without a directory is recognised by the names before its members, as far as they can be followed."""
-    if bytes(content.buffer[:4]) not in (b"PK\x03\x04", b"PK\x05\x06"):
+    if content[:4] not in (b"PK\x03\x04", b"PK\x05\x06"):
         return False
     # A header that bytes were put into (CR before LF) seems to have a name of none.
     names, first = member_names(content), [name for name in first_names(content) if name and not name.endswith("/")]
@@ -225,7 +225,7 @@ def _stream(content: Content, index: ZipIndex, info: ZipMember) -> Stream | Fact
     end = filled_end(content) if is_open and info.method != STORED else len(content)
     stop = min(start + packed, end)
     try:
-        head = bytes(content.buffer[start : min(start + 9, stop)])
+        head = content[start : min(start + 9, stop)]
         decoder, skipped = zip_decoder(info.method, packed, max(info.size, packed), head)
     except FAULTS as error:
         return Fact.of(Kind.MEMBER_DAMAGED, fault=str(error))

@@ -54,13 +54,13 @@ class Header(NamedTuple):
 
 def read_header(content: Content, place: int) -> Header | None:
     """Return the header at a place; None if the archive ends before it does."""
-    raw = bytes(content.buffer[place : place + _USUAL]) if place >= 0 else b""
+    raw = content[place : place + _USUAL] if place >= 0 else b""
     if len(raw) < HEADER.size:
         return None
     signature, _, flags, method, _, _, crc, packed, size, length, extra = HEADER.unpack_from(raw)
     behind = place + HEADER.size
     stop = HEADER.size + length
-    name = raw[HEADER.size : stop] if stop <= len(raw) else bytes(content.buffer[behind : behind + length])
+    name = raw[HEADER.size : stop] if stop <= len(raw) else content[behind : behind + length]
     return Header(signature == b"PK\x03\x04", flags, method, crc, packed, size, name, behind + length + extra)
 
 
@@ -73,7 +73,7 @@ def member_name(raw: bytes, flags: int) -> str:
 
 def descriptors(content: Content, place: int) -> Iterator[tuple[int, int, int]]:
     """Return what may be meant by the bytes after a member, the form of torch first."""
-    raw = bytes(content.buffer[place : place + 24])
+    raw = content[place : place + 24]
     return (form.unpack_from(raw)[-3:] for form in DESCRIPTORS if len(raw) >= form.size)
 
 
@@ -194,7 +194,7 @@ def end_record(content: Content) -> EndRecord | None:
     at = -1
     for size in (_FEW, _TAIL):
         first = max(len(content) - size, 0)
-        tail = bytes(content.buffer[first:])
+        tail = content[first:]
         at = tail.rfind(b"PK\x05\x06")
         if at >= LOCATOR.size:
             break
@@ -204,7 +204,7 @@ def end_record(content: Content) -> EndRecord | None:
     stop, place, end = first + at, first + at, min(first + at + END.size + comment, len(content))
     if at >= LOCATOR.size and tail[at - LOCATOR.size : at - LOCATOR.size + 4] == b"PK\x06\x07":
         stop = max(place - LOCATOR.size - END64.size, 0)
-        record = bytes(content.buffer[stop : stop + END64.size])
+        record = content[stop : stop + END64.size]
         if len(record) == END64.size and record[:4] == b"PK\x06\x06":
             _, _, _, _, *numbers = END64.unpack(record)
     disk, first_disk, here, listed, size, start = numbers
@@ -221,7 +221,7 @@ def member_limit(content: Content) -> int:
 
 def bounded_directory(content: Content, start: int, stop: int) -> bytes:
     """Return the directory between two places. Raises ``HostileError`` if it lists more than the file can hold."""
-    directory = bytes(content.buffer[start:stop])
+    directory = content[start:stop]
     count = directory.count(b"PK\x01\x02")
     if count > member_limit(content):
         raise HostileError(
@@ -233,18 +233,18 @@ def bounded_directory(content: Content, start: int, stop: int) -> bytes:
 
 def has_end(content: Content) -> bool:
     """Return whether the archive ends with a record of where its directory begins, damaged or not."""
-    tail = bytes(content.buffer[-END.size :])
+    tail = content[-END.size :]
     if len(tail) < END.size:
         return False
     *_, size, offset, _ = END.unpack(tail)
-    is_entry = size >= ENTRY.size and bytes(content.buffer[offset : offset + 4]) == b"PK\x01\x02"
+    is_entry = size >= ENTRY.size and content[offset : offset + 4] == b"PK\x01\x02"
     return tail[:4] == b"PK\x05\x06" or is_entry
 
 
 def checksums_left(content: Content, start: int) -> dict[str, int]:
     """Return the checksums by name in the entries that are left of a damaged directory, which is after ``start``."""
     found: dict[str, int] = {}
-    at = content.buffer.find(b"PK\x01\x02", start)
+    at = content.find(b"PK\x01\x02", start)
     directory = bounded_directory(content, at, min(len(content), at + _LARGEST)) if at >= 0 else b""
     at = 0
     while 0 <= at <= len(directory) - ENTRY.size:
@@ -313,13 +313,13 @@ def refusal(content: Content, end: EndRecord) -> str:
 
 def _refusal64(content: Content, end: int) -> str:
     """Return the same of the two records that zip64 has before the end."""
-    raw = bytes(content.buffer[max(end - LOCATOR.size, 0) : end])
+    raw = content[max(end - LOCATOR.size, 0) : end]
     if len(raw) < LOCATOR.size or raw[:4] != b"PK\x06\x07":
         return ""
     _, _, place, disks = LOCATOR.unpack(raw)
-    record = bytes(content.buffer[place : place + END64.size]) if place <= len(content) else b""
+    record = content[place : place + END64.size] if place <= len(content) else b""
     is_found = record[:4] == b"PK\x06\x06"
-    *_, count, size, start, _ = END.unpack(content.buffer[end : end + END.size])
+    *_, count, size, start, _ = END.unpack(content[end : end + END.size])
     if len(record) < END64.size or (not is_found and (count == _NO_NUMBER or _NO_PLACE in (size, start))):
         return "a zip64 directory whose end record is not where it is said to be"
     if not is_found:

@@ -61,7 +61,7 @@ class FoundMembers(Struct):
         start = self.open_at[name]
         if name != self.members[-1].name or self.members[-1].method != STORED:
             return TornBytes(self.content.path, nbytes)
-        behind = bytes(self.content.buffer[start + nbytes : min(start + nbytes + len(_DESCRIPTOR), self.zeros)])
+        behind = self.content[start + nbytes : min(start + nbytes + len(_DESCRIPTOR), self.zeros)]
         if not _DESCRIPTOR.startswith(behind):
             return TornBytes(self.content.path, nbytes)
         stop = filled_end(self.content) if start + nbytes >= len(self.content) else self.zeros
@@ -102,7 +102,7 @@ def first_names(content: Content) -> list[str]:
     names: list[str] = []
     position = 0
     limit = member_limit(content)
-    while bytes(content.buffer[position : position + 4]) == b"PK\x03\x04" and len(names) < limit:
+    while content[position : position + 4] == b"PK\x03\x04" and len(names) < limit:
         if (header := _whole_header(content, position)) is None:
             break
         info = _member(content, position, header)
@@ -115,13 +115,13 @@ def first_names(content: Content) -> list[str]:
 
 def _signatures(content: Content, signature: bytes) -> Iterator[int]:
     limit = member_limit(content)
-    count, position = 0, content.buffer.find(signature)
+    count, position = 0, content.find(signature)
     while position >= 0:
         count += 1
         if count > limit:
             raise HostileError(f"{content.path}: more than {limit} members in the archive; do not use this file")
         yield position
-        position = content.buffer.find(signature, position + 4)
+        position = content.find(signature, position + 4)
 
 
 def _whole_header(content: Content, place: int) -> Header | None:
@@ -133,7 +133,7 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
     """Checksum, both sizes and the end, by the place where the data begins. Sizes have 4 or (zip64) 8 bytes."""
     found: dict[int, tuple[int, int, int, int]] = {}
     for position in _signatures(content, _DESCRIPTOR):
-        record = bytes(content.buffer[position + 4 : position + 24])
+        record = content[position + 4 : position + 24]
         for form in DESCRIPTORS[2:]:
             if len(record) >= form.size:
                 crc, packed, size = form.unpack_from(record)
@@ -144,7 +144,7 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
 
 def _member(content: Content, place: int, header: Header) -> Member:
     packed, size = header.packed, header.size
-    extra = bytes(content.buffer[place + HEADER.size + len(header.name) : header.start])
+    extra = content[place + HEADER.size + len(header.name) : header.start]
     if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
         size, packed = struct.unpack("<2Q", extra[4:20])
     name = member_name(header.name, header.flags)

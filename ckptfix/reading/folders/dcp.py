@@ -98,7 +98,7 @@ def parse_metadata(content: Content) -> StoredMetadata:
         raise HostileError(f"{content.path}: tensor data in a file that describes tensors; do not use this checkpoint")
 
     pickles = StoragePickle(content.path, no_storage, content.bounds)
-    root, _ = pickles.run(content.buffer)
+    root, _ = pickles.run(content)
     try:
         described, stored = _fields(root)["state_dict_metadata"], _fields(root)["storage_data"]
         where = {_index(key): _location(value) for key, value in stored.items()}

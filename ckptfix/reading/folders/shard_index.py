@@ -70,10 +70,10 @@ _FLAT = re.compile(rb'\{\s*"[^"\\]{1,400}"\s*:\s*"[^"\\/]{1,200}\.(safetensors|b
 
 def is_index(content: Content) -> bool:
     """Return whether the content is a JSON object with a ``weight_map``, or a flat one of file names."""
-    head = bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n")
+    head = content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n")
     if head[:1] != b"{" or not head[1:].lstrip().startswith(b'"'):
         return False
-    return content.buffer.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0 or _FLAT.match(head) is not None
+    return content.find(f'"{WEIGHT_MAP}"'.encode(), 0, INDEX_LIMIT) >= 0 or _FLAT.match(head) is not None
 
 
 def parse_index(content: Content) -> ShardIndex:
@@ -82,12 +82,12 @@ def parse_index(content: Content) -> ShardIndex:
     if len(content) > INDEX_LIMIT:
         raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
     try:
-        parsed = content.bounds.parse_json(bytes(content.buffer[:]), unique_keys)
+        parsed = content.bounds.parse_json(content[:], unique_keys)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"{path}: the index is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(parsed, dict):
         raise UnreadableError(f"{path}: the index is not a JSON object; fetch the file again")
-    is_flat = WEIGHT_MAP not in parsed and _FLAT.match(bytes(content.buffer[:1024]).lstrip(b"\xef\xbb\xbf \t\r\n"))
+    is_flat = WEIGHT_MAP not in parsed and _FLAT.match(content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n"))
     weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UnreadableError(f"{path}: its weight_map does not give a file name for every key; fetch the file again")

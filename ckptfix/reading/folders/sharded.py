@@ -107,7 +107,7 @@ def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
         # The only set of shards is complete, and no file that the index names exists.
         if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names()):
             stale, merge = sets[0], _Merge(path, folder, None, salvage)
-        if bytes(content.buffer[:3]) == BOM_UTF8:
+        if content[:3] == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
     document = merge.document()
     if stale is not None:

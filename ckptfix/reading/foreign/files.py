@@ -65,9 +65,9 @@ def name_foreign_file(content: Content) -> str | None:
 
 def name_mangled(content: Content) -> str | None:
     """Return what a transfer as text did to a checkpoint for good, as a clause; None for any other file."""
-    if bytes(content.buffer[:16]).startswith(_MANGLED):
+    if content[:16].startswith(_MANGLED):
         return "every line feed in it became CR LF by a transfer in text mode; transfer it again in binary mode"
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     replaced, letters = _made_letters(content) if as_text(head) is None else (0, 0)
     again = "fetch it again in binary mode (not as text of a response, and not through an editor)"
     if replaced >= _SIGNS:
@@ -89,13 +89,13 @@ def name_mangled(content: Content) -> str | None:
 
 def is_chunked(content: Content) -> bool:
     """Return whether a file is a checkpoint in the chunks of an HTTP answer: their sizes are among its bytes."""
-    match = _CHUNKED.match(bytes(content.buffer[:READ]))
+    match = _CHUNKED.match(content[:READ])
     return match is not None and looks_like_checkpoint(match[1])
 
 
 def _transcoded(content: Content) -> str | None:
     """Name what a checkpoint went through that takes only text, and how to get it back."""
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     if (match := _BASE64.match(head)) and looks_like_checkpoint(_decoded(match[2])):
         return "is a checkpoint written as base64 text; decode it first (base64 -d FILE > NEW)"
     if is_chunked(content):
@@ -119,7 +119,7 @@ def _made_letters(content: Content) -> tuple[int, int]:
     signs = 0
     for start in range(0, min(len(content), _SCANNED), BLOCK):
         try:
-            text = decoder.decode(bytes(content.buffer[start : start + BLOCK]))
+            text = decoder.decode(content[start : start + BLOCK])
         except UnicodeDecodeError:
             return 0, 0
         signs += len(text)
@@ -136,27 +136,27 @@ def _is_utf16(head: bytes) -> bool:
 
 
 def _signed(content: Content) -> str | None:
-    head = bytes(content.buffer[:32])
-    if any(bytes(content.buffer[at : at + 8]) == _HDF5_MAGIC for at in (0, 512, 1024, 2048)):
-        kind = "a Keras model in HDF5" if b"keras" in bytes(content.buffer[:READ]) else "an HDF5 file (Keras, h5py)"
+    head = content[:32]
+    if any(content[at : at + 8] == _HDF5_MAGIC for at in (0, 512, 1024, 2048)):
+        kind = "a Keras model in HDF5" if b"keras" in content[:READ] else "an HDF5 file (Keras, h5py)"
         return f"{kind}, not a PyTorch checkpoint; {_HDF5}"
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     for known in signatures.signatures():
         if known.begins.match(head, known.at):
             return f"{known.what}, not a PyTorch checkpoint; {known.remedy}"
-    if bytes(content.buffer[-8:]) == _TABLE_MAGIC:
+    if content[-8:] == _TABLE_MAGIC:
         return f"the index of a TensorFlow checkpoint, whose weights are in its .data files; {remedy('tensorflow')}"
     if head[:2] == b"BM" and int.from_bytes(head[2:6], "little") == len(content):
         return f"a bitmap image, not a PyTorch checkpoint; {_RIGHT}"
-    at = int.from_bytes(bytes(content.buffer[60:64]), "little")
-    if head[:2] == b"MZ" and bytes(content.buffer[at : at + 4]) == b"PE\0\0":
+    at = int.from_bytes(content[60:64], "little")
+    if head[:2] == b"MZ" and content[at : at + 4] == b"PE\0\0":
         return f"a program or library of Windows, not a PyTorch checkpoint; {_RIGHT}"
     return None
 
 
 def _joblib(content: Content) -> str | None:
     """Return a file of joblib.dump: a pickle with the bytes of arrays between its opcodes, often compressed by zlib."""
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     if head.startswith(b"\x80") and _ARRAY_OF_JOBLIB in head:
         return f"a file of joblib with NumPy arrays, not a PyTorch checkpoint; {_JOBLIB}"
     if head.startswith(_ZLIB):
@@ -170,7 +170,7 @@ def _joblib(content: Content) -> str | None:
 
 
 def _text(content: Content) -> str | None:
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     text = as_text(head)
     if text is None or len(head) < _LEAST_TEXT or looks_like_checkpoint(head):
         return None
@@ -178,7 +178,7 @@ def _text(content: Content) -> str | None:
 
 
 def _zeros(content: Content) -> str | None:
-    if bytes(content.buffer[:1024]).strip(b"\0") or bytes(content.buffer[-1024:]).strip(b"\0"):
+    if content[:1024].strip(b"\0") or content[-1024:].strip(b"\0"):
         return None
     return (
         f"nothing but zeros at its start and end ({len(content)} bytes): the space was reserved and the download"
@@ -187,7 +187,7 @@ def _zeros(content: Content) -> str | None:
 
 
 def _zero_head(content: Content) -> str | None:
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     zeros = len(head) - len(head.lstrip(b"\0"))
     if zeros < _ZERO_HEAD:
         return None
@@ -214,7 +214,7 @@ def _by_name(content: Content) -> str | None:
 
 
 def _noise(content: Content) -> str | None:
-    head = bytes(content.buffer[:READ])
+    head = content[:READ]
     if len(head) < _NOISE:
         return None
     entropy = -sum(count / len(head) * math.log2(count / len(head)) for count in Counter(head).values())
@@ -228,7 +228,7 @@ def _noise(content: Content) -> str | None:
 
 def describe_unknown(content: Content) -> str:
     """Return what can be said of an unknown file: by its name, by how even its bytes are, or by the first few."""
-    head = bytes(content.buffer[:8])
+    head = content[:8]
     plain = f"neither a torch file nor safetensors (it starts with {head!r}); is it the right file, and is it complete?"
     return _by_name(content) or _zero_head(content) or _noise(content) or plain
 
@@ -265,38 +265,38 @@ def undo(content: Content) -> Undone | None:
     if is_chunked(content):
         return None
     if _is_mangled(content):
-        whole = bytes(content.buffer[:]).replace(b"\r\n", b"\n")
+        whole = content[:].replace(b"\r\n", b"\n")
         return Undone(Content(content.path, whole, None, content.member), Fact(Kind.CRLF), exact=True)
-    if bytes(content.buffer[:4]) == _STARTS[0] or bytes(content.buffer[: len(_STARTS[1])]) == _STARTS[1]:
+    if content[:4] == _STARTS[0] or content[: len(_STARTS[1])] == _STARTS[1]:
         return None
-    end = 8 + int.from_bytes(content.buffer[:8], "little")
-    if content.buffer[8:9] == b"{" and end > 9 and content.buffer[end - 1 : end] in (b"}", b" "):
+    end = 8 + int.from_bytes(content[:8], "little")
+    if content[8:9] == b"{" and end > 9 and content[end - 1 : end] in (b"}", b" "):
         return None  # what begins further on was hung on to a safetensors file
     start = min(_starts(content), default=None)
     if start is None:
         return None
-    cause = Fact.of(Kind.PRECEDED, nbytes=start, head=bytes(content.buffer[: min(start, 20)]))
+    cause = Fact.of(Kind.PRECEDED, nbytes=start, head=content[: min(start, 20)])
     return Undone(WindowContent.of(content, start, len(content)), cause)
 
 
 def _is_mangled(content: Content) -> bool:
-    head = bytes(content.buffer[:SEARCHED])
+    head = content[:SEARCHED]
     if head.count(b"\r\n") < _MANGLED_LINES or _BARE_LINE_FEED.search(head):
         return False
     # Each block begins one byte early, so that it has the carriage return of its first line feed.
-    blocks = (bytes(content.buffer[max(0, start - 1) : start + BLOCK]) for start in range(0, len(content), BLOCK))
+    blocks = (content[max(0, start - 1) : start + BLOCK] for start in range(0, len(content), BLOCK))
     return not any(_BARE_LINE_FEED.search(block, 1) for block in blocks)
 
 
 def _starts(content: Content) -> Iterator[int]:
     """Yield where a checkpoint of any format seems to begin, not at the start itself."""
-    head = bytes(content.buffer[: SEARCHED + 64])
+    head = content[: SEARCHED + 64]
     for pattern in (_ZIP, _LEGACY):
         yield from (match.start() for match in pattern.finditer(head) if match.start())
     for match in _SAFETENSORS.finditer(head):
         length = int.from_bytes(match[1], "little")
         end = match.start() + 8 + length
-        if match.start() and length >= 2 and bytes(content.buffer[max(end - 1, 0) : end]) in (b"}", b" "):
+        if match.start() and length >= 2 and content[max(end - 1, 0) : end] in (b"}", b" "):
             yield match.start()
 
 

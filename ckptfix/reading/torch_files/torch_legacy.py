@@ -54,7 +54,7 @@ def read(content: Content, nesting: int = 0) -> Document:
 
     pickles = StoragePickle(content.path, find_storage, content.bounds, read_nested, nesting)
     try:
-        root, position = pickles.run(content.buffer)
+        root, position = pickles.run(content)
     except UnreadableError as error:
         zeros = filled_end(content)
         if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
@@ -117,7 +117,7 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
 def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
     """Return one of the pickles before the storages, without which none of these has a name or a type."""
     try:
-        run = pickles.run(content.buffer, position)
+        run = pickles.run(content, position)
         pickles.refuse_torn()
         return run
     except PickleEndError as end:
@@ -173,7 +173,7 @@ class _Storages:
 
     def _place(self, key: str, storage: Storage) -> None:
         content, start = self.content, self.position + 8
-        head = bytes(content.buffer[self.position : start])
+        head = content[self.position : start]
         stored = int.from_bytes(head, "little") * DTYPES[self.pickles.dtypes[key]].itemsize
         late = storage.source
         if len(head) == 8 and (stored != storage.nbytes or not isinstance(late, LateBytes) or late.inner is not None):
@@ -245,7 +245,7 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
             " folder that holds them all, or the file before it was unpacked"
         )
     if pickles.end.has_misfits or pickles.end.has_gaps:
-        if first_break(bytes(content.buffer[:])) is not None and (damaged := read_damaged(content, pickles, None)):
+        if first_break(content[:]) is not None and (damaged := read_damaged(content, pickles, None)):
             return damaged
         if pickles.end.has_misfits:
             raise UnreadableError(
@@ -260,7 +260,7 @@ def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableErro
     whole, or nothing shows where the damage is."""
     if pickles.storages:
         return None
-    data = bytes(content.buffer[:])
+    data = content[:]
     unkept = first_break(data)
     try:
         pickles.run(data if unkept is None else data[: unkept[1]])

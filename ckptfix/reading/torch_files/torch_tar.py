@@ -83,7 +83,7 @@ class _Reader(StoragePickle):
         return pid[0] if isinstance(pid, tuple) and pid and isinstance(pid[0], Global) else self.objects[int(pid)]
 
     def _run(self, position: int) -> tuple[Any, int]:
-        return self.run(self.content.buffer, position)
+        return self.run(self.content, position)
 
     def read_storages(self) -> None:
         """Find the place of every storage, and of those that are a part of another, as far as the file goes."""
@@ -155,7 +155,7 @@ class _Reader(StoragePickle):
         return replace(spec, storage=Storage(key, TornBytes(self.content.path, spec.extent[1])))
 
     def _numbers(self, form: str, position: int) -> tuple[int, ...]:
-        raw = bytes(self.content.buffer[position : position + struct.calcsize(form)])
+        raw = self.content[position : position + struct.calcsize(form)]
         if len(raw) < struct.calcsize(form):
             raise UnreadableError(
                 f"{self.content.path}: the file is cut short at {len(self.content)} bytes; fetch it again"

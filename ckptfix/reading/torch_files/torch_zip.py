@@ -259,7 +259,7 @@ class Archive(TorchArchive):
                 f"{content.path}: member {info.name} declares {info.size} bytes out of {info.packed}; "
                 "do not use this file"
             )
-        head = bytes(content.buffer[start : start + 9])
+        head = content[start : start + 9]
         try:
             decoder, skipped = zip_decoder(info.method, info.packed, info.size, head)
         except FAULTS as error:

@@ -76,7 +76,7 @@ def names_code(content: Content) -> bool:
 
     A file of torch.save begins with its pickle, which saves the search for it through all of the file."""
     if any(name.endswith("/data.pkl") for name in first_names(content)[:1]):
-        return _PICKLED_CODE in bytes(content.buffer[:_HEAD])
+        return _PICKLED_CODE in content[:_HEAD]
     archive = _archive(content, "data.pkl")
     if archive is None:
         return _archive(content, "model.json") is not None

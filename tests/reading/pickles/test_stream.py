@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfix.bytes.sources import WindowBuffer
+from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.stream import PickleEndError, PickleStream
 
 
 def streams(data: bytes, monkeypatch: pytest.MonkeyPatch) -> list[PickleStream]:
     monkeypatch.setattr("ckptfix.reading.pickles.stream._WINDOW", 3)
-    return [PickleStream(data, "f.pth", 1), PickleStream(WindowBuffer(data, 0, len(data)), "f.pth", 1)]
+    return [PickleStream(data, "f.pth", 1), PickleStream(Content("f.pth", data), "f.pth", 1)]
 
 
 def test_bytes_numbers_and_lines_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
