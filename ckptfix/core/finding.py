@@ -95,6 +95,14 @@ class Remedy(Struct, frozen=True):
     text: str = ""
     untrained: tuple[tuple[str, int], ...] = ()
 
+    @classmethod
+    def of(cls, text: str, **options: object) -> Remedy:
+        """Return the remedy of these options, or one that no option of ckptfix carries out.
+
+        >>> Remedy.of("drops them", unsafe_fixes=True).options
+        (('unsafe_fixes', True),)"""
+        return cls(tuple(options.items()), text)
+
     @property
     def is_complete(self) -> bool:
         """Whether the options make a command as they are."""
@@ -103,10 +111,7 @@ class Remedy(Struct, frozen=True):
 
 def advise(text: str) -> tuple[Remedy, ...]:
     """Return a remedy that no option of ckptfix carries out, in words."""
-    return (Remedy(text=text),)
-
-
-UNSAFE_FIXES: tuple[str, object] = ("unsafe_fixes", True)  # the option that applies every unsafe fix
+    return (Remedy.of(text),)
 
 
 class Finding(Struct, frozen=True):

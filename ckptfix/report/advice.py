@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Dequantise, Drop, Fill, Fold, Rename, RenameModule, Replace
-from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import Blocks, Finding, Level, Placeholder, Remedy, counted
 from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
 from ckptfix.core.report import Call, Report
 from ckptfix.core.settings import PTH, SAFETENSORS
@@ -209,7 +209,7 @@ def remedies_of(finding: Finding) -> tuple[Remedy, ...]:
         risk = "invents, drops or changes values"
         if finding.fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in finding.fix.edits):
             risk = "gives keys other names, and nothing confirms that these are the right ones"
-        return (Remedy((UNSAFE_FIXES,), f"applies the fix, which {risk}"),)
+        return (Remedy.of(f"applies the fix, which {risk}", unsafe_fixes=True),)
     return finding.remedies
 
 

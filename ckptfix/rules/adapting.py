@@ -622,17 +622,15 @@ def recipes_of(case: Case, has_values: bool = True) -> Iterator[Remedy]:
 
     ``has_values``: the target has initial values, as a reference file has not."""
     if case.name == HEAD:
-        yield Remedy(
-            (("adapt", Placeholder("head=MAP.txt")),), "keeps the classes that both have, by a row on each line"
-        )
+        yield Remedy.of("keeps the classes that both have, by a row on each line", adapt=Placeholder("head=MAP.txt"))
         return
     if said := narrowed(case):
-        yield Remedy(text=said)
+        yield Remedy.of(said)
     first, *others = (f"{case.name}={recipe}" for recipe in case.recipes if has_values or recipe != "pad:target")
     if case.unclear:
-        yield Remedy((("adapt", Placeholder(f"{first}:{_BY_HAND}")),), "resamples the grid of the file to the model's")
+        yield Remedy.of("resamples the grid of the file to the model's", adapt=Placeholder(f"{first}:{_BY_HAND}"))
     elif case.library:
         also = f"; {' and '.join(others)} {'fit' if len(others) > 1 else 'fits'} too" if others else ""
-        yield Remedy((("adapt", (first,)),), f"{_effect(first)}, and the model is one of {case.library}{also}")
+        yield Remedy.of(f"{_effect(first)}, and the model is one of {case.library}{also}", adapt=(first,))
     else:
-        yield from (Remedy((("adapt", (text,)),), _effect(text)) for text in (first, *others))
+        yield from (Remedy.of(_effect(text), adapt=(text,)) for text in (first, *others))

@@ -40,7 +40,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED, TRANSIENT, is_transient, s
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Drop, Fill
-from ckptfix.core.finding import UNSAFE_FIXES, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, Target
@@ -75,8 +75,8 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
             evidence={"largest_difference": different},
             fix=Fix.unsafe(map(Drop, different)),
             remedies=(
-                Remedy(text="check first that the model is configured as the one that was saved"),
-                Remedy((UNSAFE_FIXES,), "drops them"),
+                Remedy.of("check first that the model is configured as the one that was saved"),
+                Remedy.of("drops them", unsafe_fixes=True),
             ),
         )
     if extra:

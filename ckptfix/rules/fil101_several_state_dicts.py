@@ -51,8 +51,8 @@ _KEEPING = "repairs this set, and keeps the others as they are"
 def choice(names: Sequence[str], effect: str = "takes only this set") -> tuple[Remedy, ...]:
     """Return a remedy for each set, and say what it does; those that follow another one last."""
     ordered = sorted(names, key=is_follower)
-    named = tuple(Remedy((("weights", name),), effect) for name in ordered[:MOST])
-    rest = (Remedy((("weights", NAME),), "takes another one"),) if len(names) > MOST else ()
+    named = tuple(Remedy.of(effect, weights=name) for name in ordered[:MOST])
+    rest = (Remedy.of("takes another one", weights=NAME),) if len(names) > MOST else ()
     return (*named, *rest)
 
 

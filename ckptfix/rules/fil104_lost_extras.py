@@ -44,7 +44,7 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
             f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict with tensors that have no "
             "names of their own, and a strict load would miss them",
             keys=weights,
-            remedies=(Remedy((("format", "pth"),), "keeps them"),),
+            remedies=(Remedy.of("keeps them", format="pth"),),
             blocks=Blocks.WRITING,
         )
     if lost := [place for place in lost if place not in weights]:
@@ -52,5 +52,5 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"safetensors cannot carry {first_names(lost)}, and the file to be written does not have it",
             evidence={"places": lost},
-            remedies=(Remedy((("format", "pth"),), "keeps it"),),
+            remedies=(Remedy.of("keeps it", format="pth"),),
         )

@@ -101,7 +101,7 @@ def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.ERROR,
             f"the weights were flattened by FSDP (LOCAL_STATE_DICT): their {lacking} are not in the files",
             keys=flat,
-            remedies=(Remedy((("model", MODEL),), "takes them from the model"),),
+            remedies=(Remedy.of("takes them from the model", model=MODEL),),
             blocks=Blocks.FILLING,
         )
 
@@ -138,7 +138,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Say which choices were made when ranks were merged."""
     for fact in checkpoint.remarked(Kind.MASTERS):
         dtype = fact.data["dtype"]
-        cast = Remedy((("dtype", dtype),), "writes them as the training used them")
+        cast = Remedy.of("writes them as the training used them", dtype=dtype)
         yield rule.finding(Level.NOTE, clause(fact), evidence={"trained in": dtype}, remedies=(cast,))
     for kind, cause in _MIXED.items():
         if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarked(kind)]:

@@ -88,7 +88,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.WARNING,
             f"holds {kind} inside of its base, and was never merged",
             keys=[key for layer in adapter.layers for key in layer.keys.values()],
-            remedies=(Remedy((("adapter", _config_of(checkpoint.path)),), "merges it"),),
+            remedies=(Remedy.of("merges it", adapter=_config_of(checkpoint.path)),),
             blocks=Blocks.FILLING,
         )
     if idle:
@@ -217,8 +217,8 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"{adapter.label} was trained on {adapter.base}, and the base is {own}"
                 f"{', or was trained from it, says its config.json' * (not is_certain)}",
                 remedies=(
-                    Remedy(text=f"give the base {adapter.base}"),
-                    Remedy((("accept", (rule.code,)),), "merges it all the same, if both have the same weights"),
+                    Remedy.of(f"give the base {adapter.base}"),
+                    Remedy.of("merges it all the same, if both have the same weights", accept=(rule.code,)),
                 ),
                 blocks=Blocks.WRITING if is_certain and not rule.code.startswith(settings.accept) else Blocks.NOTHING,
             )

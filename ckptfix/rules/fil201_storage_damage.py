@@ -34,9 +34,9 @@ from ckptfix.rules.fil203_damaged_file import donor_fill
 from ckptfix.rules.rule import Context, Rule
 
 REMEDIES = (
-    Remedy(text="fetch the file again"),
-    Remedy((("salvage", True),), "leaves these tensors out"),
-    Remedy((("salvage", True), ("fill", FILE)), "takes them from another copy"),
+    Remedy.of("fetch the file again"),
+    Remedy.of("leaves these tensors out", salvage=True),
+    Remedy.of("takes them from another copy", salvage=True, fill=FILE),
 )
 
 

@@ -95,7 +95,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
             remedies=(
                 *advise("fetch the file again"),
-                Remedy((("salvage", True), ("fill", FILE)), "completes it from another checkpoint"),
+                Remedy.of("completes it from another checkpoint", salvage=True, fill=FILE),
             ),
         )
 

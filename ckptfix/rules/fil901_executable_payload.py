@@ -41,7 +41,7 @@ from ckptfix.rules.rule import Context, Rule
 
 REMEDIES = (
     *advise("do not load this file with anything; get it from a source that you trust"),
-    Remedy((("disarm", True),), "writes only its tensors"),
+    Remedy.of("writes only its tensors", disarm=True),
 )
 
 

@@ -32,10 +32,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
 
+from msgspec.structs import replace
+
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, modules_of, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
@@ -167,17 +170,21 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
     elif is_of_another_model(context.checkpoint, target):
         yield from NAME_THE_MODEL
     elif fill is not None and fill != "twin" and (fill != "target" or target.initial is not None):
-        yield Remedy(text=f"{_origin(context)} does not have them in the shape that the target wants")
+        yield Remedy.of(f"{_origin(context)} does not have them in the shape that the target wants")
     else:
-        if target.initial is not None:
-            price = untrained(context.checkpoint, target)
-            lost = tuple((key, price[key]) for key in keys if key in price)
-            what = "initial values, which are untrained" if lost else "own values of these buffers"
-            yield Remedy((("fill", "target"),), f"takes the model's {what}", lost)
-        yield Remedy((("fill", FILE),), "takes them from another checkpoint")
+        yield from fillings(keys, context.checkpoint, target)
 
 
-Shape = tuple[int, ...]
+def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **options: object) -> Iterator[Remedy]:
+    """Yield where the values of some keys may come from, with what has to be given besides: the model itself, and what
+    stays untrained then, or another checkpoint."""
+    if target.initial is not None:
+        price = untrained(checkpoint, target)
+        lost = tuple((key, price[key]) for key in keys if key in price)
+        what = "initial values, which are untrained" if lost else "own values of these buffers"
+        yield replace(Remedy.of(f"takes the model's {what}", **options, fill="target"), untrained=lost)
+    yield Remedy.of("takes them from another checkpoint", **options, fill=FILE)
+
 
 _LAYER = re.compile(r"([^.]+(?:\.(?!\d+\.)[^.]+)*)\.(\d+)\.")  # the first number is that of a layer
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")

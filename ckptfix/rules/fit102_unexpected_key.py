@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import value_at
 from ckptfix.core.edits import Drop
-from ckptfix.core.finding import NAME, UNSAFE_FIXES, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import NAME, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import Target
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.prefixed_sets import copied_under
@@ -91,7 +91,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=unexpected,
             evidence=evidence,
             remedies=_of_adapter(unexpected)
-            or (*NAME_THE_MODEL, Remedy((("weights", NAME),), "takes another state_dict of the file")),
+            or (*NAME_THE_MODEL, Remedy.of("takes another state_dict of the file", weights=NAME)),
             blocks=Blocks.FILLING,
         )
         return
@@ -112,6 +112,6 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         if hidden
         else NAME_THE_MODEL
         if is_of_another_model(checkpoint, target)
-        else (*advise(KEEP_STATISTICS) * has_statistics(unexpected), Remedy((UNSAFE_FIXES,), "drops them")),
+        else (*advise(KEEP_STATISTICS) * has_statistics(unexpected), Remedy.of("drops them", unsafe_fixes=True)),
         blocks=Blocks.FILLING if hidden else Blocks.NOTHING,
     )

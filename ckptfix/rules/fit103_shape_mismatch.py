@@ -59,13 +59,13 @@ from typing import Any
 from ckptfix.core.adaptations import DEPTH, HEAD, IDLE, VOCAB, adaptation
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Assemble, Drop
-from ckptfix.core.finding import FILE, UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.core.parts import Part, extent, full
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
-from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, untrained
+from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import is_adaptable
@@ -76,70 +76,62 @@ _TRANSPOSED = advise(
 )
 
 MOST_AXES = 6  # axes of a tensor up to which all orders are tried
-_DROP: tuple[tuple[str, object], ...] = (("drop_mismatched", True),)
+
+# By key the shape in the file, None for an entry that is not a tensor, and the one in the target.
+Pairs = dict[str, tuple[Shape | None, Shape]]
 
 
 def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Shows both shapes; drops the keys where that was asked for."""
-    evidence: dict[str, Any] = {}
+    checkpoint, specs = context.checkpoint, context.checkpoint.specs
+    pairs: Pairs = {}
     reshapes = []
-    quantised = wanted_layers(context.checkpoint.specs, target)  # codes have the shape of their packing
+    quantised = wanted_layers(specs, target)  # codes have the shape of their packing
     codes = {key for layer in quantised.values() for key in layer.parts.values()}
     for key, slot in target.slots.items():
-        entry = context.checkpoint.entries.get(key)
-        if key not in context.checkpoint.entries or slot.shape is None or key in codes:
+        if key not in checkpoint.entries or slot.shape is None or key in codes:
             continue
-        if not isinstance(entry, TensorSpec):
-            evidence[key] = {"file": None, "target": list(slot.shape)}
-        elif _differ_by_ones(entry.shape, slot.shape) and _is_plain(entry):
-            reshapes.append(Assemble.reshape(key, entry.dtype, entry.shape, slot.shape))
-        elif entry.shape != slot.shape:
-            evidence[key] = {"file": list(entry.shape), "target": list(slot.shape)}
+        spec = specs.get(key)
+        if spec is not None and _differ_by_ones(spec.shape, slot.shape) and _is_plain(spec):
+            reshapes.append(Assemble.reshape(key, spec.dtype, spec.shape, slot.shape))
+        elif spec is None or spec.shape != slot.shape:
+            pairs[key] = None if spec is None else spec.shape, slot.shape
     if reshapes:
         yield rule.finding(
             Level.WARNING,
             f"{counted(len(reshapes), 'key')} with axes of one element too many or too few",
-            keys=[reshape.key for reshape in reshapes],
-            evidence={
-                "shapes": {
-                    edit.key: {"file": list(extent(edit.parts[0].box)), "target": list(edit.shape)} for edit in reshapes
-                }
-            },
+            keys=[edit.key for edit in reshapes],
+            evidence=_shown({edit.key: (extent(edit.parts[0].box), edit.shape) for edit in reshapes}),
             fix=Fix.safe(reshapes),
         )
-    for axes, keys in _turned(evidence, context.checkpoint, target).items():
-        turned = {key: evidence.pop(key) for key in keys}
-        turns = []
-        for key, pair in turned.items():
-            part = Part(key, full(pair["file"]), full(pair["target"]), axes=axes)
-            turns.append(Assemble(key, context.checkpoint.specs[key].dtype, tuple(pair["target"]), (part,)))
+    for axes, keys in _turned(pairs, checkpoint, target).items():
+        turned = {key: pairs.pop(key) for key in keys}
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
             f"{', '.join(map(str, axes))} of the file",
             keys=keys,
-            evidence={"shapes": turned},
-            fix=Fix.unsafe(turns),
-            remedies=(Remedy((UNSAFE_FIXES,), "puts the axes in the target's order"),),
+            evidence=_shown(turned),
+            fix=Fix.unsafe(
+                Assemble(key, specs[key].dtype, shape, (Part(key, full(specs[key].shape), full(shape), axes=axes),))
+                for key, (_, shape) in turned.items()
+            ),
+            remedies=(Remedy.of("puts the axes in the target's order", unsafe_fixes=True),),
             blocks=Blocks.FILLING,
         )
-    shapes = {
-        key: (tuple(pair["file"]), tuple(pair["target"]))
-        for key, pair in evidence.items()
-        if key in context.checkpoint.specs and is_adaptable(context.checkpoint.specs[key])
-    }
+    shapes = {key: (old, new) for key, (old, new) in pairs.items() if old is not None and is_adaptable(specs[key])}
     given = tuple(map(adaptation, context.settings.adapt))
-    tensors = {key: spec.shape for key, spec in context.checkpoint.specs.items()}
-    stored = grid_of_config(model_config(context.checkpoint), tensors) if shapes else None
-    fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(context.checkpoint, key)]
+    tensors = {key: spec.shape for key, spec in specs.items()}
+    stored = grid_of_config(model_config(checkpoint), tensors) if shapes else None
+    fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(checkpoint, key)]
     known = cases(shapes, target, tensors, given, stored, fixed)
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     if (parts := _parts(shapes)) and VOCAB in {case.name for case in known}:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(evidence), 'key')} of another shape: each has 1/{parts} of the rows or of the columns",
-            keys=evidence,
-            evidence={"shapes": evidence},
+            f"{counted(len(pairs), 'key')} of another shape: each has 1/{parts} of the rows or of the columns",
+            keys=pairs,
+            evidence=_shown(pairs),
             remedies=advise(
                 "put the files of all ranks into one folder, and name it, if this is one of tensor parallelism; "
                 "otherwise name the model that the file belongs to"
@@ -147,25 +139,31 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             blocks=Blocks.FILLING,
         )
         return
-    is_other = is_of_another_model(context.checkpoint, target, known_keys)
+    is_other = is_of_another_model(checkpoint, target, known_keys)
     used = of_use(given, known, {edit.recipe for edit in context.plan.edits if isinstance(edit, Adapt)})
     for case in known:
-        edits = adapt_edits(case, given, context.checkpoint.specs, used)
+        edits = adapt_edits(case, given, specs, used)
         if edits or (case.name != HEAD and not is_other):
             for edit in edits:
-                evidence.pop(edit.key, None)
-            left = {key: evidence.pop(key) for key in case.shapes if key in evidence and case.name != HEAD}
-            yield from _case_findings(rule, context, case, edits, left)
+                pairs.pop(edit.key, None)
+            left = {key: pairs.pop(key) for key in case.shapes if key in pairs and case.name != HEAD}
+            yield from _case_findings(rule, context, target, case, edits, left)
     for text, asked in zip(context.settings.adapt, given, strict=True):
         if asked.name != DEPTH and asked not in used:
             words = f"{text} fits no key: none of this kind has another shape"
             yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
-    if evidence:
+    if pairs:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
-        yield _unknown(rule, context, evidence, is_other, heads)
+        yield _unknown(rule, context, target, pairs, is_other, heads)
 
 
-def _parts(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+def _shown(pairs: Mapping[str, tuple[Shape | None, Shape]]) -> dict[str, Any]:
+    """Return the evidence of a finding about shapes."""
+    lists = {key: (None if old is None else list(old), list(new)) for key, (old, new) in pairs.items()}
+    return {"shapes": {key: {"file": old, "target": new} for key, (old, new) in lists.items()}}
+
+
+def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
     """Return in how many parts all tensors are divided, some by rows and some by columns, as tensor parallelism does;
     0 if they are not."""
     parts, axes = set(), set()
@@ -193,21 +191,16 @@ _FEWEST_ROWS = 8  # of a table that can be known to be of sinusoids
 
 
 def _case_findings(
-    rule: Rule,
-    context: Context,
-    case: Case,
-    edits: tuple[Adapt, ...],
-    left: Mapping[str, Any],
+    rule: Rule, context: Context, target: Target, case: Case, edits: tuple[Adapt, ...], left: Pairs
 ) -> Iterator[Finding]:
     """Yield what a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
-    has_values = context.target is not None and context.target.initial is not None
     for recipe in dict.fromkeys(edit.recipe for edit in edits):
-        mine = tuple(edit for edit in edits if edit.recipe == recipe)
+        mine = [edit for edit in edits if edit.recipe == recipe]
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(mine), 'key')} of another shape, adapted by {recipe}: {case.words}",
             keys=[edit.key for edit in mine],
-            evidence={"shapes": {edit.key: {"file": list(edit.before), "target": list(edit.shape)} for edit in mine}},
+            evidence=_shown({edit.key: (edit.before, edit.shape) for edit in mine}),
             fix=Fix.requested(mine),
         )
     if left:
@@ -215,42 +208,41 @@ def _case_findings(
             Level.ERROR,
             f"{counted(len(left), 'key')} of another shape than the target's: {case.words}",
             keys=left,
-            evidence={"shapes": left},
+            evidence=_shown(left),
             fix=_dropped(left, context),
-            remedies=(*recipes_of(case, has_values), *_fillings(left, context)),
+            remedies=(*recipes_of(case, target.initial is not None), *_fillings(left, context, target)),
         )
 
 
-def _turned(mismatched: Mapping[str, Any], checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
+def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
     """Return the keys whose axes are in another order, by the order, if only one order makes the target's shapes of
     all mismatched tensors with so many axes.
 
     A tensor that has the right shape in either order may have to be turned as well, so that there must be none."""
     found = {}
-    for rank in sorted({len(shapes["target"] or ()) for shapes in mismatched.values()} & set(range(2, MOST_AXES + 1))):
-        keys = [key for key, shapes in mismatched.items() if len(shapes["target"] or ()) == rank]
-        pairs = [(mismatched[key]["file"] or [], mismatched[key]["target"]) for key in keys]
+    for rank in sorted({len(new) for _, new in pairs.values()} & set(range(2, MOST_AXES + 1))):
+        alike = {key: (old or (), new) for key, (old, new) in pairs.items() if len(new) == rank}
         orders = [
             axes
             for axes in permutations(range(rank))
-            if all(len(file) == rank and [file[axis] for axis in axes] == shape for file, shape in pairs)
+            if all(len(old) == rank and tuple(old[axis] for axis in axes) == new for old, new in alike.values())
         ]
-        uneven = [file for file, _ in pairs if 1 not in file]  # a kernel of 1x3 is not one of 3x1
+        uneven = [old for old, _ in alike.values() if 1 not in old]  # a kernel of 1x3 is not one of 3x1
         orders = [axes for axes in orders if uneven and not _mixes_equal(axes, uneven)]
         if (
             len(orders) == 1
             and not any(
-                key not in mismatched and spec.shape == tuple(spec.shape[axis] for axis in orders[0])
+                key not in pairs and spec.shape == tuple(spec.shape[axis] for axis in orders[0])
                 for key, spec in checkpoint.specs.items()
                 if len(spec.shape) == rank and key in target.slots
             )
-            and all(_is_plain(checkpoint.specs[key]) and checkpoint.specs[key].per_byte == 1 for key in keys)
+            and all(_is_plain(checkpoint.specs[key]) and checkpoint.specs[key].per_byte == 1 for key in alike)
         ):
-            found[orders[0]] = keys
+            found[orders[0]] = list(alike)
     return found
 
 
-def _mixes_equal(axes: tuple[int, ...], shapes: list[list[int]]) -> bool:
+def _mixes_equal(axes: tuple[int, ...], shapes: list[Shape]) -> bool:
     """Return whether an order mixes axes that are beside each other on both sides and of one size in each tensor, such
     as the sides of a kernel: nothing but their order tells them apart."""
     runs = [[0]]
@@ -267,12 +259,12 @@ def _mixes_equal(axes: tuple[int, ...], shapes: list[list[int]]) -> bool:
 
 
 def _unknown(
-    rule: Rule, context: Context, shapes: Mapping[str, Any], is_other: bool, heads: tuple[Remedy, ...]
+    rule: Rule, context: Context, target: Target, pairs: Pairs, is_other: bool, heads: tuple[Remedy, ...]
 ) -> Finding:
-    turned = sum(_is_transposed(pair["file"], pair["target"]) for pair in shapes.values())
-    # Where most are transposed, the others may be too, and a head of another size is no reason to fill them.
-    is_turned = 2 * turned > sum(len(pair["target"] or ()) > 1 for pair in shapes.values())
-    moved = _moved(shapes, context)
+    turned = sum(_is_transposed(*pair) for pair in pairs.values())
+    # If most are transposed, the others may be too, and a head of another size is no reason to fill them.
+    is_turned = 2 * turned > sum(len(new) > 1 for _, new in pairs.values())
+    moved = _moved(pairs, context.checkpoint, target)
     remedies = (
         _TRANSPOSED
         if is_turned
@@ -280,29 +272,31 @@ def _unknown(
         if moved
         else NAME_THE_MODEL
         if is_other
-        else (*_fillings(shapes, context), *heads, Remedy(text="name the model that the file belongs to"))
+        else (
+            *_fillings(pairs, context, target),
+            *heads,
+            Remedy.of("name the model that the file belongs to"),
+        )
     )
     return rule.finding(
         Level.ERROR,
-        f"{counted(len(shapes), 'key')} of another shape than the target's"
+        f"{counted(len(pairs), 'key')} of another shape than the target's"
         f"{f', {turned} of them transposed' if turned else ''}",
-        keys=shapes,
-        evidence={"shapes": shapes},
-        fix=_dropped(shapes, context),
+        keys=pairs,
+        evidence=_shown(pairs),
+        fix=_dropped(pairs, context),
         remedies=remedies,
         blocks=Blocks.FILLING if is_turned or moved or is_other else Blocks.NOTHING,
     )
 
 
-def _moved(mismatched: Mapping[str, Any], context: Context) -> str:
+def _moved(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> str:
     """Return which matrix of another shape may be one that is missing elsewhere, as a sentence; empty if none is.
 
     In a Sequential with a layer more, the last layer has another number."""
-    slots = context.target.slots if context.target is not None else {}
-    missing = {slot.shape: key for key, slot in slots.items() if key not in context.checkpoint.entries}
-    for key, shapes in mismatched.items():
-        shape = tuple(shapes["file"] or ())
-        if len(shape) > 1 and shape in missing:
+    missing = {slot.shape: key for key, slot in target.slots.items() if key not in checkpoint.entries}
+    for key, (shape, _) in pairs.items():
+        if shape is not None and len(shape) > 1 and shape in missing:
             return f"{key} of the file has the shape of the missing {missing[shape]}"
     return ""
 
@@ -312,13 +306,8 @@ def _dropped(keys: Iterable[str], context: Context) -> Fix | None:
     return Fix.requested(map(Drop, keys)) if asked else None
 
 
-def _fillings(mismatched: Mapping[str, Any], context: Context) -> Iterator[Remedy]:
-    target = context.target
-    if target is not None and target.initial is not None:
-        price = untrained(context.checkpoint, target)
-        lost = tuple((key, price[key]) for key in mismatched if key in price)
-        yield Remedy((*_DROP, ("fill", "target")), "takes the model's initial values, which are untrained", lost)
-    yield Remedy((*_DROP, ("fill", FILE)), "takes them from another checkpoint")
+def _fillings(keys: Iterable[str], context: Context, target: Target) -> Iterator[Remedy]:
+    return fillings(keys, context.checkpoint, target, drop_mismatched=True)
 
 
 def _is_plain(spec: TensorSpec) -> bool:
@@ -326,15 +315,13 @@ def _is_plain(spec: TensorSpec) -> bool:
     return spec.layout == "strided" and spec.quantizer is None and spec.is_contiguous
 
 
-def _differ_by_ones(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def _differ_by_ones(one: Shape, other: Shape) -> bool:
     """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
     short, long = sorted((one, other), key=len)
     ones = (1,) * (len(long) - len(short))
     return bool(ones) and long in (short + ones, ones + short)
 
 
-def _is_transposed(file: list[int] | None, target: list[int] | None) -> bool:
+def _is_transposed(old: Shape | None, new: Shape) -> bool:
     """Return whether one has the axes of the other in another order. A vector in two dimensions has no order."""
-    if file is None or target is None:
-        return False
-    return file != target and sorted(file) == sorted(target) and sum(size > 1 for size in file) > 1
+    return old is not None and old != new and sorted(old) == sorted(new) and sum(size > 1 for size in old) > 1

@@ -33,21 +33,21 @@ from math import inf
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
-from ckptfix.core.finding import UNSAFE_FIXES, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.rules.fit107_quantised_weights import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import NARROWINGS
 from ckptfix.values.roles import is_layers_own
 
-_AS_STORED = Remedy(text="build the model in the dtype of the file")
-_FLOATS = Remedy(text="take these tensors from another copy, or turn them into floats with what quantised them")
+_AS_STORED = Remedy.of("build the model in the dtype of the file")
+_FLOATS = Remedy.of("take these tensors from another copy, or turn them into floats with what quantised them")
 _SORTS = {
     "overflow": (Level.ERROR, "values would overflow", _AS_STORED),
     "quantized": (Level.ERROR, "a load cannot copy out of a quantised tensor", _AS_STORED),
     "lossy": (Level.WARNING, "a load drops a part of each value", _AS_STORED),
     "rounded": (Level.WARNING, "parameters in integers were rounded, or are quantised", _FLOATS),
-    "plain": (Level.NOTE, "a load converts", Remedy((UNSAFE_FIXES,), "casts them")),
+    "plain": (Level.NOTE, "a load converts", Remedy.of("casts them", unsafe_fixes=True)),
 }
 
 

@@ -39,7 +39,7 @@ from msgspec import Struct, field
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
-from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule
@@ -113,7 +113,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=[key for path in known for key in layers[path].parts.values()],
             evidence={"formats": schemes},
             fix=Fix.unsafe(edit for path in known for edit in cures[path]),
-            remedies=(Remedy((UNSAFE_FIXES,), "multiplies them, which rounds to the model's dtype"),),
+            remedies=(Remedy.of("multiplies them, which rounds to the model's dtype", unsafe_fixes=True),),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )
     if other:

@@ -72,9 +72,7 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
             f"{f', {what}' if edits or is_settled else ''}",
             evidence={"file": old, "model": new},
             fix=Fix.requested(edits) if edits else None,
-            remedies=(
-                Remedy((("adapt", Placeholder("depth=LAYERS")),), "starts the model from these layers of the file"),
-            ),
+            remedies=(Remedy.of("starts the model from these layers of the file", adapt=Placeholder("depth=LAYERS")),),
             blocks=Blocks.NOTHING if is_settled or edits else Blocks.FILLING,
         )
     for text, each in given.items():

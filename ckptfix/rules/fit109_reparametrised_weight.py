@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from ckptfix.core.edits import Adapt, Drop, Edit, Fold, Rename
-from ckptfix.core.finding import UNSAFE_FIXES, Blocks, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
@@ -84,7 +84,7 @@ def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Itera
         keys=(*(key for fold, _ in folds for key in (fold.key, *fold.sources)), *raw),
         evidence={"forms": dict(forms)},
         fix=Fix.unsafe(edits),
-        remedies=(Remedy((UNSAFE_FIXES,), "computes them, as torch does when it removes the parametrization"),),
+        remedies=(Remedy.of("computes them, as torch does when it removes the parametrization", unsafe_fixes=True),),
         blocks=Blocks.FILLING,
     )
 

@@ -80,7 +80,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
                 keys=halves,
                 remedies=(
-                    Remedy((("model", MODEL),), "tells which names are right"),
+                    Remedy.of("tells which names are right", model=MODEL),
                     *(choice_of_copies(keys) if copied_under(keys) else ()),
                 ),
             )

@@ -103,8 +103,8 @@ OTHER_MAP = advise(
 )
 
 PROOF = (
-    Remedy((("rename_layers", True),), "applies the map; ckptfix map FILE REFERENCE prints it"),
-    Remedy((("source_model", MODEL),), "proves it, with the model that the file was saved from"),
+    Remedy.of("applies the map; ckptfix map FILE REFERENCE prints it", rename_layers=True),
+    Remedy.of("proves it, with the model that the file was saved from", source_model=MODEL),
 )
 
 Specs = Mapping[str, Shape]
@@ -218,7 +218,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
             keys=ambiguous,
             evidence={"alternatives": fitting_layers},
-            remedies=tuple(Remedy((("rename_map", each.name),), "applies this shipped map") for each in inference.maps)
+            remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
             or advise(
                 "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
                 " --output-format json, and give it to --rename-map"

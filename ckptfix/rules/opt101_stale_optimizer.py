@@ -64,17 +64,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.edits import Moments, Omit, Regroup
-from ckptfix.core.finding import (
-    MODEL,
-    UNSAFE_FIXES,
-    Applicability,
-    Finding,
-    Fix,
-    Level,
-    Remedy,
-    advise,
-    counted,
-)
+from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
@@ -85,9 +75,9 @@ from ckptfix.rules.following import Followed, is_listed_anew, readings, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule
 
-DROP = Remedy((("drop_optimizer", True),), "leaves it out: training continues from the weights with new moments")
-IN_STEP = Remedy((UNSAFE_FIXES,), "brings it in step")
-KEEP = Remedy((("keep_optimizer", True),), "keeps it as it is")
+DROP = Remedy.of("leaves it out: training continues from the weights with new moments", drop_optimizer=True)
+IN_STEP = Remedy.of("brings it in step", unsafe_fixes=True)
+KEEP = Remedy.of("keeps it as it is", keep_optimizer=True)
 
 
 def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -342,7 +332,7 @@ def _with_model(context: Context, found: list[Followed], is_named: bool) -> tupl
             return ()
         names = "names settle it: save a step of the old model with AdamW(model.named_parameters())"
         return advise(f"{names}; or the script's own optimizer: ckptfix.load(model, file, optimizer=optimizer)")
-    return (Remedy((("model", MODEL),), "gives the order of the parameters"),)
+    return (Remedy.of("gives the order of the parameters", model=MODEL),)
 
 
 def _what(way: Followed) -> str:

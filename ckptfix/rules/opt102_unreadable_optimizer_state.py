@@ -51,8 +51,8 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 "only: it does not load into an optimizer",
                 evidence={"classes": others},
                 remedies=(
-                    Remedy((("drop_optimizer", True),), "leaves it out: training continues with new moments"),
-                    Remedy((("keep_optimizer", True),), "keeps it as plain data"),
+                    Remedy.of("leaves it out: training continues with new moments", drop_optimizer=True),
+                    Remedy.of("keeps it as plain data", keep_optimizer=True),
                 ),
                 is_accepted=context.settings.keep_optimizer,
             )

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
-from ckptfix.core.finding import UNSAFE_FIXES, Finding, Fix, Level, Remedy, counted
+from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import INITIAL, Optimizer, optimizers_of, values_in
 from ckptfix.maps.positions import stored_names
@@ -46,7 +46,7 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
             "weights become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
             fix=_without(optimizer, bad),
-            remedies=(Remedy((UNSAFE_FIXES,), "starts these anew"), DROP, KEEP),
+            remedies=(Remedy.of("starts these anew", unsafe_fixes=True), DROP, KEEP),
             is_accepted=context.settings.keep_optimizer,
         )
 

@@ -29,17 +29,17 @@ FRESH = {"running_mean": "zeros", "running_var": "ones", NUM_BATCHES_TRACKED: "z
 def from_elsewhere(rule: Rule) -> tuple[Remedy, ...]:
     """Return what can be done about layers whose trained values are lost."""
     return (
-        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes these layers from another checkpoint"),
-        Remedy(text="train them again, if the model uses them"),
+        Remedy.of("takes these layers from another checkpoint", replace=(rule.code,), fill=FILE),
+        Remedy.of("train them again, if the model uses them"),
     )
 
 
 def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
     """Return what can be done about broken statistics of norms."""
     return (
-        Remedy((("recalibrate", DATA),), "measures them on some hundred samples of training data (needs the model)"),
-        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes them from another copy"),
-        Remedy((("reset_running_stats", True),), "makes them those of a fresh norm, to be trained on"),
+        Remedy.of("measures them on some hundred samples of training data (needs the model)", recalibrate=DATA),
+        Remedy.of("takes them from another copy", replace=(rule.code,), fill=FILE),
+        Remedy.of("makes them those of a fresh norm, to be trained on", reset_running_stats=True),
     )
 
 

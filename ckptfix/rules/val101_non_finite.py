@@ -188,7 +188,7 @@ def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements:
     places = list(dict.fromkeys(twin.place for twin in twins if twin))
     if places and all(twins):
         named = ", ".join(place or "the other end of the tie" for place in places)
-        whole = (Remedy((("weights", places[0]),), "takes that whole set"),) if len(places) == 1 and places[0] else ()
+        whole = (Remedy.of("takes that whole set", weights=places[0]),) if len(places) == 1 and places[0] else ()
         from_twin = (("replace", (rule.code,)), ("fill", "twin"))
         return (Remedy(from_twin, f"takes them from {named}, finite there"), *whole)
     if all(is_running_statistic(key) for key in keys):
@@ -199,12 +199,12 @@ def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements:
     look = advise(f"see whether the other set of this file, {others[0]}, is finite") if others else ()
     return (
         *look,
-        Remedy((("replace", (rule.code,)), ("fill", FILE)), "takes these tensors from an earlier checkpoint"),
+        Remedy.of("takes these tensors from an earlier checkpoint", replace=(rule.code,), fill=FILE),
         *(_ZERO if all(_are_few(context.statistics[key]) for key in keys) else ()),
     )
 
 
-_ZERO = (Remedy((("zero_non_finite", True),), "sets these values to zero: the last resort"),)
+_ZERO = (Remedy.of("sets these values to zero: the last resort", zero_non_finite=True),)
 
 
 def _are_few(figures: TensorStatistics) -> bool:

@@ -58,5 +58,5 @@ def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
                     "threshold": MANY,
                 },
                 fix=Fix.requested(edits) if is_asked else None,
-                remedies=(Remedy((("flush_subnormals", True),), "sets them to zero"),),
+                remedies=(Remedy.of("sets them to zero", flush_subnormals=True),),
             )

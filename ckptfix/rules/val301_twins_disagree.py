@@ -83,8 +83,8 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
                 evidence={"twins": {key: twins[key].label for key in keys}},
                 fix=fix,
                 remedies=(
-                    Remedy((("replace", (rule.code,)), ("fill", "twin")), "takes them from there"),
-                    *((Remedy((("weights", place),), "takes the whole set"),) if place else ()),
+                    Remedy.of("takes them from there", replace=(rule.code,), fill="twin"),
+                    *((Remedy.of("takes the whole set", weights=place),) if place else ()),
                 ),
             )
     # The other end of a pair in the same state_dict is found broken under its own name.

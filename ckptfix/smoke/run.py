@@ -189,18 +189,18 @@ _SAID = {
     CHECKPOINT: "the file is at fault",
 }
 
-_INPUT = Remedy((("input", Placeholder("SPEC")),), "gives the input that the model takes")
-_ON_CPU = Remedy((("device", "cpu"),), "runs it on the CPU")
-_NO_TEST = Remedy((("smoke", False),), "leaves the forward test out")
+_INPUT = Remedy.of("gives the input that the model takes", input=Placeholder("SPEC"))
+_ON_CPU = Remedy.of("runs it on the CPU", device="cpu")
+_NO_TEST = Remedy.of("leaves the forward test out", smoke=False)
 
 _REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
-    ENVIRONMENT: (Remedy(text="fix the environment and run the same command again"), _ON_CPU),
+    ENVIRONMENT: (Remedy.of("fix the environment and run the same command again"), _ON_CPU),
     INPUT: (_INPUT,),
-    MODEL: (Remedy(text="run the model by itself to see its error"), _NO_TEST),
+    MODEL: (Remedy.of("run the model by itself to see its error"), _NO_TEST),
     CHECKPOINT: advise("see the findings above for what the file lacks"),
 }
 
-_SCALE = Remedy(text="scale the input as in training, or give none")
+_SCALE = Remedy.of("scale the input as in training, or give none")
 
 _STAGE = {
     "start": "while it started",
@@ -265,9 +265,9 @@ def _why(failure: Failure) -> str:
 def _remedies(failure: Failure, device: str) -> tuple[Remedy, ...]:
     smaller = Remedy(_INPUT.options, "gives a smaller input")
     if is_out_of_memory(failure):
-        return (smaller, Remedy(text="run it on a machine with more memory") if device == "cpu" else _ON_CPU)
+        return (smaller, Remedy.of("run it on a machine with more memory") if device == "cpu" else _ON_CPU)
     if failure.error.startswith(NO_ANSWER):
-        return (Remedy((("timeout", Placeholder("SECONDS")),), "gives the model more time"), smaller)
+        return (Remedy.of("gives the model more time", timeout=Placeholder("SECONDS")), smaller)
     return _REMEDIES[failure.blame]
 
 
@@ -306,8 +306,8 @@ def _non_finite(outcome: Outcome) -> Finding:
             tensors = (figures.tensor for figures in outcome.origin.weights)
             keys = tuple(outcome.origin.key(name) for name in tensors if name in ("running_mean", "running_var"))
         remedies = (
-            Remedy((("recalibrate", Placeholder("data.npy")),), "measures the running statistics again"),
-            Remedy((("replace", VALUES), ("fill", FILE)), "takes them from another copy"),
+            Remedy.of("measures the running statistics again", recalibrate=Placeholder("data.npy")),
+            Remedy.of("takes them from another copy", replace=VALUES, fill=FILE),
         )
     return named("forward-non-finite").finding(
         level,
@@ -342,7 +342,7 @@ def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
         message = f"fine in eval mode, but not finite in training mode: {first_names(training.non_finite, 3)}{cause}"
         evidence = _origin(training.origin) if training.origin is not None else {}
-        remedy = Remedy(text="look at the named module: what differs are the statistics of the batch, and dropout")
+        remedy = Remedy.of("look at the named module: what differs are the statistics of the batch, and dropout")
         return [named("forward-in-training").finding(Level.WARNING, message, evidence=evidence, remedies=(remedy,))]
     return [] if gradients is None else list(_odd_gradients(gradients))
 
@@ -392,7 +392,7 @@ def _incomparable(outcome: Outcome) -> Iterator[Finding]:
         yield named("forward-incomparable").finding(
             Level.NOTE,
             f"the outputs are not compared with those of {seen.against}: {seen.unlike}",
-            remedies=(Remedy((("compare", FILE),), "compares with a checkpoint of the very same model"),),
+            remedies=(Remedy.of("compares with a checkpoint of the very same model", compare=FILE),),
         )
     elif seen.differing == 0 and not seen.is_close:
         yield named("forward-incomparable").finding(

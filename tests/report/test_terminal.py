@@ -7,11 +7,11 @@ from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.report.advice import Mode, Presentation
 from ckptfix.report.style import TextFormat
 from ckptfix.report.terminal import concise_lines, full_lines, headline
-from ckptfix.rules.val101_non_finite import non_finite
+from ckptfix.rules import named
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 SOUND = "resnet.pth: nothing wrong in the file itself (not compared with a model: add --model or --like)"
-NAN = non_finite.finding(Level.ERROR, "1 tensor is not finite", ("a.weight",))
+NAN = named("non-finite").finding(Level.ERROR, "1 tensor is not finite", ("a.weight",))
 
 
 def full(report, **presentation):
