@@ -24,7 +24,7 @@ from ckptfix.bytes.files import is_url
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Displayed, Form, show_as
 from ckptfix.core.facts import DOUBTS
-from ckptfix.core.finding import Blocks, Level, Placeholder, counted
+from ckptfix.core.finding import Blocks, Level, Placeholder, Subject, counted
 from ckptfix.core.lazy import nn
 from ckptfix.core.options import CHECK, REPAIR
 from ckptfix.core.report import Call, Report
@@ -309,11 +309,10 @@ def _refuse_misfit(report: Report) -> None:
         )
     if left := report.obstacles:
         from ckptfix.report.advice import remedies_text
-        from ckptfix.rules import FITTING, OF_MISFITS
 
-        found = [finding for finding in report.remaining if finding.code.startswith(FITTING)]
+        found = [finding for finding in report.remaining if finding.subject in (Subject.NAMES, Subject.FIT)]
         reasons = "; ".join(f"{finding.code} {finding.message}" for finding in found)
-        remedies = (finding.remedies for finding in found if finding.remedies and finding.code.startswith(OF_MISFITS))
+        remedies = (finding.remedies for finding in found if finding.remedies and finding.subject is Subject.FIT)
         hint = next((remedies_text(each, as_arguments=True) for each in remedies), "see ckptfix.check")
         raise TargetError(
             f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "

@@ -32,9 +32,17 @@ class Level(IntEnum):
 class Subject(Enum):
     """What a finding is about."""
 
-    NAMES = auto()  # or shapes, or what else the file says before its values are read
+    FILE = auto()
+    NAMES = auto()
+    FIT = auto()  # to a target
     VALUES = auto()
+    OPTIMIZER = auto()
     FORWARD = auto()  # what the model made of the values
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether values have to be read to know of it."""
+        return self in (Subject.VALUES, Subject.FORWARD)
 
 
 class Fix(Struct, frozen=True):
@@ -131,7 +139,7 @@ class Finding(Struct, frozen=True):
     remedies: tuple[Remedy, ...] = ()
     blocks: Blocks = Blocks.NOTHING
     is_accepted: bool = False
-    subject: Subject = Subject.NAMES
+    subject: Subject = Subject.FILE
 
     @property
     def is_fixable(self) -> bool:

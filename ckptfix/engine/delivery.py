@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.edits import Regroup
-from ckptfix.core.finding import Blocks, Finding, Level, counted
+from ckptfix.core.finding import Blocks, Finding, Level, Subject, counted
 from ckptfix.core.objects import holds_tensors
 from ckptfix.core.report import Report
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
@@ -27,7 +27,6 @@ from ckptfix.engine.destination import Destination
 from ckptfix.engine.verification import verify, verify_tree
 from ckptfix.errors import CkptfixError, Opt, WriteError
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
-from ckptfix.rules import OF_OPTIMIZERS
 from ckptfix.writing.atomic import (
     deliver_file,
     deliver_folder,
@@ -255,7 +254,7 @@ def _beside(
 
 
 def _has_unfit_optimizer(report: Report) -> bool:
-    findings = (finding for finding in report.remaining if finding.code.startswith(OF_OPTIMIZERS))
+    findings = (finding for finding in report.remaining if finding.subject is Subject.OPTIMIZER)
     return any(finding.level is Level.ERROR and not report.is_accepted(finding) for finding in findings)
 
 

@@ -29,9 +29,10 @@ from ckptfix.report.advice import Presentation, message_with_count, remedies_tex
 from ckptfix.report.key_lists import fold_keys
 from ckptfix.report.style import TextFormat
 from ckptfix.report.terminal import headline
-from ckptfix.rules import OF_ATTACKS, RULES
+from ckptfix.rules import RULES, named
 
 _MANUALS = {rule.code: rule for rule in RULES}
+_ATTACK = named("executable-payload")
 
 # Keys that a result names one by one: an upload to GitHub may have 10 MB. The message has their number.
 _MOST_KEYS = 100
@@ -54,8 +55,7 @@ class SarifLog(Struct):
     def add_error(self, source: str, message: str, runs_code: bool = False) -> None:
         """Add a file that could not be checked; one that is built to run code is an alert too."""
         if runs_code:
-            attack = Finding(OF_ATTACKS, _MANUALS[OF_ATTACKS].name, Level.ERROR, message, blocks=Blocks.LOADING)
-            self._add(source, attack, False)
+            self._add(source, _ATTACK.finding(Level.ERROR, message, blocks=Blocks.LOADING), False)
         self._unreadable.append({"level": "error", "message": {"text": message}, "locations": [_location(source)]})
 
     def _add(self, source: str, finding: Finding, fixed: bool) -> None:
@@ -144,7 +144,7 @@ def github_error(source: str, message: str, runs_code: bool = False) -> str:
 
 
 def _title(runs_code: bool) -> str:
-    return f"{OF_ATTACKS} {_MANUALS[OF_ATTACKS].name}" if runs_code else "ckptfix"
+    return f"{_ATTACK.code} {_ATTACK.name}" if runs_code else "ckptfix"
 
 
 def _message(finding: Finding, fixed: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
-from ckptfix.core.finding import Finding, Subject, counted
+from ckptfix.core.finding import Finding, counted
 from ckptfix.core.options import REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
@@ -172,7 +172,7 @@ def _defects(findings: list[Finding]) -> tuple[str | Span, ...]:
 
 
 def _kind(finding: Finding) -> int:
-    if finding.subject is not Subject.NAMES:
+    if finding.subject.is_of_values:
         return 0
     return 2 if finding.is_fixable and not finding.needs_unsafe else 1
 

@@ -78,8 +78,6 @@ RULES: tuple[Rule, ...] = (
 OF_MISFITS = "FIT"  # the family of what a target has otherwise, or not at all
 FITTING = ("KEY", "BUF", OF_MISFITS)  # the families of rules that make the keys of a checkpoint those of a target
 VALUES = ("VAL",)  # the rules about values
-OF_ATTACKS = "FIL901"  # the rule about files that are built to run code
-OF_OPTIMIZERS = "OPT"  # the family of what an optimizer needs
 
 # Rules, or the beginnings of their codes, that give the keys of a checkpoint the names that a target has.
 FOR_NAMES = ("KEY", "FIL102")

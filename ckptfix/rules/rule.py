@@ -102,7 +102,16 @@ class Needs(Enum):
         return self is Needs.NAMES
 
 
-_SUBJECTS = {"VAL": Subject.VALUES, "FIL2": Subject.VALUES, "RUN": Subject.FORWARD}
+# What the rules of each family are about.
+_SUBJECTS = {
+    "FIL2": Subject.VALUES,
+    "FIL": Subject.FILE,
+    **dict.fromkeys(("KEY", "BUF"), Subject.NAMES),
+    "FIT": Subject.FIT,
+    "VAL": Subject.VALUES,
+    "OPT": Subject.OPTIMIZER,
+    "RUN": Subject.FORWARD,
+}
 
 
 class Rule(Struct, frozen=True, dict=True):
@@ -125,6 +134,11 @@ class Rule(Struct, frozen=True, dict=True):
     def family(self) -> str:
         """The first letters of the code, which its kind of defect has."""
         return self.code[:3]
+
+    @property
+    def subject(self) -> Subject:
+        """What its findings are about."""
+        return next((of for codes, of in _SUBJECTS.items() if self.code.startswith(codes)), Subject.FILE)
 
     @cached_property
     def _module(self) -> ModuleType:
@@ -167,17 +181,5 @@ class Rule(Struct, frozen=True, dict=True):
         """Return a finding of this rule; one that is accepted has neither a fix nor remedies."""
         if is_accepted:
             fix, remedies = None, ()
-        subject = next((of for codes, of in _SUBJECTS.items() if self.code.startswith(codes)), Subject.NAMES)
-        return Finding(
-            self.code,
-            self.name,
-            level,
-            message,
-            tuple(keys),
-            evidence or {},
-            fix,
-            remedies,
-            blocks,
-            is_accepted,
-            subject,
-        )
+        own = self.code, self.name, level, message, tuple(keys), evidence or {}
+        return Finding(*own, fix, remedies, blocks, is_accepted, self.subject)

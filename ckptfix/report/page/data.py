@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from ckptfix.core.finding import Subject
 from ckptfix.core.report import Report
 from ckptfix.values.statistics import histogram
 
@@ -118,7 +117,7 @@ def weights_to_json(report: Report) -> dict[str, Any]:
     A rule that names a tensor flags it, also where a fix has cured it: the figures are those of the repaired file,
     the flag says that there was something."""
     flags: dict[str, dict[str, None]] = {}
-    for finding in (each for each in report.findings if each.subject is not Subject.NAMES):
+    for finding in (each for each in report.findings if each.subject.is_of_values):
         for key in finding.keys:
             flags.setdefault(key, {})[finding.code] = None
     layers = []
