@@ -17,7 +17,7 @@ from ckptfix.core.lazy import np
 from ckptfix.core.parts import Bounds, Part, PartsError, Shape, check_bijection, extent, full
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
-from ckptfix.reading.folders.chunks import RowMajorBytes
+from ckptfix.reading.tensors import RowMajorBytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from mmap import ACCESS_COPY, mmap
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusal, soundness
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import are_equal, blocks_of, located, stream
+from ckptfix.bytes.sources import PartedBytes, are_equal, blocks_of, located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
-from ckptfix.core.spec import Quantizer, Region, Regions, Storage, TensorSpec
+from ckptfix.core.spec import ByteSource, Quantizer, Region, Regions, Storage, TensorSpec
 from ckptfix.errors import UnreadableError, UsageError, WriteError
 from ckptfix.reading.pickles.claims import sizes
 
@@ -351,6 +353,35 @@ _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 def is_range(spec: TensorSpec) -> bool:
     """Return whether the values of a strided tensor are a range of its storage."""
     return spec.is_contiguous and not spec.math_bits
+
+
+class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
+    """The bytes of a strided tensor in row-major order, however it is strided in its storage."""
+
+    spec: TensorSpec
+    path: str
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # computed: a tensor has many chunks
+        return self.spec.nbytes
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
+        if self.spec.storage is not None and is_range(self.spec):
+            first = self.spec.extent[0]
+            yield self.spec.storage.source, first + start, first + stop
+
+    def read(self, start: int, stop: int) -> memoryview:
+        for source, first, last in self.within(start, stop):
+            return source.read(first, last)
+        if self.spec.storage is None:
+            raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
+        return _in_order(self)[start:stop]
+
+
+@lru_cache(maxsize=2)
+def _in_order(source: RowMajorBytes) -> memoryview:
+    """Return the whole of a tensor that is not a range; the last ones are kept, as they are read in pieces."""
+    return row_major_bytes(source.spec, source.path).cast("B")
 
 
 def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:

@@ -18,8 +18,8 @@ from ckptfix.core.edits import PAD_TARGET, Adapt, Fold
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
-from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes
-from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes
+from ckptfix.reading.tensors import RowMajorBytes, bytes_of, one_thread, torch_dtype
 from ckptfix.values.casting import whole_tensor
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ckptfix.core.edits import Dequantise
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.errors import WriteError
-from ckptfix.reading.tensors import bytes_of, is_range, row_major_bytes, torch_dtype
+from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.tally import magnitudes
 
@@ -23,33 +23,19 @@ def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
-class _ChangedBytes:
-    """The bytes of a tensor, changed block by block when they are read; ``stored`` gives some elements as they are."""
+class CastBytes:
+    """The bytes of a tensor in another dtype, converted when they are read."""
 
     def __init__(self, spec: TensorSpec, dtype: str, path: str) -> None:
         self.spec, self.dtype, self.path = spec, dtype, path
         self.nbytes = spec.numel * DTYPES[dtype].itemsize
-        self._row_major: memoryview | None = None
-
-    def stored(self, first: int, last: int) -> memoryview:
-        """Return the bytes of elements ``first`` to ``last`` of the file's tensor, in row-major order."""
-        storage, start, stop = self.spec.storage, first * self.spec.itemsize, last * self.spec.itemsize
-        if storage is not None and is_range(self.spec):
-            begin = self.spec.offset * self.spec.itemsize
-            return storage.source.read(begin + start, begin + stop)
-        if self._row_major is None:
-            self._row_major = row_major_bytes(self.spec, self.path)
-        return self._row_major[start:stop]
-
-
-class CastBytes(_ChangedBytes):
-    """The bytes of a tensor in another dtype."""
+        self._stored = RowMajorBytes(spec, path)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the converted tensor."""
-        size = DTYPES[self.dtype].itemsize
+        size, width = DTYPES[self.dtype].itemsize, self.spec.itemsize
         first, last = start // size, -(-stop // size)
-        raw = self.stored(first, last)
+        raw = self._stored.read(first * width, last * width)
         if not raw:
             return memoryview(b"")
         values = torch.frombuffer(bytearray(raw), dtype=torch_dtype(self.spec.dtype))
@@ -97,8 +83,6 @@ def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
     """Return whether a copy in float16 or bfloat16 is its fp32 master rounded to it, bit for bit; in fp32, the same.
 
     True for pairs of other dtypes, of which nothing is known. All NaN are one."""
-    from ckptfix.reading.folders.chunks import RowMajorBytes
-
     if (master.dtype, copy.dtype) not in (("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32")):
         return True
     wide, narrow = RowMajorBytes(master, path), RowMajorBytes(copy, path)
@@ -230,23 +214,23 @@ def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
     return computed(spec, f"without {which}", ZeroedBytes(spec, which, path), spec.storages)
 
 
-class ZeroedBytes(_ChangedBytes):
+class ZeroedBytes:
     """The bytes of a tensor in row-major order, in which the numbers of one kind are zero."""
 
     def __init__(self, spec: TensorSpec, which: str, path: str) -> None:
-        super().__init__(spec, spec.dtype, path)
         stored = encoding(spec.dtype)
         assert stored is not None, f"{spec.dtype} holds no numbers"
-        self.which, self._encoding = which, stored
+        self.which, self.nbytes = which, spec.nbytes
+        self._encoding, self._stored = stored, RowMajorBytes(spec, path)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the changed tensor."""
         size = self._encoding.itemsize
-        first = start // size
-        units = np.frombuffer(self.stored(first, -(-stop // size)), dtype=self._encoding.unit).copy()
+        first = start // size * size
+        units = np.frombuffer(self._stored.read(first, stop + -stop % size), dtype=self._encoding.unit).copy()
         with np.errstate(all="ignore"):  # NaN and infinities are what we look for
             units[self._chosen(self._encoding.decode(units))] = 0
-        return memoryview(units.view(np.uint8))[start - first * size : stop - first * size]
+        return memoryview(units.view(np.uint8))[start - first : stop - first]
 
     def _chosen(self, values: Array) -> Array:
         magnitude = magnitudes(values)

@@ -20,8 +20,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
-from ckptfix.reading.folders.chunks import RowMajorBytes
-from ckptfix.reading.tensors import bytes_of, is_range, one_thread, torch_dtype
+from ckptfix.reading.tensors import RowMajorBytes, bytes_of, is_range, one_thread, torch_dtype
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
 

@@ -84,12 +84,18 @@ def test_views_keep_their_values_and_shape(view):
     assert bytes_of(after) == bytes_of(torch.where(before.isfinite(), before, 0.0))
 
 
-def test_a_piece_can_be_read():
-    tensor = torch.tensor([1.0, torch.nan, 2.0, torch.inf])
-    storage = zeroed_spec(spec_of_tensor(tensor), NON_FINITE, "file").storage
-    assert storage is not None
-    source, whole = storage.source, bytes(storage.source.read(0, 16))
-    assert all(bytes(source.read(a, b)) == whole[a:b] for a in range(17) for b in range(a, 17))
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.tensor([1.0, torch.nan, 2.0, torch.inf]), id="floats"),
+        pytest.param(torch.tensor([complex(1, torch.nan), complex(torch.inf, 2)]), id="complex numbers"),
+    ],
+)
+def test_a_piece_can_be_read(tensor):
+    source = zeroed_spec(spec_of_tensor(tensor), NON_FINITE, "file").storages[0].source
+    whole = torch.tensor([1.0, 0.0, 2.0, 0.0] if tensor.dtype == torch.float32 else [1.0, 0.0, 0.0, 2.0])
+    assert bytes(source.read(0, 16)) == bytes_of(whole)
+    assert all(bytes(source.read(a, b)) == bytes_of(whole)[a:b] for a in range(17) for b in range(a, 17))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
-from ckptfix.reading.tensors import have_same_bytes, row_major_bytes
+from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
 
 
 class Box(Struct, frozen=True):
@@ -71,30 +71,6 @@ def _any_overlap(boxes: Sequence[Box], dimensions: int) -> bool:
             return True
         active.append(box)
     return False
-
-
-class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
-    """The bytes of a tensor in row-major order, however it is strided in its storage; one that is not contiguous is put
-    in order as a whole."""
-
-    spec: TensorSpec
-    path: str
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # computed: a tensor has many chunks
-        return self.spec.nbytes
-
-    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        if self.spec.storage is not None and self.spec.is_contiguous and not self.spec.math_bits:
-            first = self.spec.extent[0]
-            yield self.spec.storage.source, first + start, first + stop
-
-    def read(self, start: int, stop: int) -> memoryview:
-        for source, first, last in self.within(start, stop):
-            return source.read(first, last)
-        if self.spec.storage is None:
-            raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
-        return memoryview(row_major_bytes(self.spec, self.path)).cast("B")[start:stop]
 
 
 class ChunkedBytes(PartedBytes):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, ChunkedBytes, RowMajorBytes, check_tiling
-from ckptfix.reading.tensors import spec_of_tensor
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes, check_tiling
+from ckptfix.reading.tensors import RowMajorBytes, spec_of_tensor
 
 
 @st.composite
