@@ -12,26 +12,33 @@ __all__ = ["main"]
 _NEW_OBJECTS = 50_000
 
 
-_ADDRESSES = 120_000_000  # bytes of address space without which not even the imports work
+# Bytes of address space without which an import does not work.
+_ADDRESSES = {"ckptfix.cli.program": 120_000_000, "numpy": 120_000_000, "torch": 560_000_000}
 
 
-def _refuse_little_memory() -> None:
-    """End with exit code 2 if `ulimit -v` leaves too little: numpy's OpenBLAS would end the process with 1, the code
+class _LimitedAddresses:
+    """Refuses imports for which `ulimit -v` leaves too little: numpy's OpenBLAS would end the process with 1, the code
     for findings, and Python itself calls a file that it has no memory to parse a syntax error."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name in _ADDRESSES:
+            from mmap import mmap
+
+            try:
+                mmap(-1, _ADDRESSES[name]).close()
+            except OSError:
+                raise MemoryError(f"{name} needs {_ADDRESSES[name]} bytes of address space") from None
+
+
+def _heed_the_limit() -> None:
     if sys.platform == "win32":
         return
     import resource
 
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        return
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its buffers for each core count too
-    import mmap
-
-    try:
-        mmap.mmap(-1, _ADDRESSES).close()
-    except OSError:
-        sys.stderr.write("ckptfix: error: too little memory: the limit of the address space (ulimit -v) is too low\n")
-        raise SystemExit(2) from None
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its buffers for each core count too
+        sys.meta_path.insert(0, _LimitedAddresses)
 
 
 def main() -> None:
@@ -40,9 +47,12 @@ def main() -> None:
     # Else Python goes through all objects again when it ends: a fifth of a look at names. Triton, which newer releases
     # of torch import, would then list on stderr what it calls leaked.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
-    _refuse_little_memory()
+    _heed_the_limit()
     try:
         from ckptfix.cli.program import run
+    except MemoryError:
+        sys.stderr.write("ckptfix: error: too little memory: the limit of the address space (ulimit -v) is too low\n")
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was begun\n")
         raise SystemExit(130) from None

@@ -125,11 +125,20 @@ def test_a_full_disk_behind_stderr_changes_no_exit_code(words, code, folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not heed the limit")
-def test_too_little_memory_is_no_finding(folder):
-    words = " ".join(map(str, command("check", "good.pth")))
-    for kilobytes in (90_000, 110_000, 130_000, 150_000, 200_000):
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [
+        pytest.param(["good.pth"], (90_000, 110_000, 130_000, 150_000, 200_000), id="alone"),
+        pytest.param(["good.pth", "--model", "torch.nn:Identity"], (500_000, 600_000), id="with torch"),
+    ],
+)
+def test_too_little_memory_is_no_finding(words, limits, folder):
+    for kilobytes in limits:
         done = subprocess.run(
-            ["sh", "-c", f"ulimit -v {kilobytes}; {words}"], cwd=folder, env=environment(), capture_output=True
+            ["sh", "-c", f"ulimit -v {kilobytes}; {' '.join(map(str, command('check', *words)))}"],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
         )
         assert done.returncode != 1, kilobytes
         assert b"bug of ckptfix" not in done.stderr
