@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptfix.core.plan import Plan
     from ckptfix.core.progress import progress
     from ckptfix.core.rename_map import RenameMap
-    from ckptfix.core.report import Report
+    from ckptfix.core.report import Repair, Report
     from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
     from ckptfix.core.spec import TensorSpec
     from ckptfix.errors import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from ckptfix.loading import load
     from ckptfix.modules.recalibration import Recalibration, recalibrate
-    from ckptfix.repairing import Repair, check, open_checkpoint, repair, repair_state_dict
+    from ckptfix.repairing import check, open_checkpoint, repair, repair_state_dict
     from ckptfix.resuming import repair_optimizer_state
 
 __version__ = "0.1.0"
@@ -77,6 +77,7 @@ _HOMES = {
     "Plan": "core.plan",
     "Recalibration": "modules.recalibration",
     "RenameMap": "core.rename_map",
+    "Repair": "core.report",
     "Report": "core.report",
     "diff": "comparison",
     "infer_map": "comparison.mapping",

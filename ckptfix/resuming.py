@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.lazy import nn
 from ckptfix.core.objects import Opaque
+from ckptfix.core.report import Repair
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.diagnosis import with_fitting_set
 from ckptfix.engine.optimizers import regrouped
@@ -21,7 +22,7 @@ from ckptfix.errors import Opt, TargetError, UsageError
 from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.reading.tensors import revive_tree
-from ckptfix.repairing import Repair, repair_to_load
+from ckptfix.repairing import repair_to_load
 from ckptfix.rules import named
 from ckptfix.rules.following import Followed, ways
 from ckptfix.rules.opt101_stale_optimizer import with_owners

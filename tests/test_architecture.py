@@ -18,7 +18,7 @@ from ckptfix.rules import RULES
 PACKAGE = Path(ckptfix.__file__).parent
 
 LAYERS = (
-    "errors core maps bytes reading writing values rules known engine modules smoke report repairing "
+    "errors core maps bytes reading writing values rules known engine modules smoke report goal repairing "
     "resuming loading comparison explain zoo callbacks cli"
 ).split()
 """The rooms, from the bottom up. A module imports from its own room and from those before it; ``comparison``,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
@@ -16,9 +17,12 @@ from ckptfix.errors import UsageError
 if TYPE_CHECKING:
     import pandas
 
+    from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.edits import Edit
     from ckptfix.core.likeness import Likeness
+    from ckptfix.core.plan import Plan
+    from ckptfix.core.settings import Settings
     from ckptfix.core.smoke_result import SmokeResult
     from ckptfix.core.spec import TensorStatistics
 
@@ -32,6 +36,28 @@ class Call(Struct, frozen=True):
     function: str
     places: tuple[object, ...]
     given: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, function: str, source: object, model: object, given: Mapping[str, Any], settings: Settings) -> Call:
+        """Return the call of ``check`` or ``repair``. What was not asked for is left out, and a list of texts has one
+        form: it may have been given as one text."""
+        kept = {}
+        for name, value in given.items():
+            if value not in (None, False, (), []):
+                kept[name] = _literal(getattr(settings, name, value) if name != "rename_map" else value, name)
+        off = {name: False for name in ("values", "smoke") if given.get(name) is False}
+        name = "state_dict" if isinstance(source, Mapping) else "checkpoint"
+        return cls(
+            function, (_literal(source, name), *(() if model is None else (_literal(model, "model"),))), kept | off
+        )
+
+
+def _literal(value: object, name: str) -> object:
+    """Return an argument of a call, or a placeholder for what has no literal."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_literal = isinstance(value, (str, int, float, tuple, list)) or (name == "model_args" and isinstance(value, dict))
+    return value if is_literal else Placeholder(name)
 
 
 class Report(Displayed, Struct, frozen=True):
@@ -166,6 +192,33 @@ class Report(Displayed, Struct, frozen=True):
             "likeness": self.likeness and self.likeness.to_json(),
             "unexamined": list(self.unexamined),
         }
+
+
+class Repair(Displayed, Struct, frozen=True):
+    """The outcome of a repair: the report, the plan, and the repaired checkpoint as a lazy view.
+
+    ``is_changed`` says whether a file written from it differs from the source."""
+
+    report: Report
+    plan: Plan
+    checkpoint: Checkpoint
+    is_changed: bool
+
+    def __repr__(self) -> str:
+        return repr(self.report).replace("<Report", "<Repair", 1)
+
+    def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
+        """Return the repaired state_dict on the CPU, with the entries that are not tensors, and torch's ``_metadata``.
+
+        ``mmap`` is that of ``Checkpoint.state_dict``."""
+        return self.checkpoint.state_dict(mmap=mmap)
+
+    def called(self, function: str, *, is_model_first: bool = False) -> Repair:
+        """Return the same as the outcome of another function, which the user called."""
+        if (call := self.report.call) is None:
+            return self
+        places = call.places[::-1] if is_model_first else call.places
+        return replace(self, report=replace(self.report, call=replace(call, function=function, places=places)))
 
 
 def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | None]) -> dict[str, Any]:

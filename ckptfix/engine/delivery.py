@@ -91,6 +91,8 @@ def deliver(
     If nothing has to be written, the forward test runs on the source.
     """
     test = forward_test or (lambda file, result: (None, []))
+    if destination is not None:
+        destination.refuse_backup()
     if reason := refusal(report, settings):
         return replace(report, remarks=(*report.remarks, reason), is_refused=True)
     if destination is None:

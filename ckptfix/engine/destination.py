@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError, Words, WriteError
+from ckptfix.reading.adapters import adapter_paths
 from ckptfix.reading.folders import sharded
+from ckptfix.reading.opening import Source, is_remote
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
 from ckptfix.writing.output import FIRST_ZIP, ShardNames, output_format
@@ -153,6 +156,55 @@ class Destination(Struct, frozen=True):
             raise WriteError(
                 f"{self.output}: is another file than the one that was read, or is gone; run the same command again"
             )
+
+
+class Request(Struct, frozen=True):
+    """What the caller of a repair wants to have written. ``before`` is the state of the file to be replaced."""
+
+    output: str | os.PathLike[str] | None
+    beside: bool
+    in_place: bool
+    backup: bool
+    flush: bool
+    dry_run: bool
+    before: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        output: str | os.PathLike[str] | None,
+        beside: bool,
+        in_place: bool,
+        backup: bool,
+        flush: bool,
+        dry_run: bool,
+    ) -> Request:
+        """Return the request for a source that is not open yet. Of a URL there is only a dry run, which has no file."""
+        if is_remote(source) and (output is not None or beside or in_place):
+            if not dry_run:
+                from ckptfix.bytes.remote import download_advice
+
+                raise UsageError(
+                    f"{source}: only a file on this machine can be repaired; {download_advice(str(source))}"
+                )
+            output, beside, in_place = None, False, False
+        return cls(output, beside, in_place, backup, flush, dry_run, state_of(source) if in_place else None)
+
+    def destination(
+        self, checkpoint: Checkpoint, settings: Settings, like: str | os.PathLike[str] | None
+    ) -> Destination | None:
+        """Return where the result goes, None if nothing is to be written. Raises an error if it cannot go there, or
+        would replace a file that is read."""
+        found = Destination.of(checkpoint, settings, self.output, self.beside, self.in_place, self.backup)
+        if found is None:
+            return None
+        others: Inputs = {Opt("like"): like, Opt("fill"): settings.fill_file, Opt("compare"): settings.compare_file}
+        adapters: Inputs = {Opt("adapter", path): path for path in adapter_paths(settings.adapter)}
+        refuse_inputs(found.output, {**others, **adapters})
+        if not self.dry_run:
+            found.refuse(settings)
+        return replace(found, flush=self.flush, before=self.before)
 
 
 def refuse_inputs(output: str | os.PathLike[str], inputs: Inputs) -> None:

@@ -16,7 +16,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.plan import Plan, Step
-from ckptfix.core.report import Report
+from ckptfix.core.report import Call, Report
 from ckptfix.core.settings import Settings
 from ckptfix.errors import CkptfixError, IdleRecipeError, InternalError, Opt, Words
 from ckptfix.maps.optimizer_states import parts_beside
@@ -27,6 +27,7 @@ from ckptfix.rules.rule import Context, Needs, Rule
 
 if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
+    from ckptfix.core.likeness import Likeness
     from ckptfix.core.spec import TensorStatistics
     from ckptfix.core.target import Target
     from ckptfix.engine.changes import Measure
@@ -185,11 +186,18 @@ def with_fitting_set(source: Source, checkpoint: Checkpoint, target: Target | No
     return replace(chosen, candidates=tuple(marked))
 
 
-def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings) -> Report:
-    """Return the report of a diagnosis."""
+def report_on(
+    checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosis, settings: Settings, call: Call
+) -> Report:
+    """Return the report of a diagnosis that a call asked for."""
     coverage: Coverage | None = None
+    likeness: Likeness | None = None
     left: tuple[str, ...] = ()
-    if target is not None:
+    if target is None:
+        from ckptfix.known.recognition import likeness_of
+
+        likeness = likeness_of(checkpoint)
+    else:
         from ckptfix.core.coverage import lost_by_edits, measure_coverage, obstacles
 
         adapted = (edit for edit in diagnosis.plan.edits if isinstance(edit, Adapt))
@@ -213,6 +221,8 @@ def report_on(checkpoint: Checkpoint, target: Target | None, diagnosis: Diagnosi
         accepted=settings.accept,
         obstacles=left,
         remarks=target.remarks if target is not None else (),
+        likeness=likeness,
+        call=call,
         unexamined=tuple(unexamined(checkpoint)),
         figures=diagnosis.figures,
         layout={key: (spec.dtype, tuple(spec.shape)) for key, spec in specs.items() if key in diagnosis.figures},

@@ -35,6 +35,11 @@ from ckptfix.reading.weights.prefixed_sets import with_pick
 Source = str | os.PathLike[str] | Mapping[str, Any]  # a checkpoint file, or a state_dict in memory
 
 
+def is_remote(source: object) -> bool:
+    """Return whether a source is a URL."""
+    return isinstance(source, str) and is_url(source)
+
+
 def open_source(source: Source, settings: Settings) -> Checkpoint:
     """Open a checkpoint file or a state_dict in memory, as the settings of a repair ask."""
     if not isinstance(source, Mapping):

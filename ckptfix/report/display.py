@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Form, Row, show_as
 from ckptfix.core.edits import Edit
+from ckptfix.core.finding import Blocks, Level, Subject, counted
 from ckptfix.core.options import CHECK
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
-from ckptfix.core.report import Call, Report
+from ckptfix.core.report import Call, Repair, Report
+from ckptfix.errors import HostileError, TargetError
 from ckptfix.report.style import Line, TextFormat
 
 if TYPE_CHECKING:
@@ -65,6 +67,37 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
             logger.info("%s: %s", source, line)
 
 
+def log_choice(report: Report) -> None:
+    """Log which of several sets of weights is loaded: a script that does not print the report shows it nowhere."""
+    import logging
+
+    from ckptfix.rules import named
+
+    for finding in report.findings:
+        if finding.code == named("several-state-dicts").code:
+            level = logging.INFO if finding.level is Level.NOTE else logging.WARNING
+            logging.getLogger("ckptfix").log(level, "%s: %s", report.source, finding.message)
+
+
+def refuse_misfit(report: Report) -> None:
+    """Raise ``TargetError`` if a strict load of the result would fail, ``HostileError`` for an attack."""
+    if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
+        raise HostileError(
+            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
+        )
+    if left := report.obstacles:
+        from ckptfix.report.advice import remedies_text
+
+        found = [finding for finding in report.remaining if finding.subject in (Subject.NAMES, Subject.FIT)]
+        reasons = "; ".join(f"{finding.code} {finding.message}" for finding in found)
+        remedies = (finding.remedies for finding in found if finding.remedies and finding.subject is Subject.FIT)
+        hint = next((remedies_text(each, as_arguments=True) for each in remedies), "see ckptfix.check")
+        raise TargetError(
+            f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
+            f"{reasons or 'the rules that say more were not selected'}; {hint}"
+        )
+
+
 def _lines(shown: Checkpoint | Plan | RenameMap) -> list[str]:
     if isinstance(shown, Checkpoint):
         from ckptfix.report.advice import Presentation
@@ -77,5 +110,6 @@ def _lines(shown: Checkpoint | Plan | RenameMap) -> list[str]:
 
 
 show_as(Report, Form(report_lines, report_rows))
+show_as(Repair, Form(lambda repair: report_lines(repair.report), lambda repair: report_rows(repair.report)))
 for kind in (Checkpoint, Plan, RenameMap):
     show_as(kind, Form(_lines))
