@@ -89,14 +89,12 @@ def _load() -> tuple[Record, ...]:
     data = parse_toml(Path(__file__).parent / "messages.toml")
     shared = {name: Advice(**advice) for name, advice in data["advice"].items()}
 
-    def record(entry: dict[str, Any]) -> Record:
-        advice = tuple(shared[each] if isinstance(each, str) else Advice(**each) for each in entry.pop("advice"))
-        lists: dict[str, Any] = {
-            name: tuple(entry.pop(name, ())) for name in ("patterns", "codes", "frames", "beside_file")
-        }
-        return Record(**entry, **lists, advice=advice)
+    def record(name: str, entry: dict[str, Any]) -> Record:
+        advice = (shared[each] if isinstance(each, str) else Advice(**each) for each in entry.pop("advice", ()))
+        lists = {field: tuple(value) for field, value in entry.items() if isinstance(value, list)}
+        return Record(name, **{**entry, **lists, "advice": tuple(advice)})
 
-    return tuple(record(entry) for entry in data["message"])
+    return tuple(record(name, entry) for name, entry in data["message"].items())
 
 
 RECORDS = _load()  # Every known message. A message matches exactly one of them, except for those that are general.

@@ -104,11 +104,11 @@ def _by_class(classes: Iterable[str]) -> Architecture | None:
 
 def _by_family(shapes: Shapes) -> Architecture | None:
     """Return the family that one characteristic name gives away."""
-    for family in parse_toml(_FAMILIES)["family"]:
+    for title, family in parse_toml(_FAMILIES).items():
         expression = re.compile(family["pattern"])
         if (key := next(filter(expression.fullmatch, shapes), None)) is not None:
             remark = f"; {family['remark']}" if "remark" in family else ""
-            return Architecture(family["title"], Confidence.GUESS, (f"by the name {key}{remark}",))
+            return Architecture(title, Confidence.GUESS, (f"by the name {key}{remark}",))
     return None
 
 
