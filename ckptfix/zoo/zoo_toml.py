@@ -40,7 +40,7 @@ from ckptfix.core.options import (
 )
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import nearest
-from ckptfix.errors import Opt, UsageError
+from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.modules.named import configuration_files
 from ckptfix.reading.adapters import adapter_paths
 from ckptfix.zoo.naming import MIRRORED, check_template, compile_patterns, output_name
@@ -54,25 +54,34 @@ _TARGET = ("model", "model_args", "like")
 
 
 class Treatment(Struct, frozen=True, dict=True):
-    """The settings of ``repair`` for the files that match. It is plain data, for a worker or another node.
+    """What to do with the files that match: the options that the user chose, and the template of the output's name.
 
-    ``settings`` are fields of ``core.settings.Settings``, and ``choices`` what the user wrote, for the command that
-    carries on with one file. ``place`` is the table that it comes from."""
+    It is plain data, for a worker or another node. ``place`` is the table that it comes from."""
 
     patterns: tuple[str, ...] = ()
-    model: str | None = None
-    model_args: Any = ()
-    like: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    output: str = MIRRORED
     choices: Mapping[str, Any] = field(default_factory=dict)
+    output: str = MIRRORED
     place: str = ""
 
-    @property
+    @cached_property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``ckptfix.repair`` and ``ckptfix.check``."""
-        target = {"model": self.model, "like": self.like, "model_args": self.model_args or None}
-        return {**{name: value for name, value in target.items() if value is not None}, **self.settings}
+        return library_settings(self.choices)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that are fields of ``core.settings.Settings``."""
+        return {name: value for name, value in self.arguments.items() if name not in _TARGET}
+
+    @property
+    def model(self) -> str | None:
+        """The model that the files have to fit."""
+        return self.arguments.get("model")
+
+    @property
+    def like(self) -> str | None:
+        """The checkpoint that the files have to fit."""
+        return self.arguments.get("like")
 
     def command(self, source: str, **more: Any) -> tuple[str, ...]:
         """Return the ``ckptfix repair`` of one file with these settings, word by word."""
@@ -99,7 +108,7 @@ class Treatment(Struct, frozen=True, dict=True):
         )
         facts = {
             "model": self.model,
-            "model_args": self.model_args,
+            "model_args": self.arguments.get("model_args", ()),
             "settings": asdict(bare),
             "output": self.output,
             **({"like": self.like} if self.like is not None and self.like.startswith(KNOWN) else {}),
@@ -256,45 +265,31 @@ def _treatment(
                 f'{where}: {key_text(Opt(name))} has no meaning without a model; add model = "pkg.mod:factory"'
             )
         del chosen[name]  # the defaults have it for the files that have a model
-    if chosen.get("fill") == "target" and "fill" not in own and not {"model", "like"} & chosen.keys():
-        del chosen["fill"]  # and this for those that have a target
-    if "adapt" in chosen and "adapt" not in own and not {"model", "like"} & chosen.keys():
-        del chosen["adapt"]
+    if not {"model", "like"} & chosen.keys():  # and these for those that have a target
+        idle = {"adapt"} if {"replace", "salvage"} & chosen.keys() else {"adapt", "fill"}
+        chosen = {name: value for name, value in chosen.items() if name in own or name not in idle}
     try:
         if output is not None:
             check_template(output)
         return treatment_of_choices(tuple(patterns), chosen, output, place)
-    except UsageError as error:
+    except CkptfixError as error:
         raise UsageError(f"{where}: {error.worded(key_text)}") from error
 
 
 def treatment_of_choices(
     patterns: tuple[str, ...], choices: Mapping[str, Any], output: str | None, place: str
 ) -> Treatment:
-    """Return the treatment of options by name. Raises ``UsageError`` if one has no meaning."""
-    from ckptfix.engine.validation import parsed_settings  # the rules and formats come with it
+    """Return the treatment of options by name. Raises ``CkptfixError`` if one has no meaning."""
+    from ckptfix.engine.validation import checked_settings  # the rules and formats come with it
 
-    arguments = library_settings(choices)
-    model, like = arguments.pop("model", None), arguments.pop("like", None)
-    model_args = arguments.pop("model_args", ())
-    settings = parsed_settings(arguments)
-    if model is not None and like is not None:
-        raise UsageError(Opt("model"), " and ", Opt("like"), " exclude each other")
-    if settings.smoke and model is None:
-        raise UsageError(Opt("smoke"), " runs a model; add ", Opt("model", "pkg.mod:factory"))
-    needing = {"fill": settings.fill == "target", "drop_mismatched": settings.drop_mismatched, "adapt": settings.adapt}
-    if any(needing.values()) and model is None and like is None:
-        name = next(name for name, is_given in needing.items() if is_given)
-        option = Opt(name, "target") if name == "fill" else Opt(name)
-        raise UsageError(option, " needs something to fit; add ", Opt("model"), " or ", Opt("like"))
-    _ = settings.cast_dtype  # raises for an unknown dtype
+    treatment = Treatment(patterns, dict(choices), output or MIRRORED, place)
+    model, like, model_args = treatment.model, treatment.like, treatment.arguments.get("model_args", ())
     try:
         json.dumps(model_args)
     except TypeError as error:
         raise UsageError(f"model-args = {model_args!r:.60}: {error}; give texts, numbers, lists and tables") from error
     if model is not None and not all(model.partition(":")):
         raise UsageError(f"model = {model!r}: write it as pkg.mod:factory, the module and the name in it")
-    treatment = Treatment(patterns, model, model_args, like, arguments, output or MIRRORED, dict(choices), place)
     for name, file in treatment.files():
         if "://" in file:
             raise UsageError(
@@ -302,6 +297,7 @@ def treatment_of_choices(
             )
         if not Path(file).exists():
             raise UsageError(f"{name} = {file!r}: there is no such file; check the path")
+    _ = checked_settings(treatment.settings, model, like).cast_dtype  # raises for an unknown dtype
     return treatment
 
 

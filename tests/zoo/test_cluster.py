@@ -248,7 +248,7 @@ def test_a_job_is_declared_with_its_memory_and_never_with_more_than_a_node_has(c
     room.count_nodes()
     assert room.processors == 2
     small = max(jobs, key=lambda job: job.item.size)
-    large = replace(small, item=replace(small.item, size=10**15), treatment=Treatment(model="m:f"))
+    large = replace(small, item=replace(small.item, size=10**15), treatment=Treatment(choices={"model": "m:f"}))
     assert room.declared(small) == cost_of(small.item.size, False, False).memory
     assert room.declared(replace(small, attempt=2)) == 2 * room.declared(small)
     assert room.declared(large) == room.memory > room.declared(small)

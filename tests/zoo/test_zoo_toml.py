@@ -3,6 +3,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ckptfix.core.options import command_words
 from ckptfix.errors import UsageError
@@ -54,7 +56,7 @@ def test_another_configuration_of_a_named_model_is_another_treatment(tmp_path, m
     digests = set()
     for text in ("{}", '{"hidden_size": 8}'):
         (tmp_path / "bert" / "config.json").write_text(text)
-        digests.add(Treatment(model="transformers:bert").digest("1"))
+        digests.add(Treatment(choices={"model": "transformers:bert"}).digest("1"))
     assert len(digests) == 2
 
 
@@ -62,7 +64,11 @@ def test_the_first_match_wins_and_its_keys_outdo_the_defaults(tmp_path):
     (tmp_path / "good.pth").touch()
     table = table_of(tmp_path, EXAMPLE)
     first = table.treatment_of("x/resnet18-abc.pth")
-    assert (first.model, first.model_args, first.like) == ("torchvision.models:resnet18", {"num_classes": 10}, None)
+    assert (first.model, first.arguments["model_args"], first.like) == (
+        "torchvision.models:resnet18",
+        {"num_classes": 10},
+        None,
+    )
     assert first.settings.keys() == {"format", "ignore", "weights", "input", "timeout"}
     assert (first.settings["format"], first.settings["ignore"]) == ("safetensors", ("val203",))
     assert (first.settings["input"], first.settings["timeout"]) == (("1x3x32x32",), 20)
@@ -156,12 +162,12 @@ def test_the_command_line_wins(tmp_path):
         ),
         pytest.param("[[files]]\nmatch='a'\nmodel='m'", "model = 'm': write it as pkg.mod:factory", id="no factory"),
         pytest.param(
-            "[[files]]\nmatch='a'\nmodel='m:f'\nlike='x'", "model and like exclude each other", id="two targets"
+            "[[files]]\nmatch='a'\nmodel='m:f'\nlike='zoo.toml'", "model and like exclude each other", id="two targets"
         ),
         pytest.param("[[files]]\nmatch='a'\nlike='nowhere.pth'", "there is no such file", id="no file"),
         pytest.param("[[files]]\nmatch='a'\nlike='s3://b/x.pth'", "like = 's3://b/x.pth': is a URL", id="a URL"),
         pytest.param("[[files]]\nmatch='a'\ninput=['1x3']", "input has no meaning without a model", id="no model"),
-        pytest.param("[[files]]\nmatch='a'\nfill='target'", 'fill = "target" needs something to fit', id="no target"),
+        pytest.param("[[files]]\nmatch='a'\nfill='target'", 'fill = "target" takes values from', id="no target"),
         pytest.param(
             "[[files]]\nmatch='a'\nreplace=['x']", "replace needs a source of values", id="a setting that needs another"
         ),
@@ -212,7 +218,7 @@ class TestDigest:
     @pytest.mark.parametrize("key", ["like", "fill", "compare", "recalibrate", "adapter"])
     def test_it_changes_with_a_file_that_is_read(self, tmp_path, key):
         beside = tmp_path / "beside.pth"
-        beside.write_bytes(b"x")
+        save_file({"a": torch.ones(2)}, beside)
         text = f"[defaults]\nmodel = 'm:f'\n{key} = 'beside.pth'\n".replace("model = 'm:f'\nlike", "like")
 
         def digest(folder: Path = tmp_path) -> str:
@@ -224,7 +230,7 @@ class TestDigest:
         elsewhere.mkdir()
         os.link(beside, elsewhere / "beside.pth")
         assert digest(elsewhere) == before, "the place of the file does not count"
-        beside.write_bytes(b"yy")
+        save_file({"a": torch.ones(1)}, beside)
         assert digest() != before
 
     def test_it_changes_with_a_shard(self, tmp_path):
@@ -265,6 +271,13 @@ def test_noop_options_of_a_model_go_to_the_tables_that_have_one(tmp_path):
     text = '[[files]]\nmatch = "a"\nmodel = "m:f"\n'
     assert table_of(tmp_path, text, timeout=7).treatment_of("a").settings == {"timeout": 7}
     assert plain_table({"smoke": False}).rest.settings == {}
+
+
+def test_noop_a_donor_of_the_defaults_is_for_the_tables_that_have_a_target(tmp_path):
+    (tmp_path / "donor.pth").touch()
+    table = table_of(tmp_path, '[defaults]\nfill = "donor.pth"\n[[files]]\nmatch = "a"\nmodel = "m:f"\n')
+    assert table.treatment_of("a").settings == {"fill": str(tmp_path / "donor.pth")}
+    assert table.rest.settings == {}
 
 
 def test_options_of_a_model_without_any_model_are_refused(tmp_path):
