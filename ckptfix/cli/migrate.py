@@ -123,7 +123,7 @@ def _engine(choices: Mapping[str, Any]) -> MakeEngine | None:
             raise UsageError(Opt(name), " is a budget of one machine; a Ray cluster knows what its nodes have")
     from ckptfix.zoo.cluster import RayEngine
 
-    return lambda scratch: RayEngine(scratch, choices.get("address"), choices.get("jobs"))
+    return lambda scratch: RayEngine(scratch, address=choices.get("address"), workers=choices.get("jobs"))
 
 
 def _read(file: str) -> str:

@@ -11,15 +11,16 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import field
 from msgspec.structs import replace
 
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.zoo.engine import TICK, patience
+from ckptfix.zoo.engine import Engine
 from ckptfix.zoo.job import Done, Job, Workplace, failed
 from ckptfix.zoo.manifest import version
 from ckptfix.zoo.places import open_place
@@ -28,44 +29,33 @@ from ckptfix.zoo.resources import cost_of
 _PATIENCE, _RECOUNT = 10.0, 10.0  # seconds that a cluster has to answer, and after which its nodes are counted again
 _AHEAD = 2  # jobs in flight for each processor: one runs, and one is there when it ends
 
-# How often a job is tried whose process dies, which may be its own fault, and one whose node does, which is not.
-_CRASHES, _LOSSES = 2, 5
+_LOSSES = 5  # how often a job is tried whose node dies
 
 
-class RayEngine(Struct):
+class RayEngine(Engine):
     """Runs jobs on the Ray cluster at ``address``, or on one of this machine that ends with the run.
 
     ``workers`` is the most that run at the same time, None for as many as the cluster has processors. ``scratch`` is
     for temporary files of destinations that are folders; those of URLs are where each node has its own."""
 
-    scratch: Path
     address: str | None = None
     workers: int | None = None
-    patience: Callable[[Job], float] = patience
-    is_grouped: bool = False
     processors: int = 1
     memory: int = 0  # of the largest node
     _ray: Any = None
     _task: Any = None
-    _flying: dict[Any, tuple[Job, float]] = field(default_factory=dict)
     _lost: list[Job] = field(default_factory=list)
-    _again: list[Job] = field(default_factory=list)
     _counted: float = 0.0
-    _run: str = field(default_factory=lambda: f"ckptfix-{os.getpid()}-{time.time_ns():x}")
+    _name: str = field(default_factory=lambda: f"ckptfix-{os.getpid()}-{time.time_ns():x}")
 
-    def run_jobs(
-        self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """Do all jobs; see ``Engine``."""
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
         is_ours = self.connect()
         self._task = self._ray.remote(max_retries=0)(perform_on_node)
         try:
-            self._carry_out(iter(jobs), on_done, on_wait)
-            for job in self._again:
-                # What took a process with it is tried again with twice the memory, and with no other job beside it.
-                self._carry_out(iter([job]), on_done, on_wait)
+            yield
         finally:
-            self._end()
+            self._sweep()
             if is_ours:
                 self._ray.shutdown()
 
@@ -107,84 +97,63 @@ class RayEngine(Struct):
         wanted = cost_of(job.item.size, job.runs_model, job.fetches).memory * min(job.attempt, 2)
         return min(wanted, self.memory)
 
-    def _carry_out(self, jobs: Iterator[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None]) -> None:
-        """Do jobs, no more of them at a time than the cluster can use."""
-        last = 0.0
-        job = next(jobs, None)
-        while job is not None or self._flying or self._lost:
-            self.count_nodes()
-            most = self.workers or _AHEAD * self.processors
-            while (job is not None or self._lost) and len(self._flying) < most:
-                if self._lost:
-                    self._send(self._lost.pop())
-                elif job is not None:
-                    self._send(job)
-                    job = next(jobs, None)
-            flying = list(self._flying)
-            ready, _ = self._ray.wait(flying, num_returns=1, timeout=TICK)
-            if ready:
-                ready, _ = self._ray.wait(flying, num_returns=len(flying), timeout=0)
-            for task in ready:
-                self._collect(task, on_done)
-            self._end_endless(on_done)
-            if (now := time.monotonic()) - last >= TICK:
-                last = now
-                on_wait(len(self._flying))
+    def _begin(self, jobs: Iterator[Job]) -> None:
+        self.count_nodes()
+        while len(self._under_way) < (self.workers or _AHEAD * self.processors):
+            job = self._lost.pop() if self._lost else next(jobs, None)
+            if job is None:
+                return
+            # A rename puts outputs in place if the destination is a folder: then temporary files have to be in it.
+            scratch = str(self.scratch.absolute()) if "://" not in job.destination else self._name
+            task = self._task.options(num_cpus=1, memory=self.declared(job), name=label_of(job))
+            # Waiting for a place counts too, hence twice the time.
+            begun = task.remote(job, scratch, str(Path.cwd()), version())
+            self._under_way[begun] = job, time.monotonic() + self.patience(job)
 
-    def _send(self, job: Job) -> None:
-        # A rename puts outputs in place if the destination is a folder: then temporary files have to be in it.
-        scratch = str(self.scratch.absolute()) if "://" not in job.destination else self._run
-        task = self._task.options(num_cpus=1, memory=self.declared(job), name=label_of(job))
-        self._flying[task.remote(job, scratch, str(Path.cwd()), version())] = job, time.monotonic()
+    def _wait(self, seconds: float) -> Iterable[Any]:
+        tasks = list(self._under_way)
+        ready, _ = self._ray.wait(tasks, num_returns=1, timeout=seconds)
+        return self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0] if ready else ()
 
-    def _collect(self, task: Any, on_done: Callable[[Done], None]) -> None:
+    def _take(self, ended: Any, job: Job) -> Done | str | None:
         from ray import exceptions
 
-        job, _ = self._flying.pop(task)
-        node_is_lost = (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError)
         try:
-            done = self._ray.get(task)
+            done: Done = self._ray.get(ended)
         except exceptions.RayTaskError as error:
-            done = failed(job, f"{job.item.name}: the node that had it could not do it: {_last_line(error)}")
+            return failed(job, f"{job.item.name}: the node that had it could not do it: {_last_line(error)}")
+        except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
+            if job.attempt < _LOSSES:  # which is not the fault of the job
+                self._lost.append(replace(job, attempt=job.attempt + 1))
+                return None
+            return f"the node that worked on it was lost ({_last_line(error)})"
         except exceptions.RayError as error:
-            again, most, cause = self._again, _CRASHES, "Ray could not do it"
-            if isinstance(error, node_is_lost):
-                again, most, cause = self._lost, _LOSSES, "the node that worked on it was lost"
-            elif isinstance(error, exceptions.OutOfMemoryError):
+            cause = "Ray could not do it"
+            if isinstance(error, exceptions.OutOfMemoryError):
                 cause = "the node that worked on it ran out of memory"
             elif isinstance(error, exceptions.WorkerCrashedError):
                 cause = "the process that worked on it was killed, or crashed"
-            Workplace(self.scratch, job.number).clear()
-            if job.attempt < most:
-                again.append(replace(job, attempt=job.attempt + 1))
-                return
-            done = failed(job, f"{job.item.name}: {cause} ({_last_line(error)})")
-        on_done(done)
+            return f"{cause} ({_last_line(error)})"
+        return done
 
-    def _end_endless(self, on_done: Callable[[Done], None]) -> None:
-        """End jobs that take too long. Waiting for a place counts too, hence twice the time."""
-        for task, (job, begun) in list(self._flying.items()):
-            limit = 2 * self.patience(job)
-            if time.monotonic() - begun > limit:
-                self._ray.cancel(task, force=True)
-                del self._flying[task]
-                on_done(failed(job, f"{job.item.name}: it took longer than {limit:.0f} s"))
+    def _end(self, running: Any, job: Job) -> None:
+        self._ray.cancel(running, force=True)
 
-    def _end(self) -> None:
+    def _sweep(self) -> None:
         """End the tasks under way, and remove what they left on the nodes."""
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        for task in self._flying:
+        for task in self._under_way:
             self._ray.cancel(task, force=True)
-        if self._flying:
-            self._ray.wait(list(self._flying), num_returns=len(self._flying), timeout=30)
-        self._flying.clear()
+        if self._under_way:
+            self._ray.wait(list(self._under_way), num_returns=len(self._under_way), timeout=30)
+        self._under_way.clear()
         sweeper = self._ray.remote(num_cpus=0, max_retries=0)(sweep_node)
         try:
             nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
             strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-            tasks = [sweeper.options(scheduling_strategy=each).remote(self._run) for each in strategies]
+            tasks = [sweeper.options(scheduling_strategy=each).remote(self._name) for each in strategies]
             self._ray.wait(tasks, num_returns=len(tasks), timeout=30)
         except RayError:
             return  # the cluster is going, and the temporary folders of its nodes with it
@@ -215,7 +184,7 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
         done = perform(job, place)
     except CkptfixError as error:
         return failed(job, str(error))
-    if done.is_exhausted and job.attempt < _CRASHES:
+    if done.is_exhausted and job.attempt == 1:
         # Ray would give this process the next job. The driver takes it for crashed, and tries again beside no other.
         os._exit(1)
     return done

@@ -1,7 +1,6 @@
-"""The engine of one machine: worker processes that are kept alive over many jobs.
+"""What runs jobs, and the engine of one machine: worker processes that are kept alive over many jobs.
 
-A worker that dies takes one job with it: the one it was doing. That is tried again when no other runs, in case it
-lacked the memory that its neighbours had, and fails for good if the worker dies again."""
+A worker that dies takes one job with it: the one it was doing."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -35,10 +35,24 @@ TICK = 0.25  # seconds between two calls of `on_wait`
 _PATIENCE, _SLOWEST = 1800.0, 1e6
 
 
-class Engine(Protocol):
-    """Runs jobs, several at a time, and survives what becomes of any of them."""
+def patience(job: Job) -> float:
+    """Return the seconds after which a job counts as endless: half an hour, and a second for each MB."""
+    timeout: float = job.treatment.settings.get("timeout", 0)
+    return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
 
-    is_grouped: bool  # whether outputs come back staged, on this machine, for the driver to flush and rename in groups
+
+class Engine(Struct):
+    """Runs jobs, several at a time, and survives what becomes of any of them: the part that all engines share.
+
+    A job whose process dies is tried again when no other runs, in case it lacked the memory that its neighbours had,
+    and fails for good if the process dies again. ``scratch`` is a folder for temporary files."""
+
+    scratch: Path
+    patience: Callable[[Job], float] = patience
+    # Whether outputs come back staged, on this machine, for the driver to flush and rename in groups.
+    is_grouped: ClassVar[bool] = False
+    _under_way: dict[Any, tuple[Job, float]] = field(default_factory=dict)
+    _again: list[Job] = field(default_factory=list)
 
     def run_jobs(
         self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
@@ -48,12 +62,67 @@ class Engine(Protocol):
         ``jobs`` come with the largest first, and are taken as they are needed. ``on_wait`` is called a few times a
         second with the number of jobs that are under way. Any exception, such as that of Ctrl-C, ends the jobs under
         way, and nothing of them is left."""
+        with self._opened():
+            self._run(iter(jobs), on_done, on_wait)
+            while self._again:
+                self._run(iter([self._again.pop(0)]), on_done, on_wait)
 
+    def _opened(self) -> AbstractContextManager[None]:
+        """Provide what runs jobs. At the end nothing of it is left."""
+        raise NotImplementedError
 
-def patience(job: Job) -> float:
-    """Return the seconds after which a job counts as endless: half an hour, and a second for each MB."""
-    timeout: float = job.treatment.settings.get("timeout", 0)
-    return _PATIENCE + job.item.size / _SLOWEST + 8 * timeout
+    def _begin(self, jobs: Iterator[Job]) -> None:
+        """Begin as many of the jobs as there is room for, and note them as ``_under_way`` by what ``wait`` returns."""
+        raise NotImplementedError
+
+    def _wait(self, seconds: float) -> Iterable[Any]:
+        """Return which of those under way have ended, when one has."""
+        raise NotImplementedError
+
+    def _take(self, ended: Any, job: Job) -> Done | str | None:
+        """Return what came of a job, or how its process died; None if it is begun again."""
+        raise NotImplementedError
+
+    def _end(self, running: Any, job: Job) -> None:
+        """End a job at once."""
+        raise NotImplementedError
+
+    def _watch(self, on_done: Callable[[Done], None]) -> None:
+        """Look after the jobs under way, from time to time."""
+        for running, (job, began) in list(self._under_way.items()):
+            if time.monotonic() - began > (limit := self.patience(job)):
+                self._bury(running, f"it took longer than {limit:.0f} s", on_done, again=False)
+
+    def _bury(self, running: Any, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
+        """End a job under way: it is tried once more, or has failed."""
+        job, _ = self._under_way.pop(running)
+        self._end(running, job)
+        self._fail(job, cause, on_done, again)
+
+    def _fail(self, job: Job, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
+        Workplace(self.scratch, job.number).clear()
+        if again and job.attempt == 1:
+            self._again.append(replace(job, attempt=2))
+        else:
+            on_done(failed(job, f"{job.item.name}: {cause}"))
+
+    def _run(self, jobs: Iterator[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None]) -> None:
+        last = 0.0
+        while True:
+            self._begin(jobs)
+            if not self._under_way:
+                return
+            for ended in self._wait(TICK):
+                job, _ = self._under_way.pop(ended)
+                done = self._take(ended, job)
+                if isinstance(done, str):
+                    self._fail(job, done, on_done)
+                elif done is not None:
+                    on_done(done)
+            if (now := time.monotonic()) - last >= TICK:
+                last = now
+                self._watch(on_done)
+                on_wait(len(self._under_way))
 
 
 _AHEAD = 64  # jobs that are considered if the next does not fit beside those that run
@@ -64,8 +133,6 @@ class Worker:
     """A worker process, as its driver sees it."""
 
     def __init__(self, scratch: Path, number: int) -> None:
-        self.job: Job | None = None
-        self.began = 0.0
         self._scratch = scratch
         self._log = scratch / f"worker-{number}.log"
         self.answers, theirs = Pipe()
@@ -83,7 +150,6 @@ class Worker:
 
     def give(self, job: Job) -> None:
         """Send a job to a worker that has none: it reads, so that the driver never waits for it."""
-        self.job, self.began = job, time.monotonic()
         with contextlib.suppress(OSError):  # it has died, which shows when its answer is read
             self.answers.send((job, str(self._scratch)))
 
@@ -144,131 +210,89 @@ def check_models(places: Mapping[str, str]) -> None:
         raise UsageError("; ".join(found))
 
 
-class LocalEngine(Struct):
-    """Runs jobs in ``count`` processes at most, within a budget. ``scratch`` is a folder for temporary files."""
+class LocalEngine(Engine):
+    """Runs jobs in ``count`` processes at most, within a budget."""
 
-    count: int
-    budget: Budget
-    scratch: Path
-    patience: Callable[[Job], float] = patience
-    is_grouped: bool = True
-    _workers: list[Worker] = field(default_factory=list)
-    _again: list[Job] = field(default_factory=list)
+    count: int = 1
+    budget: Budget = field(default_factory=lambda: Budget(0))
+    is_grouped: ClassVar[bool] = True
+    _workers: dict[Any, Worker] = field(default_factory=dict)  # by the pipes of their answers
+    _seen: deque[Job] = field(default_factory=deque)  # jobs that were considered, and are not begun yet
+    _passed_over: int = 0
     _started: int = 0
 
-    def run_jobs(
-        self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """Do all jobs; see ``Engine``."""
-        self._again = []
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
         try:
-            self._run(_Queue(iter(jobs)), self.count, on_done, on_wait)
-            self._run(_Queue(replace(job, attempt=2) for job in self._again), 1, on_done, on_wait)
-            for worker in self._workers:
+            yield
+            for worker in self._workers.values():
                 worker.end()
         except BaseException:
-            for worker in self._workers:
+            for worker in self._workers.values():
                 worker.kill()
             raise
         finally:
-            self._workers = []
+            self._workers = {}
 
-    def _run(self, queue: _Queue, count: int, on_done: Callable[[Done], None], on_wait: Callable[[int], None]) -> None:
-        last = 0.0
-        while True:
-            self._hand_out(queue, count)
-            busy = {worker.answers: worker for worker in self._workers if worker.job}
-            if not busy:
-                return
-            for answers in wait(busy, TICK):
-                assert isinstance(answers, Connection)
-                self._collect(busy[answers], on_done)
-            if (now := time.monotonic()) - last >= TICK:
-                last = now
-                for worker in [each for each in self._workers if each.job]:
-                    assert worker.job is not None
-                    if now - worker.began > (limit := self.patience(worker.job)):
-                        self._bury(worker, f"it took longer than {limit:.0f} s", on_done, again=False)
-                self._end_greedy(on_done)
-                on_wait(sum(1 for worker in self._workers if worker.job))
-
-    def _hand_out(self, queue: _Queue, count: int) -> None:
-        while sum(1 for worker in self._workers if worker.job) < count:
-            job = queue.next_that_fits(self.budget)
+    def _begin(self, jobs: Iterator[Job]) -> None:
+        while len(self._under_way) < self.count:
+            job = self._next_that_fits(jobs)
             if job is None:
                 return
-            idle = next((worker for worker in self._workers if not worker.job), None)
+            idle = next((worker for answers, worker in self._workers.items() if answers not in self._under_way), None)
             if idle is None:
                 self._started += 1
                 idle = Worker(self.scratch, self._started)
-                self._workers.append(idle)
+                self._workers[idle.answers] = idle
             self.budget.take(_cost(job))
+            self._under_way[idle.answers] = job, time.monotonic()
             idle.give(job)
 
-    def _collect(self, worker: Worker, on_done: Callable[[Done], None]) -> None:
-        done = worker.take()
-        if done is None:
-            self._bury(worker, worker.cause_of_death(), on_done)
-        else:
-            self._release(worker, is_fit=not done.is_exhausted)
-            on_done(done)
-
-    def _bury(self, worker: Worker, cause: str, on_done: Callable[[Done], None], again: bool = True) -> None:
-        """Remove a worker that died or must end: what it was doing is tried once more, or has failed."""
-        job = self._release(worker, is_fit=False)
-        Workplace(self.scratch, job.number).clear()
-        if again and job.attempt == 1:
-            self._again.append(job)
-        else:
-            on_done(failed(job, f"{job.item.name}: {cause}"))
-
-    def _release(self, worker: Worker, is_fit: bool) -> Job:
-        """Take the job from a worker, and end the worker unless it is fit for another one."""
-        job, worker.job = worker.job, None
-        assert job is not None, "only workers with jobs are watched"
-        self.budget.give_back(_cost(job))
-        if not is_fit:
-            worker.kill()
-            self._workers.remove(worker)
-        return job
-
-    def _end_greedy(self, on_done: Callable[[Done], None]) -> None:
-        """End the largest worker if all together hold more than the budget: what was expected of it was too little."""
-        busy = [(memory_of(worker.process.pid), worker) for worker in self._workers if worker.job]
-        taken, worker = max(busy, key=lambda pair: pair[0], default=(0, None))
-        if worker is None or worker.job is None:
-            return
-        if sum(nbytes for nbytes, _ in busy) > max(self.budget.memory, _cost(worker.job).memory):
-            cause = (
-                f"it took {taken >> 20} MiB of memory, and --memory allows less; run the same command again with more"
-            )
-            self._bury(worker, cause, on_done, again=len(busy) > 1)
-
-
-def _cost(job: Job) -> Cost:
-    return cost_of(job.item.size, job.runs_model, job.fetches)
-
-
-class _Queue:
-    """The jobs that no worker has yet, in their order; one of the next may be done before its turn."""
-
-    def __init__(self, jobs: Iterator[Job]) -> None:
-        self._jobs = jobs
-        self._seen: deque[Job] = deque()
-        self._passed_over = 0
-
-    def next_that_fits(self, budget: Budget) -> Job | None:
+    def _next_that_fits(self, jobs: Iterator[Job]) -> Job | None:
         """Take the first job that fits into the budget; None if none fits, or what was passed over has to be next."""
         for place in range(_AHEAD if self._passed_over < _AHEAD else 1):
             if place == len(self._seen):
-                self._seen.extend(islice(self._jobs, 1))
+                self._seen.extend(islice(jobs, 1))
             if place == len(self._seen):
                 return None
-            if budget.fits(_cost(job := self._seen[place])):
+            if self.budget.fits(_cost(job := self._seen[place])):
                 self._passed_over = self._passed_over + 1 if place else 0
                 del self._seen[place]
                 return job
         return None
+
+    def _wait(self, seconds: float) -> Iterable[Any]:
+        return wait(list(self._under_way), seconds)
+
+    def _take(self, ended: Any, job: Job) -> Done | str | None:
+        done = self._workers[ended].take()
+        if done is not None and not done.is_exhausted:
+            self.budget.give_back(_cost(job))
+            return done
+        cause = self._workers[ended].cause_of_death() if done is None else ""
+        self._end(ended, job)
+        return done or cause
+
+    def _end(self, running: Any, job: Job) -> None:
+        self.budget.give_back(_cost(job))
+        self._workers.pop(running).kill()
+
+    def _watch(self, on_done: Callable[[Done], None]) -> None:
+        super()._watch(on_done)
+        # The largest worker ends if all together hold more than the budget: what was expected of it was too little.
+        busy = [(memory_of(self._workers[running].process.pid), running) for running in self._under_way]
+        taken, largest = max(busy, key=lambda pair: pair[0], default=(0, None))
+        if largest is None:
+            return
+        if sum(nbytes for nbytes, _ in busy) > max(self.budget.memory, _cost(self._under_way[largest][0]).memory):
+            cause = (
+                f"it took {taken >> 20} MiB of memory, and --memory allows less; run the same command again with more"
+            )
+            self._bury(largest, cause, on_done, again=len(busy) > 1)
+
+
+def _cost(job: Job) -> Cost:
+    return cost_of(job.item.size, job.runs_model, job.fetches)
 
 
 # Objects after which Python looks for garbage, 700 by default. A file has many, and its garbage can wait for a few

@@ -171,7 +171,9 @@ def migrate(
     with opened(new, dry_run) as workspace:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         budget = Budget(memory or memory_at_hand(), temporary or room_at(workspace.scratch))
-        runs = engine(workspace.scratch) if engine else LocalEngine(jobs or cores, budget, workspace.scratch)
+        runs = (
+            engine(workspace.scratch) if engine else LocalEngine(workspace.scratch, count=jobs or cores, budget=budget)
+        )
         known = {record.source: record for record in read_manifest(workspace.manifest)}
         workspace.weights.index()
         plan = Plan(

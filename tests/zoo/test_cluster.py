@@ -368,4 +368,4 @@ def test_no_cluster_at_that_address(zoo, tmp_path):
     if ray.is_initialized():
         ray.shutdown()
     with pytest.raises(UsageError, match=r"there is no Ray at 127\.0\.0\.1:1 "):
-        migrated("old", "new", Table(), lambda scratch: RayEngine(scratch, "127.0.0.1:1"))
+        migrated("old", "new", Table(), lambda scratch: RayEngine(scratch, address="127.0.0.1:1"))

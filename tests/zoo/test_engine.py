@@ -42,7 +42,7 @@ def jobs_for(folder: Path, count: int, **models: dict[str, Any]) -> list[Job]:
 
 def run(folder: Path, jobs: list[Job], workers: int = 2, budget: Budget = ROOM, **options: Any) -> dict[str, Done]:
     done: list[Done] = []
-    engine = LocalEngine(workers, budget, folder / "scratch", **options)
+    engine = LocalEngine(folder / "scratch", count=workers, budget=budget, **options)
     engine.run_jobs(jobs, done.append)
     assert len(done) == len(jobs)
     return {each.record.source: each for each in done}
@@ -72,11 +72,11 @@ def test_a_crash_ends_one_job_alone_once_it_was_tried_again(tmp_path):
 
 def test_a_worker_whose_memory_ran_out_is_replaced_and_its_outcome_kept(tmp_path):
     jobs = jobs_for(tmp_path, 6, f0={"model": "tests.zoo.factories:exhausted"})
-    engine, done, workers = LocalEngine(1, ROOM, tmp_path / "scratch"), [], []
+    engine, done, workers = LocalEngine(tmp_path / "scratch", count=1, budget=ROOM), [], []
 
     def note(each: Done) -> None:
         done.append(each)
-        workers.append([worker.process.pid for worker in engine._workers])
+        workers.append([worker.process.pid for worker in engine._workers.values()])
 
     engine.run_jobs(jobs, note)
     found = {each.record.source: each.record for each in done}
@@ -105,11 +105,11 @@ def test_a_job_larger_than_the_budget_goes_through(tmp_path, real_child):
 
 
 def test_an_exception_of_the_driver_leaves_no_process(tmp_path):
-    engine = LocalEngine(2, ROOM, tmp_path / "scratch")
+    engine = LocalEngine(tmp_path / "scratch", count=2, budget=ROOM)
     workers = []
 
     def stop(done: Done) -> None:
-        workers.extend(engine._workers)
+        workers.extend(engine._workers.values())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
