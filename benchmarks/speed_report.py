@@ -50,7 +50,7 @@ the libraries themselves (`benchmarks/peers.py`); they compare nothing but where
 ## Again
 
 ```sh
-make bench                                   # {size}, into .venv-bench, this page written anew
+make bench                                   # {size}, into .venv-bench; this rewrites the page
 make bench BENCH="--size 256MB"              # a quick one
 make bench BENCH="--only scan"               # one table; --help lists their names
 make bench BENCH="--folder /mnt/other"       # another disk

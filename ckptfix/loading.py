@@ -64,7 +64,7 @@ def load(
     load_strictly(model, resumed.repaired.checkpoint, map_location)
     optimizer.load_state_dict(resumed.state)
     kept = ", ".join(resumed.kept)
-    remarks = (f"the optimizer has other groups than the saved one: {kept} stay as they were",) if kept else ()
+    remarks = (f"the optimizer's groups are not the saved ones: {kept} stay as your script set them",) if kept else ()
     return replace(resumed.repaired.report, remarks=(*resumed.repaired.report.remarks, *remarks))
 
 
@@ -119,7 +119,7 @@ def load_strictly(
         raise TargetError(
             f"{checkpoint.path}: torch fails to load it into {type(model).__name__} "
             f"({type(error).__name__}: {reason}); "
-            "build the model anew before you use it, since it may hold a part of the values"
+            "build the model again before you use it, as some of its values may have been overwritten"
         ) from error
     return (*remarks, *_left_empty(model)) if assign else ()
 
@@ -153,8 +153,8 @@ def _left_empty(model: nn.Module) -> tuple[str, ...]:
         return ()
     names = ", ".join(empty[:SHOWN]) + (" …" if len(empty) > SHOWN else "")
     return (
-        f"the model has {counted(len(empty), 'tensor')} on the meta device still, which no state_dict holds: fill "
-        f"{names} before use",
+        f"{counted(len(empty), 'tensor')} still on the meta device, for which no state_dict has values: fill {names} "
+        "before use",
     )
 
 

@@ -78,7 +78,7 @@ def check(
     checkpoint = with_fitting_set(source, checkpoint, goal.target, checked)
     diagnosis = diagnose(checkpoint, goal.target, checked, goal.donor, goal.measure, twin=goal.twin)
     report = report_on(checkpoint, goal.target, diagnosis, checked, Call.of(CHECK, source, model, told, checked))
-    unread = ("the values behind a URL are read only with --values, which fetches the whole file",)
+    unread = ("the values were not read: for a URL, --values (values=True) fetches the whole file",)
     return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *(unread if is_unread else ())))
 
 

@@ -14,7 +14,7 @@ from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.options import CHECK, library_settings
 from ckptfix.core.report import Report
-from ckptfix.errors import CkptfixError, UnreadableError, UsageError
+from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
 from ckptfix.report.advice import Mode, Presentation
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _checking(
 ) -> Iterator[Iterable[Callable[[], Report]]]:
     """Give for each path a function that returns its report, in ``jobs`` processes if there are several."""
     if jobs < 1:
-        raise UsageError(f"{jobs} jobs do nothing; give 1 or more")
+        raise UsageError(Opt("jobs", jobs), ": give 1 or more")
     if min(jobs, len(paths)) < 2:
         yield (partial(_check, path, arguments) for path in paths)
         return

@@ -39,8 +39,8 @@ ARGUMENTS = {
 def explain(run: Run, text: tuple[str, ...]) -> int:
     """Say what an error message means, and what to do.
 
-    It knows the messages of torch 0.3 to 2.13, safetensors, CUDA and others that meet people around loading and running
-    a checkpoint. Give the whole traceback, or a log with it. With --file the checkpoint is looked at too.
+    It knows messages of torch 0.3 to 2.13, safetensors, CUDA and other libraries about loading and running a
+    checkpoint. Give the whole traceback, or a log that contains it. With --file, the checkpoint is checked too.
 
     Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read."""
     console, choices, file = run.console, run.choices, run.choices.get("file")
@@ -112,7 +112,7 @@ def _given(words: tuple[str, ...], console: Console) -> str:
             raw = sys.stdin.buffer.read()[-_MOST:]
         is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # what Windows' shells redirect
         if log is not None and b"\0" in raw[:512] and not is_wide:
-            raise UsageError(f"{log} is not a text; what is wrong with a checkpoint, `ckptfix check {log}` says")
+            raise UsageError(f"{log} is not a text file; to examine a checkpoint, run `ckptfix check {log}`")
         given = raw.decode("utf-16" if is_wide else "utf-8", "replace")
     if not given.strip():
         raise UsageError('no text to explain: ckptfix explain "RuntimeError: …", or a log on stdin')

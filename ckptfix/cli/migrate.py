@@ -35,8 +35,9 @@ _LIST_LIMIT = 10
 def migrate(run: Run, source: str, destination: str | None) -> int:
     """Repair a whole zoo of checkpoints into a new one, and say what became of each file.
 
-    The same command again goes on where it was stopped, however that was. Exit code: 0 all are fine or repaired, 1
-    some need a decision, 2 some could not be read or failed."""
+    Run the same command again to continue where it was stopped.
+
+    Exit codes: 0 all files are fine or repaired; 1 some need a decision; 2 some could not be read, or failed."""
     console, choices = run.console, run.choices
     with console.guarding():
         if choices.get("init"):
@@ -66,7 +67,7 @@ def _migrate(
         listed = [*(listed or ()), *read_list(_read(choices["listed"]))]
     is_dry = bool(choices.get("dry_run"))
     if is_dry and any(each.model for each in (*table.treatments, table.rest)):
-        console.note("a dry run makes no forward test: what it calls repaired or fine may still fail one")
+        console.note("a dry run skips the forward tests: files that it calls repaired or fine may still fail them")
     meter = MigrationMeter(console, is_dry)
     console.progress(f"listing {place}")
     again = [
@@ -159,7 +160,7 @@ def tables(
     file = Path(choices["table"]) if choices.get("table") is not None else usual if usual.is_file() else None
     everything = of_a_repair(choices)
     if file is not None and choices.get("table") is None:
-        console.note(f"the table of the zoo is {file}")
+        console.note(f"using {file}")
     elif file is None and (unused := Path(place, table_name())).is_file():
         console.note(f"{unused} is not used; give it with --table {typed([str(unused)])}")
 
@@ -180,7 +181,7 @@ def tables(
 
 
 def draft(console: Console, source: str, destination: str | None, goal: Path, choices: Mapping[str, Any]) -> int:
-    """Look at a zoo and write the table that says what belongs to what, as far as its files tell."""
+    """Draft the table of a zoo: which files belong to which model, as far as the files themselves show it."""
     from ckptfix.zoo.drafting import draft_table
     from ckptfix.zoo.listing import list_zoo
     from ckptfix.zoo.places import open_place, split_source

@@ -231,7 +231,7 @@ def _differences(
     if left is None or right is None or len(place) >= _DEPTH:
         if not _same(a, b, read_values, tolerance):
             texts = (_text(a), _text(b))
-            yield place, texts if texts[0] != texts[1] else (texts[0], f"{texts[1]}, other values")
+            yield place, texts if texts[0] != texts[1] else (texts[0], f"{texts[1]}, different values")
         return
     if _kind_name(a) != _kind_name(b):
         yield place, (_kind_name(a), _kind_name(b))

@@ -161,16 +161,16 @@ def difference_lines(difference: Difference, verbose: bool = False) -> Iterator[
         renames = [Rename(key, to) for key, to in difference.renamed.items()]
         yield (Span(f"renamed, with the same bytes: {counted(len(renames), 'tensor')}", "warning"),)
         yield from (f"  {line}" for line in edit_lines(renames, limit))
-    for title, pairs in (("another shape", difference.shapes), ("another dtype or layout", difference.dtypes)):
+    for title, pairs in (("different shape", difference.shapes), ("different dtype or layout", difference.dtypes)):
         yield from _named(title, {pair.key: f"{spec_text(pair.a)} → {spec_text(pair.b)}" for pair in pairs}, limit)
     yield from _values([item for item in difference.values if not item[1].unread], limit)
     unread = {pair.key: gap.unread for pair, gap in difference.values if gap.unread}
     yield from _named("values not compared", unread, limit)
     for name, ties in (("A", difference.ties_a), ("B", difference.ties_b)):
         yield from _section(f"tied only in {name}", [" = ".join(group) for group in ties], limit)
-    yield from _texts("entries that are no tensors", difference.entries, limit)
+    yield from _texts("entries that are not tensors", difference.entries, limit)
     yield from _texts("_metadata", difference.metadata, limit)
-    yield from _texts("beside the state_dict", difference.extras, limit)
+    yield from _texts("outside the state_dict", difference.extras, limit)
     yield from _closing(difference)
 
 
@@ -184,7 +184,7 @@ def _side_line(name: str, side: Side) -> Line:
 
 def _damage(side: Side, limit: int | None) -> Iterator[Line]:
     if side.damaged:
-        text = f"damaged: {counted(len(side.damaged), 'tensor')} with other bytes than were saved (checksum)"
+        text = f"damaged: {counted(len(side.damaged), 'tensor')} whose bytes are not those that were saved (checksum)"
         yield ("   ", Span(text, "error"))
         yield from (f"     {line}" for line in folded_lines(side.damaged, limit))
     if side.lost:
@@ -224,7 +224,7 @@ def _values(gaps: Sequence[tuple[Pair, Gap]], limit: int | None) -> Iterator[Lin
     """Yield one line for each tensor, the farthest apart first, then the rest in one."""
     if not gaps:
         return
-    yield (Span(f"other values: {counted(len(gaps), 'tensor')}", "warning"),)
+    yield (Span(f"different values: {counted(len(gaps), 'tensor')}", "warning"),)
     ordered = sorted(gaps, key=lambda item: (-item[1].nonfinite, -item[1].relative))
     shown = at_most(ordered, limit)
     width = max(len(pair.key) for pair, _ in shown)
@@ -257,7 +257,7 @@ def _texts(title: str, texts: Texts, limit: int | None) -> Iterator[Line]:
         return
     # Indices fold as segments do: optimizer.state.{0…73}.exp_avg.
     lines = {
-        _INDEX.sub(r".\1", place): b if b == f"{a}, other values" else f"{a or _NOTHING} → {b or _NOTHING}"
+        _INDEX.sub(r".\1", place): b if b == f"{a}, different values" else f"{a or _NOTHING} → {b or _NOTHING}"
         for place, (a, b) in texts.items()
     }
     yield (Span(f"{title}: {counted(len(texts), 'place')}", "warning"),)

@@ -110,11 +110,7 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
         keys = () if "shapes" in finding.evidence else finding.keys  # another name gives a tensor no other shape
         by = Counter(explained[key] for key in keys if explained.get(key, finding.code) != finding.code)
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
-        if (
-            text := f"the fix of {', '.join(by)} gives {share}these keys their place"
-            if by
-            else _text(finding, presentation)
-        ):
+        if text := f"the fix of {', '.join(by)} covers {share}these keys" if by else _text(finding, presentation):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
     for number, (choices, price) in enumerate(_ways(report, presentation)):
         if not number and (download := _download(report.source)):

@@ -62,7 +62,7 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
 def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | None) -> Iterator[str]:
     groups = counted(len(regroup.like), "group")
     where = "" if regroup.where == "optimizer" else f" in {regroup.where}"
-    yield f"bring the optimizer{where} in step: {counted(len(moments), 'parameter')} in {groups}"
+    yield f"match the optimizer{where} to the weights: {counted(len(moments), 'parameter')} in {groups}"
     if regroup.order:
         yield f"{_INDENT}put {len(regroup.order)} keys of the state_dict into the order of the model"
     parted = [edit.key for edit in moments if edit.parts]
@@ -79,7 +79,7 @@ def _change(edit: MergeAdapter) -> str:
         delta.source.replace("{", "{{").replace("}", "}}") or "its own adapter" for delta in edit.deltas
     )
     if edit.undo:
-        return f"take {', '.join(names)} off {{}}"
+        return f"remove {', '.join(names)} from {{}}"
     if {delta.form for delta in edit.deltas} <= {"whole", "rows"}:
         return f"replace {{}}{' in part' * (edit.deltas[-1].form == 'rows')} by those of {', '.join(names)}"
     return f"merge {', '.join(names)} into {{}}"
@@ -91,7 +91,7 @@ def map_lines(rename_map: RenameMap) -> Iterator[str]:
         others = f"; or from {', '.join(rule.alternatives)}" if rule.alternatives else ""
         yield f"{rule}{f'  ({rule.label}{others})' if rule.label not in ('', CERTAIN) else ''}"
     yield from _key_lines("no source for {} of the target", rename_map.missing, 12)
-    yield from _key_lines("no place for {} of the source", rename_map.unused, 12)
+    yield from _key_lines("nothing in the target takes {} of the source", rename_map.unused, 12)
     if rename_map.proof is not None:
         yield str(rename_map.proof)
 
@@ -322,6 +322,6 @@ LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]]
     Dequantise: _headed(lambda edit: f"multiply the codes of {{}} by their scales ({edit.scheme})"),
     Plain: _plain_lines,
     Retag: lambda edits, limit: [f"retag tensors from {edit.device} to {edit.to}" for edit in edits],
-    Disarm: lambda edits, limit: ["leave out everything but the tensors of the state_dict"],
-    Rewrite: lambda edits, limit: [f"write it anew: the file {edit.cause}" for edit in edits],
+    Disarm: lambda edits, limit: ["leave out everything except the tensors of the state_dict"],
+    Rewrite: lambda edits, limit: [f"rewrite the file: it {edit.cause}" for edit in edits],
 }

@@ -127,13 +127,13 @@ def inspection_lines(
     yield "_metadata: " + ("none" if metadata is None else counted(metadata, "module"))
     yield from _section("ties", [" = ".join(group) for group in facts["ties"]], limit, "none")
     yield from _section(
-        "entries that are no tensors", [f"{key}: {text}" for key, text in facts["entries"].items()], limit
+        "entries that are not tensors", [f"{key}: {text}" for key, text in facts["entries"].items()], limit
     )
-    yield from _section("beside the state_dict", [f"{name}: {text}" for name, text in facts["extras"].items()], limit)
+    yield from _section("outside the state_dict", [f"{name}: {text}" for name, text in facts["extras"].items()], limit)
     unknown = facts["unknown_classes"]
     known = {name: count for name, count in facts["classes"].items() if name not in unknown}
     yield from _section("objects of known classes", _counts(known), limit)
-    yield from _section("objects of unknown classes, kept closed", _counts(unknown), limit)
+    yield from _section("objects of unknown classes (not loaded)", _counts(unknown), limit)
     names = facts["untrusted_names"]
     yield from _section("names in its pickles that are not trusted (none was resolved)", names, limit)
     yield from _section("lost tensors", facts["lost"], limit)

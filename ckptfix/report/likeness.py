@@ -98,7 +98,7 @@ def _differences(likeness: Likeness) -> Iterator[str]:
     if likeness.missing:
         yield f"{len(likeness.missing)} of its {likeness.tensors} keys missing ({_modules(likeness.missing)})"
     if likeness.differing:
-        yield f"{counted(len(likeness.differing), 'key')} of another shape ({_modules(likeness.differing)})"
+        yield f"{counted(len(likeness.differing), 'key')} with another shape ({_modules(likeness.differing)})"
     if likeness.added or likeness.outside:
         yield f"{counted(len(likeness.added) + likeness.outside, 'key')} that it does not have" + (
             f" ({_modules(likeness.added)})" if likeness.added else ""

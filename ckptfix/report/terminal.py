@@ -57,7 +57,7 @@ def full_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     elif presentation.mode is Mode.REPAIR and (presentation.call is None or presentation.call.function == REPAIR):
         is_clean = report.exit_code == 0 and not report.edits and not report.is_refused
         way = "-o FILE" if presentation.call is None else "output=FILE"
-        reason = f", as there is nothing to repair; {way} writes it all the same" if is_clean else ""
+        reason = f", as there is nothing to repair; {way} writes it anyway" if is_clean else ""
         yield f"written: nothing{reason}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:
@@ -72,10 +72,10 @@ def _after_loading(report: Report) -> Iterator[Line]:
     """Yield what code that reads the new file finds otherwise than in the old one."""
     dicts = [edit.where for edit in report.edits if isinstance(edit, Plain) and edit.after == "dict"]
     if dicts:
-        yield f'  dicts now, so ["name"] and not .name: {first_names(dicts)}'
+        yield f'  dicts now, so use ["name"] instead of .name: {first_names(dicts)}'
     left_out = [name for finding in report.findings for name in finding.evidence.get("left_out", ())]
     if left_out:
-        yield f"  not in it: {first_names(left_out)} (attributes of the module)"
+        yield f"  left out: {first_names(left_out)} (attributes of the module)"
     for finding in report.applied:
         if sizes := finding.evidence.get("parameters of each group"):
             yield (

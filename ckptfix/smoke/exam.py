@@ -333,7 +333,7 @@ def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
         return ours
     if not (ours.is_masked and other.is_masked):
         return replace(ours, shared=True)
-    note = "-Inf in the output is the model's own: with its initial weights it gives it too"
+    note = "-Inf in the output is the model's own doing: its initial weights give it too"
     training = ours.training
     if training is not None and training.is_masked:
         training = replace(training, non_finite=(), origin=None)

@@ -120,7 +120,7 @@ def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
     constant = flat.amax(dim=1) == flat.amin(dim=1)
     if not bool(constant.any()) or bool(constant.all()):
         return []
-    return [f"{path}: {_named(constant)} holds one and the same value throughout, while others vary"]
+    return [f"{path}: {_named(constant)} is constant, while others vary"]
 
 
 def _named(chosen: torch.Tensor) -> str:

@@ -41,7 +41,7 @@ from ckptfix.smoke.reference import Reference
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _TRUE_LINE = f"run again with {_BLOCKING}=1, so that the line is the true one"
-_NOT_COMPARED = "the comparison with the CPU came to no end"
+_NOT_COMPARED = "the comparison with the CPU did not finish"
 _NO_CONTRAST = "the output is not finite, nor is it with the model's own initial weights"
 _NOT_AGAIN = f"the CUDA error did not come again with {_BLOCKING}=1"
 
@@ -200,7 +200,7 @@ _REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     CHECKPOINT: advise("see the findings above for what the file lacks"),
 }
 
-_SCALE = Remedy.of("scale the input as in training, or give none")
+_SCALE = Remedy.of("scale the input as in training, or give no input")
 
 _STAGE = {
     "start": "while it started",
@@ -294,7 +294,7 @@ def _non_finite(outcome: Outcome) -> Finding:
         remedies = advise("run the model in float32 or bfloat16; the file can stay as it is")
         cause += "; in float32 the same pass is finite: a limit of the dtype, not of the weights"
     elif outcome.finite_in_float32 is False:
-        cause += "; in float32 it is not finite either: no limit of the dtype"
+        cause += "; in float32 it is not finite either, so the dtype is not the cause"
     if outcome.shared:
         level, remedies = Level.WARNING, (_INPUT,)
         cause += "; with its own initial weights the model does so too: the input or its code is at fault, not the file"
@@ -367,7 +367,7 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
                 f"{counted(len(names), 'parameter')} with {what}: training would leave them as they are",
                 keys=names,
                 remedies=advise(
-                    "a part that is not used, or comes after weights of zero, is not a defect; else try a real input"
+                    "this is not a defect if the part is unused or follows weights of zero; otherwise try a real input"
                 ),
             )
 
@@ -380,7 +380,7 @@ def _differing(outcome: Outcome) -> Iterator[Finding]:
             f"the outputs on {outcome.device} and on {devices.against} are further apart than rounding explains: "
             f"{devices}",
             evidence=_distance(devices),
-            remedies=(*advise("trust neither before you know which is wrong; update the driver and torch"), _ON_CPU),
+            remedies=(*advise("trust neither until you know which is wrong; update the driver and torch"), _ON_CPU),
         )
 
 

@@ -139,9 +139,9 @@ WIDTH = 110
 _FEW, _KEYS = 3, 8
 
 _INTRODUCTION = """\
-What belongs to what. The first [[files]] with a pattern that matches a file applies; a file that none matches gets \
-the repairs that need no model. Patterns without a slash match names at any depth, "folder/" everything below it.
-A line "# key = …" is a guess, or a choice that is yours: remove the "# " if it is right.
+Which files belong to which model. The first [[files]] table that matches a file applies; files that no table matches \
+get the repairs that need no model. Patterns without a slash match names at any depth, "folder/" everything below it.
+A line "# key = …" is a guess or a choice: remove the "# " to use it.
 A model line runs that code when the files are migrated, and each file is then loaded into the model and tried.
 Next: read this file, then `ckptfix migrate {zoo} NEW --dry-run`; `--help` has the rest.
 """
@@ -247,7 +247,7 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
     unread = [sight for sight in sights if sight.layout is None]
     if not (unknown or unread):
         return
-    yield "# What is open ".ljust(WIDTH, "-")
+    yield "# Open questions ".ljust(WIDTH, "-")
     for group in unknown:
         yield from comment(f"which model this is: {first_names(group.names, _FEW)}", "# - ")
     for sight in sorted(unread, key=lambda sight: (not sight.is_hostile, sight.name)):

@@ -177,8 +177,8 @@ class Worker:
         code = self.process.wait()
         if code == -signal.SIGKILL:
             return (
-                "the process that worked on it was killed (SIGKILL), also when no other ran, probably because memory"
-                " ran out; run the same command again on a machine with more"
+                "the process that worked on it was killed (SIGKILL), even with no other job running, probably because"
+                " memory ran out; run the same command again on a machine with more"
             )
         if code < 0:
             return f"the process that worked on it crashed with {signal_name(-code) or -code}"

@@ -360,7 +360,7 @@ def _last(name: str) -> str:
 
 
 THREADS = 32  # requests for first bytes that are under way at once, if files are not on this machine
-ABSENT = "is in the list of files, and not there; correct the list"
+ABSENT = "is in the list of files but does not exist; correct the list"
 
 _REPOSITORY = frozenset({".git", ".hg", ".svn"})
 _STORE = r"((?:.*/)?(?:models|datasets|spaces)--[^/]+)"

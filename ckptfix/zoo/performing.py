@@ -148,8 +148,8 @@ def refuse_taken(job: Job, name: str) -> None:
     """Raise if another source has the name of the output: the last one never wins."""
     if name in job.taken:
         raise CkptfixError(
-            f"{job.item.name}: another source has the name {name} in the destination too; give it "
-            "another one in zoo.toml (output = …), or exclude one of them"
+            f"{job.item.name}: another source would be written as {name} too; "
+            "rename one of them in zoo.toml (output = …), or exclude it"
         )
 
 
@@ -224,8 +224,8 @@ def perform(job: Job, scratch: Path) -> Done:
     except OSError as error:
         done = failed(job, f"{error.filename or job.item.name}: {error.strerror or error}")
     except MemoryError:
-        advice = "run the same command again where there is more, or with fewer --jobs"
-        reason = f"{job.item.name}: needs more memory than there is; {advice}"
+        advice = "run the same command again with fewer --jobs, or on a machine with more"
+        reason = f"{job.item.name}: not enough memory; {advice}"
         done = replace(failed(job, reason), is_exhausted=True)
     except Exception as error:  # noqa: BLE001 - the outermost place of a job: a bug of ours must not stop the others
         done = failed(job, f"this is a bug of ckptfix, please report it: {type(error).__name__}: {error}")

@@ -403,7 +403,7 @@ def open_place(text: str) -> Place:
     Raises ``UsageError`` if the package for such a URL is missing, and says which extra brings it. Listing it shows
     whether it exists."""
     if not text:
-        raise UsageError("a place without a name; name a folder or a URL")
+        raise UsageError("the name of a place is empty; give a folder or a URL")
     if is_local(text):
         return LocalPlace(text.rstrip("/") or "/")
     place = RemotePlace(text.rstrip("/") if not text.endswith("://") else text)
@@ -442,7 +442,7 @@ def split_source(text: str) -> tuple[str, str | None]:
         place = "/".join(parts[:fixed]) or ("/" if rest.startswith("/") else "" if found else ".")
         return scheme + found + place, "/" + "/".join(parts[fixed:])
     if is_local(text):
-        raise AbsentError(f"{text}: is not there; name a folder, a file, a glob or a URL")
+        raise AbsentError(f"{text}: does not exist; name a folder, a file, a glob or a URL")
     parent, _, name = rest.rstrip("/").rpartition("/")
     if parent and open_place(f"{scheme}{found}{parent}").entry(name) is not None:
         return f"{scheme}{found}{parent}", f"/{literal(name)}"
@@ -454,13 +454,13 @@ def require_space(goal: Path, size: int, what: str) -> None:
     free = shutil.disk_usage(goal.parent).free
     if size + RESERVE > free:
         raise NoSpaceError(
-            f"{what}: takes {size} bytes, and {goal.parent} has {free} free; make room there, or choose another disk"
+            f"{what}: needs {size} bytes, but {goal.parent} has only {free} free; make room, or choose another disk"
         )
 
 
 def _present(entry: Entry | None, where: str) -> Entry:
     if entry is None:
-        raise AbsentError(f"{where}: is not there, or is not a file; check the name")
+        raise AbsentError(f"{where}: does not exist, or is not a file; check the name")
     return entry
 
 

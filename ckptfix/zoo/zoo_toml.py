@@ -168,7 +168,7 @@ class Table(Struct, frozen=True, dict=True):
         """Return a line for each treatment that none of these names gets."""
         used = {id(self.treatment_of(name)) for name in names}
         return [
-            f"{self.path or FILE_NAME}: {treatment.place} matches no file, or only files that an earlier table has"
+            f"{self.path or FILE_NAME}: {treatment.place} matches no file, or only files that an earlier table matches"
             for treatment in self.treatments
             if id(treatment) not in used
         ]

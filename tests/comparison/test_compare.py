@@ -134,7 +134,7 @@ def test_a_tensor_that_fails_its_checksum_is_named(tmp_path: Path):
     b.write_bytes(broken)
     difference = ckptfix.diff(a, b)
     assert (difference.a.damaged, difference.b.damaged) == ((), ("w",))
-    assert "   damaged: 1 tensor with other bytes than were saved (checksum)\n     w\n" in screen(difference)
+    assert "   damaged: 1 tensor whose bytes are not those that were saved (checksum)\n     w\n" in screen(difference)
     assert ckptfix.diff(a, b, values=False).b.damaged == ()
 
 

@@ -136,7 +136,7 @@ KINDS: dict[str, Callable[[], Mapping[str, Any]]] = {
     "ties and views of a tie": _tied,
     "two dtypes of one storage": _two_dtypes_of_one_storage,
     "parameters and requires_grad": _parameters,
-    "entries that are no tensors": _extras,
+    "entries that are not tensors": _extras,
     "names of all kinds": lambda: {
         key: torch.ones(1) for key in ("", ".", "a b", "ä.ß", "\u4f60", "x\ny", "a/b", "q" * 300)
     },

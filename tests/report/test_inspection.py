@@ -87,7 +87,7 @@ size: file 6.00 kB, storages 4.65 kB, of which tensors cover 728 B
 _metadata: 1 module
 ties:
   emb.weight = dec.weight
-entries that are no tensors:
+entries that are not tensors:
   packed: tuple of 2
 beside the state_dict:
   epoch: 3

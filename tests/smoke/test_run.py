@@ -148,7 +148,7 @@ def test_a_death_is_a_finding(ending: Ending, blame: str, said: str) -> None:
 def test_a_crash_after_the_verdict_changes_nothing(returncode: int) -> None:
     result, findings = judge(replace(answer(RAN, returncode), stage="devices", answered=False), 5)
     assert (result.passed, findings) == (True, [])
-    assert result.note == "there is no CUDA device; the comparison with the CPU came to no end"
+    assert result.note == "there is no CUDA device; the comparison with the CPU did not finish"
 
 
 def test_a_crash_with_the_weights_of_another_file_is_a_note() -> None:

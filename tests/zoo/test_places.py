@@ -345,7 +345,7 @@ def test_local_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert split_source("*/x.pth") == (".", "/*/x.pth")
     assert split_source(f"{tmp_path}/old/?.pth") == (f"{tmp_path}/old", "/?.pth")
     assert split_source("/*.pth") == ("/", "/*.pth")
-    with pytest.raises(AbsentError, match="nothing: is not there; name a folder, a file, a glob or a URL"):
+    with pytest.raises(AbsentError, match="nothing: does not exist; name a folder, a file, a glob or a URL"):
         split_source("nothing")
 
 

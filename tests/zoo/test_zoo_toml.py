@@ -192,7 +192,8 @@ def test_a_table_that_is_not_there(tmp_path):
 def test_tables_that_match_nothing_are_told(tmp_path):
     text = "".join(f"[[files]]\nmatch = '{pattern}'\n" for pattern in ("*.pth", "a.pth", "b.bin"))
     assert table_of(tmp_path, text).idle(["a.pth"]) == [
-        f"{tmp_path / 'zoo.toml'}: [[files]] {number} ({name}) matches no file, or only files that an earlier table has"
+        f"{tmp_path / 'zoo.toml'}: [[files]] {number} ({name}) matches no file, or only files that an earlier table"
+        " matches"
         for number, name in ((2, "a.pth"), (3, "b.bin"))
     ]
 
