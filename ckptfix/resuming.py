@@ -55,7 +55,6 @@ def repair_optimizer_state(
     ``settings`` are those of ``repair``; names that only follow from the order of the parameters take
     ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or nothing
     tells which of its positions is which parameter."""
-    checked_settings(settings, model, function="load")
     return resume(source, model, optimizer, settings).state
 
 

@@ -179,7 +179,7 @@ def test_a_model_on_the_meta_device_gets_its_tensors_assigned(file: Path) -> Non
     assert values(model) == wanted(file)
     assert model.head.weight is model.embed.weight
     assert report.remarks == (
-        "the model has 1 tensor on the meta device still, which no state_dict holds: fill positions before use",
+        "1 tensor still on the meta device, for which no state_dict has values: fill positions before use",
     )
 
 
@@ -297,5 +297,5 @@ def test_what_the_meta_device_left_empty_is_named():
         model.register_buffer(name, torch.empty(1, device="meta"), persistent=False)
     (remark,) = _left_empty(model)
     assert remark == (
-        "the model has 4 tensors on the meta device still, which no state_dict holds: fill a, b, c … before use"
+        "4 tensors still on the meta device, for which no state_dict has values: fill a, b, c … before use"
     )

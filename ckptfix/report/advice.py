@@ -102,7 +102,7 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
             yield (Span(f"left: {share} of the parameters are untrained", "warning"),)
             if report.is_refused:
                 flag = presentation.option("allow_untrained", True)
-                yield f"  name the model that the file belongs to; {flag} writes this one all the same"
+                yield f"  name the model that the file belongs to; {flag} writes this one anyway"
         return
     yield (Span("left:", "strong"),)
     explained = _explained(remaining)

@@ -12,11 +12,11 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from msgspec import convert, to_builtins
+from msgspec import Struct, convert, to_builtins
 
-from ckptfix.smoke.launch import die_with
+from ckptfix.smoke.launch import DONE, die_with
 
 _GRACE = 30.0  # seconds after the time limit at which the child ends by itself, should the parent be gone
 
@@ -40,22 +40,20 @@ def main() -> None:
         gc.enable()
         os.chdir(order["cwd"])
         sys.path[0] = order["cwd"]  # the process was started in an empty folder, which stands there
+
+        def tell(stage: str, outcome: Struct) -> None:
+            answer.write(json.dumps({"stage": stage, "outcome": to_builtins(outcome)}) + "\n")
+            answer.flush()
+
         if "twins" in order["job"]:
             from ckptfix.smoke.equivalence import compare_twins
 
-            _tell(answer, {"said": to_builtins(compare_twins(order["job"]))})
-            return
-        from ckptfix.smoke.exam import Job, examine
+            tell(DONE, compare_twins(order["job"]))
+        else:
+            from ckptfix.smoke.exam import Job, examine
 
-        job = convert(order["job"], Job)
-        outcome = examine(job, lambda stage, so_far: _tell(answer, {"stage": stage, "so_far": to_builtins(so_far)}))
-        _tell(answer, {"outcome": to_builtins(outcome)})
+            tell(DONE, examine(convert(order["job"], Job), tell))
         faulthandler.cancel_dump_traceback_later()
-
-
-def _tell(answer: TextIO, line: dict[str, Any]) -> None:
-    answer.write(json.dumps(line) + "\n")
-    answer.flush()
 
 
 if __name__ == "__main__":

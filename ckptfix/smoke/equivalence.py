@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from math import prod
 from typing import Any, NamedTuple
 
-from msgspec import Struct, convert
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
@@ -98,10 +98,11 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
         }
         if not (isinstance(source, str) and isinstance(model, str)):
             return compare_twins(job)
-        ending = launch(job, settings.timeout)
+        ending = launch(job, settings.timeout, kind=Equivalence)
         if not ending.answered:
             return Equivalence(doubt=death(ending, settings.timeout).error)
-        return convert(ending.said, Equivalence)
+        proof: Equivalence = ending.outcome
+        return proof
 
     shapes = {key: slot.shape for key, slot in twin.slots.items() if slot.shape is not None}
     return Twin(shapes, prove, twin.converts, twin.ties)

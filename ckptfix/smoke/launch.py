@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from msgspec import Struct, convert, field
+from msgspec import Struct, convert
 
 from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, Failure, Outcome, user_line
@@ -25,25 +25,32 @@ from ckptfix.writing.atomic import temporary_folder_beside
 TAIL = 4096  # how many of the last bytes that the user's model printed are kept
 
 
-class Ending(Struct, frozen=True):
-    """How the child ended. Not ``answered`` means that it crashed, was killed, or ran out of time.
+DONE = "done"  # the stage that comes with the answer
 
-    ``stage`` is the last one that it named, ``stack`` the Python stack of a crash, ``printed`` the tail of what the
-    model printed. ``said`` is the answer to a job that is no forward test."""
+
+class Ending(Struct, frozen=True):
+    """How the child ended: its last ``stage``, and the ``outcome`` up to there.
+
+    ``stack`` is the Python stack of a crash, ``printed`` the tail of what the model printed."""
 
     returncode: int
     timed_out: bool
     stage: str
-    outcome: Outcome
-    answered: bool
+    outcome: Any
     stack: str
     printed: str
-    said: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the child came to its end: otherwise it crashed, was killed, or ran out of time."""
+        return self.stage == DONE
 
 
-def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None) -> Ending:
+def launch(
+    job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None, kind: type[Any] = Outcome
+) -> Ending:
     """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most, with these
-    environment variables beside the parent's.
+    environment variables beside the parent's. ``kind`` is the class of the outcome.
 
     Raises ``UsageError`` if the arguments of the factory cannot be said in JSON."""
     with temporary_folder_beside(Path(tempfile.gettempdir(), "forward-test")) as folder:
@@ -56,8 +63,11 @@ def launch(job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] 
         except TypeError as error:
             raise UsageError(Opt("model_args"), f": {error}; the forward test takes plain JSON only") from error
         returncode, timed_out, printed = _run(text, timeout, empty, variables or {})
-        stage, outcome, answered, said = _read_answer(answer)
-        return Ending(returncode, timed_out, stage, outcome, answered, _text(stack), printed, said)
+        # A line that is not complete was never written to its end.
+        lines = [line for line in _text(answer).splitlines(keepends=True) if line.endswith("\n")]
+        last: dict[str, Any] = json.loads(lines[-1]) if lines else {"stage": "start", "outcome": {}}
+        outcome = convert(last["outcome"], kind)
+        return Ending(returncode, timed_out, last["stage"], outcome, _text(stack), printed)
 
 
 def _run(order: bytes, timeout: float, folder: Path, variables: Mapping[str, str]) -> tuple[int, bool, str]:
@@ -109,20 +119,6 @@ def _keep_tail(stream: IO[bytes], kept: bytearray) -> None:
     while chunk := os.read(stream.fileno(), 65536):
         kept += chunk
         del kept[:-TAIL]
-
-
-def _read_answer(path: Path) -> tuple[str, Outcome, bool, dict[str, Any]]:
-    """Return the last stage, the outcome so far, whether it is the answer, and that of another job."""
-    stage, outcome, answered = "start", Outcome(), False
-    for line in _text(path).splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        said = json.loads(line)
-        if "said" in said:
-            return stage, outcome, True, said["said"]
-        stage, answered = said.get("stage", stage), "outcome" in said
-        outcome = convert(said["outcome" if answered else "so_far"], Outcome)
-    return stage, outcome, answered, {}
 
 
 def _text(path: Path) -> str:

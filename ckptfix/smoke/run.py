@@ -117,7 +117,7 @@ def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
 
 
 def _complete(ending: Ending, timeout: float) -> Outcome:
-    outcome = ending.outcome
+    outcome: Outcome = ending.outcome
     if ending.answered:
         return outcome
     if ending.stage in AFTERTHOUGHTS:

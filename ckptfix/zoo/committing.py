@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.copying import CHUNK
-from ckptfix.core.progress import Task
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.job import Done, Staged, Workplace
@@ -44,13 +43,10 @@ def copy_file(source: Path, goal: Path) -> int:
     system can. Returns the number of bytes."""
     with source.open("rb", buffering=0) as old, goal.open("xb", buffering=0) as new:
         size = os.fstat(old.fileno()).st_size
-        task = Task(f"copying {source}", size)
         try:
-            while moved := os.copy_file_range(old.fileno(), new.fileno(), CHUNK):
-                task.advance(moved)
+            while os.copy_file_range(old.fileno(), new.fileno(), CHUNK):
+                pass
         except (OSError, AttributeError):  # another file system, or a system without the call: copy the rest by hand
-            new.seek(task.done)
-            old.seek(task.done)
             shutil.copyfileobj(old, new, 1 << 20)
         written = new.tell()
     if written != size:

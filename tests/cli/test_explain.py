@@ -122,7 +122,7 @@ def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):
     ("words", "complaint"),
     [
         (("",), "no text to explain"),
-        (("good.pth",), "good.pth is not a text; what is wrong with a checkpoint, `ckptfix check good.pth` says"),
+        (("good.pth",), "good.pth is not a text file; to examine a checkpoint, run `ckptfix check good.pth`"),
         ((MAGIC, "--file", "nowhere.pth"), "there is no such file"),
         ((MAGIC, "--file", "good.pth", "--model", "zoo:tiny", "--like", "good.pth"), "exclude each other"),
     ],

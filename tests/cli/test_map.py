@@ -138,7 +138,7 @@ def test_keys_without_a_source_have_exit_code_1(zoo: Path):
     done = run_here("map", "part.pth", "nets:theirs", cwd=zoo)
     assert done.returncode == 1
     assert "no source for 4 keys of the target: layer.{0,1}.fc1.{weight,bias}" in done.stdout
-    assert "no place for 1 key of the source: x" in done.stdout
+    assert "nothing in the target takes 1 key of the source: x" in done.stdout
 
 
 def test_two_models_prove_their_map(zoo: Path):

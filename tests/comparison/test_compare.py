@@ -109,7 +109,15 @@ def test_every_kind_of_difference_is_told(tmp_path: Path):
     assert told["metadata"] == {"1": {"a": "version 2", "b": "version 1"}}
     assert told["extras"] == {"args.lr": {"a": "0.1", "b": "0.2"}}
     assert told["entries"] == {"extra_state.rule": {"a": "1", "b": "2"}}
-    words = ("only in A", "only in B", "another shape", "another dtype", "other values", "tied only in B", "_metadata")
+    words = (
+        "only in A",
+        "only in B",
+        "different shape",
+        "another dtype",
+        "different values",
+        "tied only in B",
+        "_metadata",
+    )
     for word in words:
         assert f"\n{word}" in screen(difference)
 
@@ -173,7 +181,7 @@ def test_what_cannot_be_compared_is_not_called_other_values(tmp_path: Path):
     b = saved(tmp_path, "b.pth", {"w": torch.eye(3).to_sparse()})
     shown = screen(ckptfix.diff(a, b))
     assert "values not compared: 1 tensor\n  w  layouts strided and sparse_coo\n" in shown
-    assert "other values" not in shown
+    assert "different values" not in shown
 
 
 def test_texts_in_a_header_of_safetensors_are_compared(tmp_path: Path):
@@ -190,7 +198,7 @@ def test_optimizer_tensors_are_compared_too(tmp_path: Path):
         saved(tmp_path, f"{n}.pth", {"state_dict": weights, "optimizer": {"state": {0: {"buf": torch.full((2,), n)}}}})
         for n in (1, 2)
     ]
-    assert "  optimizer.state.0.buf  int64[2], other values\n" in screen(ckptfix.diff(*paths))
+    assert "  optimizer.state.0.buf  int64[2], different values\n" in screen(ckptfix.diff(*paths))
 
 
 def test_tolerance(tmp_path: Path):
@@ -241,7 +249,7 @@ def renames(a: dict[str, Any], b: dict[str, Any]) -> dict[str, str]:
     [
         pytest.param({}, {}, id="nothing"),
         pytest.param({"a": ONE}, {"b": TWO}, id="other bytes"),
-        pytest.param({"a": ONE}, {"b": ONE.reshape(3, 2).clone()}, id="another shape"),
+        pytest.param({"a": ONE}, {"b": ONE.reshape(3, 2).clone()}, id="different shape"),
         pytest.param({"a": ONE}, {"b": ONE.view(torch.int32).clone()}, id="another dtype of the same bytes"),
         pytest.param({"a": ONE}, {"b": ONE.to_sparse()}, id="another layout"),
     ],

@@ -89,7 +89,7 @@ ties:
   emb.weight = dec.weight
 entries that are not tensors:
   packed: tuple of 2
-beside the state_dict:
+outside the state_dict:
   epoch: 3
   args: object of argparse.Namespace
   model.ema: dict of 0

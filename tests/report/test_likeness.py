@@ -69,7 +69,7 @@ def like(**facts):
         (
             like(fit=Fit.NEAR, missing=("layer4.0.a", "layer4.1.b", "fc.w"), tensors=9, differing=("x.w",)),
             "no known model; the nearest is timm vit_small_patch16_224: 3 of its 9 keys missing (`layer4`, `fc`), "
-            "1 key of another shape (`x`)",
+            "1 key with another shape (`x`)",
         ),
         (
             like(fit=Fit.NEAR, added=("blocks.0.se.w", "blocks.1.se.w"), prefix="net."),

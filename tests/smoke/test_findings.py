@@ -95,7 +95,7 @@ def test_many_outputs_are_counted() -> None:
         pytest.param(
             replace(RAN, finite_in_float32=True), Level.WARNING, "a limit of the dtype, not of the weights", id="dtype"
         ),
-        pytest.param(replace(RAN, finite_in_float32=False), Level.ERROR, "no limit of the dtype", id="weights"),
+        pytest.param(replace(RAN, finite_in_float32=False), Level.ERROR, "so the dtype is not the cause", id="weights"),
         pytest.param(replace(RAN, shared=True), Level.WARNING, "the input or its code is at fault", id="code"),
         pytest.param(
             replace(RAN, training=RAN),

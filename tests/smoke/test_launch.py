@@ -141,7 +141,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def ending(returncode: int, stage: str = "forward", timed_out: bool = False, printed: str = "") -> Ending:
-    return Ending(returncode, timed_out, stage, Outcome("cpu"), False, "", printed)
+    return Ending(returncode, timed_out, stage, Outcome("cpu"), "", printed)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
 from ckptfix.report.advice import remedies_text
-from ckptfix.smoke.launch import Ending
+from ckptfix.smoke.launch import DONE, Ending
 from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
 from ckptfix.smoke.reference import Reference
 from ckptfix.smoke.run import judge, lost_the_gpu, run_smoke
@@ -33,11 +33,11 @@ Current thread 0x02 (most recent call first):
 
 
 def answer(outcome: Outcome, returncode: int = 0) -> Ending:
-    return Ending(returncode, False, "forward", outcome, True, "", "")
+    return Ending(returncode, False, DONE, outcome, "", "")
 
 
 def death(returncode: int, stage: str = "forward", timed_out: bool = False) -> Ending:
-    return Ending(returncode, timed_out, stage, Outcome("cpu"), False, STACK, "last words")
+    return Ending(returncode, timed_out, stage, Outcome("cpu"), STACK, "last words")
 
 
 def only(ending: Ending) -> Finding:
@@ -107,7 +107,7 @@ UNDECIDED = Outcome("cpu", ("there is no CUDA device",), derived=True, undecided
     "ending",
     [
         pytest.param(answer(UNDECIDED), id="the control did not run either"),
-        pytest.param(replace(answer(UNDECIDED, -6), stage="control", answered=False), id="the control crashed"),
+        pytest.param(replace(answer(UNDECIDED, -6), stage="control"), id="the control crashed"),
     ],
 )
 def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
@@ -146,14 +146,14 @@ def test_a_death_is_a_finding(ending: Ending, blame: str, said: str) -> None:
 
 @pytest.mark.parametrize("returncode", [-6, -9])
 def test_a_crash_after_the_verdict_changes_nothing(returncode: int) -> None:
-    result, findings = judge(replace(answer(RAN, returncode), stage="devices", answered=False), 5)
+    result, findings = judge(replace(answer(RAN, returncode), stage="devices"), 5)
     assert (result.passed, findings) == (True, [])
     assert result.note == "there is no CUDA device; the comparison with the CPU did not finish"
 
 
 def test_a_crash_with_the_weights_of_another_file_is_a_note() -> None:
     unfinished = replace(RAN, compared=Comparison("b.pth", unlike="the model crashed or hung with its weights"))
-    result, [finding] = judge(replace(answer(unfinished, -6), stage="compare", answered=False), 5)
+    result, [finding] = judge(replace(answer(unfinished, -6), stage="compare"), 5)
     assert result.passed is True
     assert result.compared == unfinished.compared
     assert result.checks == ("outputs against b.pth: not comparable, the model crashed or hung with its weights",)
@@ -162,7 +162,7 @@ def test_a_crash_with_the_weights_of_another_file_is_a_note() -> None:
 
 @pytest.mark.skipif("sys.platform == 'win32'", reason="signals are of POSIX")
 def test_a_crash_in_training_mode_leaves_the_verdict_of_eval_mode() -> None:
-    result, [finding] = judge(replace(answer(RAN, -11), stage="training", answered=False), 5)
+    result, [finding] = judge(replace(answer(RAN, -11), stage="training"), 5)
     assert result.passed is True
     assert result.checks == ("training mode: failed",)
     assert (finding.code, finding.level) == ("RUN103", Level.WARNING)
