@@ -87,12 +87,19 @@ class Record(Struct, frozen=True, dict=True):
 
 def _load() -> tuple[Record, ...]:
     data = parse_toml(Path(__file__).parent / "messages.toml")
-    shared = {name: Advice(**advice) for name, advice in data["advice"].items()}
+
+    def advice(given: Mapping[str, Any]) -> Iterator[Advice]:
+        for do, text in given.items():
+            if text is True:
+                yield from advice(data["advice"][do])
+            elif not text:
+                yield Advice(do)
+            else:
+                yield Advice(text, command=do) if do.startswith("ckptfix ") else Advice(text, code=do)
 
     def record(name: str, entry: dict[str, Any]) -> Record:
-        advice = (shared[each] if isinstance(each, str) else Advice(**each) for each in entry.pop("advice", ()))
         lists = {field: tuple(value) for field, value in entry.items() if isinstance(value, list)}
-        return Record(name, **{**entry, **lists, "advice": tuple(advice)})
+        return Record(name, **{**entry, **lists, "advice": tuple(advice(entry.get("advice", {})))})
 
     return tuple(record(name, entry) for name, entry in data["message"].items())
 
