@@ -620,7 +620,7 @@ def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) ->
     assert [group["lr"] for group in own.param_groups] == [0.001, 0.5], (
         "what tells the script's groups apart is its own"
     )
-    assert report.remarks[-1] == "the optimizer has other groups than the saved one: lr stay as they were"
+    assert report.remarks[-1] == "the optimizer's groups are not the saved ones: lr stay as your script set them"
 
 
 def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_every_kind_of_difference_is_told(tmp_path: Path):
         "only in A",
         "only in B",
         "different shape",
-        "another dtype",
+        "different dtype",
         "different values",
         "tied only in B",
         "_metadata",
