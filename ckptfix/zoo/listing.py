@@ -145,7 +145,7 @@ def _expanded(head: bytes, name: str) -> bytes:
 def _tar(content: Content, depth: int) -> Looks:
     """Return what a tar archive is by those of its files that begin in the head."""
     names = set()
-    for name, start, size in tar_members.TarFiles(content).walk():
+    for name, start, size in tar_members.files(content, []):
         names.add(PurePosixPath(name).name)
         if by_name(name) is Looks.CHECKPOINT:
             return Looks.CHECKPOINT

@@ -9,8 +9,6 @@ import tarfile
 from collections.abc import Iterator
 from functools import partial
 
-from msgspec import Struct, field
-
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError
@@ -43,60 +41,48 @@ def _header(record: bytes) -> tarfile.TarInfo | None:
     return header if header.size >= 0 else None
 
 
-class TarFiles(Struct):
-    """The files of an archive. After the walk, ``damage`` says what is wrong with it.
+def files(content: Content, damage: list[Fact]) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, offset and size of every file; what is wrong with the archive is added to ``damage``.
 
-    An archive that is cut short still gives its last file, with the size that it ought to have."""
-
-    content: Content
-    damage: list[Fact] = field(default_factory=list)
-
-    def walk(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, offset and size of every file. Raises ``HostileError`` if there is no end of them."""
-        content, long_name = self.content, None
-        for count, (header, start) in enumerate(self._headers()):
-            if count >= MEMBER_LIMIT:
-                raise HostileError(
-                    f"{content.path}: a tar archive of more than {MEMBER_LIMIT} files; unpack it yourself, and name "
-                    "the checkpoint in it"
-                )
-            size = header.size
-            if header.type == tarfile.GNUTYPE_LONGNAME:
-                long_name = _text(content[start : start + min(size, _NAME_LIMIT)].rstrip(b"\0"))
-            elif header.type == tarfile.XHDTYPE:
-                long_name = _pax_path(content[start : start + min(size, _NAME_LIMIT)]) or long_name
-            elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
-                name, long_name = long_name or header.name, None
-                if header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE) and not name.endswith("/"):
-                    yield name, start, size
-
-    def _headers(self) -> Iterator[tuple[tarfile.TarInfo, int]]:
-        """Yield each header, and where its data begins. Nothing says where the next one is after one that fails its
-        checksum."""
-        content, position = self.content, 0
-        while (record := _record(content, position)).strip(b"\0"):
-            if (header := _header(record)) is None:
-                is_cut = len(record) < RECORD
-                self.damage.append(
-                    Fact.of(Kind.TAR_HEADER_CUT, nbytes=len(content))
-                    if is_cut
-                    else Fact.of(Kind.TAR_HEADER, offset=position)
-                )
-                return
-            end = position + RECORD + header.size
-            if end > len(content):
-                self.damage.append(Fact.of(Kind.TAR_CUT, printable(header.name), nbytes=len(content), end=end))
-            yield header, position + RECORD
-            position = end + -end % RECORD
+    One that is cut short still gives its last file, with the size that it ought to have. Nothing says where the next
+    file is after a header that fails its checksum. Raises ``HostileError`` if there is no end of them."""
+    position, count = 0, 0
+    special: dict[str, str] = {}  # what the headers before that of a file say of it
+    while (record := _record(content, position)).strip(b"\0"):
+        if (header := _header(record)) is None:
+            is_cut, nbytes = len(record) < RECORD, len(content)
+            damage.append(
+                Fact.of(Kind.TAR_HEADER_CUT, nbytes=nbytes) if is_cut else Fact.of(Kind.TAR_HEADER, offset=position)
+            )
+            return
+        if (count := count + 1) > MEMBER_LIMIT:
+            raise HostileError(
+                f"{content.path}: a tar archive of more than {MEMBER_LIMIT} files; unpack it yourself, and name the "
+                "checkpoint in it"
+            )
+        is_file = header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+        start, size = position + RECORD, int(special.get("size", header.size)) if is_file else header.size
+        if start + size > len(content):
+            damage.append(Fact.of(Kind.TAR_CUT, printable(header.name), nbytes=len(content), end=start + size))
+        if header.type == tarfile.GNUTYPE_LONGNAME:
+            special["path"] = _text(content[start : start + min(size, _NAME_LIMIT)].rstrip(b"\0"))
+        elif header.type == tarfile.XHDTYPE:
+            special |= _extended(content[start : start + min(size, _NAME_LIMIT)])
+        elif header.type not in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+            name, special = special.get("path") or header.name, {}
+            if is_file and not name.endswith("/"):
+                yield name, start, size
+        position = start + size + -size % RECORD
 
 
 def members(content: Content) -> tuple[list[Member], list[Fact]]:
     """Return every file of an archive, and what is wrong with it."""
-    files, found = TarFiles(content), []
-    for name, start, size in files.walk():
-        head = content[start : start + min(size, _HEAD)]
-        found.append(Member(name, head, partial(_blocks, content, start, size)))
-    return found, files.damage
+    damage: list[Fact] = []
+    found = [
+        Member(name, content[start : start + min(size, _HEAD)], partial(_blocks, content, start, size))
+        for name, start, size in files(content, damage)
+    ]
+    return found, damage
 
 
 def _blocks(content: Content, start: int, size: int, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
@@ -112,10 +98,12 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _pax_path(records: bytes) -> str | None:
-    """Return the ``path`` of an extended header: records of the form ``"17 path=a/b.pth\\n"``."""
+def _extended(records: bytes) -> dict[str, str]:
+    """Return the name and the size in an extended header: records of the form ``"17 path=a/b.pth\\n"``. The size is
+    there for a file of 8 GiB or more, for which the header itself has no room."""
+    found: dict[str, str] = {}
     for record in records.split(b"\n"):
-        _, _, pair = record.partition(b" ")
-        if pair.startswith(b"path="):
-            return _text(pair.removeprefix(b"path="))
-    return None
+        key, _, value = record.partition(b" ")[2].partition(b"=")
+        if key == b"path" or (key == b"size" and value.isdigit() and len(value) < 20):
+            found[key.decode()] = _text(value)
+    return found

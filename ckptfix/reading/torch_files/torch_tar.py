@@ -43,11 +43,11 @@ def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
     """Return where each of the files lies, and what is wrong with the archive.
 
     The first few are looked at: no other program's archive is walked to its end."""
-    files = tar_members.TarFiles(content)
+    damage: list[Fact] = []
     parts: dict[str, tuple[int, int]] = {}
-    for (name, start, size), _ in zip(files.walk(), range(len(PARTS) + 1), strict=False):
+    for (name, start, size), _ in zip(tar_members.files(content, damage), range(len(PARTS) + 1), strict=False):
         parts.setdefault(name.removeprefix("./"), (start, size))
-    return parts, files.damage
+    return parts, damage
 
 
 def read(content: Content) -> Document:

@@ -40,6 +40,20 @@ def tarred(members: dict[str, bytes], mode: Any = "w", form: int = tarfile.PAX_F
     return buffer.getvalue()
 
 
+def with_size_apart(name: str, data: bytes) -> bytes:
+    """A tar archive whose header has no room for the size of a file, as that of one of 8 GiB or more."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo(name)
+        info.size, info.pax_headers = len(data), {"size": str(len(data))}
+        archive.addfile(info, io.BytesIO(data))
+    written = bytearray(buffer.getvalue())
+    header = memoryview(written)[1024:1536]  # after that of the extended header, and what this says
+    header[124:136], header[148:156] = b"0" * 11 + b"\0", b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(written)
+
+
 def seventh_edition(name: str, data: bytes) -> bytes:
     """A tar archive as Unix wrote it before there was a magic in its headers."""
     archive = bytearray(tarred({name: data}))
@@ -69,6 +83,7 @@ WRAPPERS: dict[str, Callable[[bytes], bytes]] = {
     "tar": lambda data: tarred({"model.pth": data}),
     "tar of the seventh edition, without a magic": lambda data: seventh_edition("model", data),
     "GNU tar with a long name": lambda data: tarred({"d/" * 80 + "m.pth": data}, form=tarfile.GNU_FORMAT),
+    "pax tar with the size apart": lambda data: with_size_apart("m.pth", data),
     "pax tar with a long name beside a README": lambda data: tarred({**README, "d/" * 80 + "m.pth": data}),
     "tar.gz": lambda data: tarred({"exp/model_best.pth": data}, "w:gz"),
     "tar.bz2": lambda data: tarred({"exp/model_best.pth": data}, "w:bz2"),
