@@ -55,7 +55,7 @@ class OpenFile:
         return os.fstat(self.descriptor).st_size
 
     def read(self, start: int, count: int) -> bytes:
-        """``count`` bytes from ``start`` on, fewer at the end of the file."""
+        """Return ``count`` bytes from ``start`` on, fewer at the end of the file."""
         parts: list[bytes] = []
         while count > 0:
             try:

@@ -325,7 +325,7 @@ def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a name. Raises ``UnreadableError`` if this torch is too old to know it."""
+    """Return torch's dtype of a name. Raises ``UnreadableError`` if this torch is too old to know it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnreadableError(

@@ -154,8 +154,8 @@ class Norm(Struct, frozen=True):
 
 
 def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, Norm]:
-    """For each of these matrices the norm whose tensors come next in the file, if its vectors are as long as the matrix
-    has outputs.
+    """Return for each of these matrices the norm whose tensors come next in the file, if its vectors are as long as the
+    matrix has outputs.
 
     State_dicts list modules in the order of their definition, which nearly always is the order of their use."""
     specs, wanted = checkpoint.specs, set(keys)

@@ -122,7 +122,7 @@ def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
 
 
 def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:
-    """For the keys of one set the key and the spec of the other with the same name, except for segments in front of it.
+    """Return for the keys of one set the key and the spec of the other with the same name, but for segments before it.
 
     One set may have been renamed already, and the other may have been saved from inside of a wrapper."""
     by_tail: dict[str, list[str]] = {}

@@ -34,7 +34,7 @@ Write = Callable[[Checkpoint, BinaryIO], Copier]
 
 
 def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
-    """``pth``, ``safetensors`` or ``universal``: what was asked for, else one of the first two, as the source is."""
+    """Return ``pth``, ``safetensors`` or ``universal``: what was asked for, else the first two by the source's own."""
     if asked is not None:
         return asked
     return SAFETENSORS if checkpoint.format.endswith(safetensors.NAME) else PTH

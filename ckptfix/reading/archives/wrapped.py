@@ -1,5 +1,5 @@
-"""Archives and compressed files around a checkpoint: gzip, bzip2, xz, tar, an ordinary zip, the chunks of an HTTP
-answer, and one inside of another.
+"""Archives and compressed files around a checkpoint: gzip, bzip2, xz, tar, an ordinary zip, and one inside of
+another.
 
 They are told apart by their bytes; ``.pth.tar`` is seldom a tar, and a ``.zip`` may be the torch file itself."""
 

@@ -112,7 +112,7 @@ def named_part(path: Path) -> RankShard | None:
 
 
 def _tensor_parallel(root: Any) -> int:
-    """Over how many ranks a Megatron training spread the model, tensor by tensor or layer by layer; 1 for any other.
+    """Return over how many ranks a Megatron training spread the model, by tensors or by layers; 1 for any other.
 
     Megatron saves its arguments (``megatron/training/checkpointing.py``), DeepSpeed the size of the group
     (``mp_world_size``, ``deepspeed/runtime/engine.py``)."""

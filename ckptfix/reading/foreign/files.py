@@ -56,7 +56,7 @@ _EVEN = 7.9  # bits in a byte from which on bytes look random; weights in float3
 
 
 def name_foreign_file(content: Content) -> str | None:
-    """Return what the file is, with the remedy, where it is a known stranger; None otherwise."""
+    """Return what the file is, with the remedy, if it is of a known kind that is no checkpoint; None otherwise."""
     for namer in _NAMERS:
         if (said := namer(content)) is not None:
             return f"{content.path}: {said}"

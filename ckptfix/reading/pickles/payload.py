@@ -177,8 +177,8 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
 
 @contextmanager
 def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
-    """Provide what is read in the block may fail; where ``names``, the globals of its pickles, hold a payload, the
-    error says that first, as ``HostileError``: nobody should fetch such a file again."""
+    """Turn an ``UnreadableError`` of the block into a ``HostileError`` if the globals that the file's pickles name,
+    ``names``, hold a payload: nobody should fetch such a file again."""
     try:
         yield
     except UnreadableError as error:

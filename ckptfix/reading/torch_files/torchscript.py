@@ -2,8 +2,8 @@
 
 Since 1.3 ``data.pkl`` holds the modules as objects of classes ``__torch__…``, whose sources under ``code/`` list the
 parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``). From 1.3 to 1.5 a buffer is a tensor that
-is not a parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead: see
-``torchscript_json``. Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md"""
+is not a parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead
+(``read_json``). Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md"""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class _Walk(Struct):
                 self._outside(child, prefix + name)
 
     def _quantized(self, module: Opaque, children: Mapping[str, Any], prefix: str) -> None:
-        """What torch's state_dict of a quantised layer has beside parameters and buffers, and the row of the module.
+        """Add what torch's state_dict of a quantised layer has beside parameters and buffers, and the module's row.
 
         A state_dict with packed weights loads by the version in its row; other modules do without one."""
         module = python_module(module, self.path)
@@ -243,8 +243,8 @@ class _Walk(Struct):
         return known.is_module if known is not None else isinstance(value.state, dict)
 
     def _outside(self, value: Any, name: str) -> None:
-        """Tensors that are neither parameter nor buffer: the packed weights of a quantised layer are kept under its
-        name, as torch does, and those of other attributes left out."""
+        """Keep the packed weights of a quantised layer under its name, as torch does, and leave out other tensors that
+        are neither parameter nor buffer."""
         if name in self.entries or next(tensors_in(value), None) is None:
             return
         if is_packed(value):
@@ -353,8 +353,8 @@ def is_packed(value: Any) -> bool:
 
 
 def unpacked(value: Any, path: str) -> Any:
-    """Plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose state is
-    ``(contents, class)``. What stands in two places is unpacked once, and stays one object.
+    """Return plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose
+    state is ``(contents, class)``. What stands in two places is unpacked once, and stays one object.
 
     Raises ``HostileError`` if they have no end."""
     done: dict[int, Any] = {}

@@ -4,7 +4,7 @@ Their weights lie packed for a kernel in a ``torch.ScriptObject``, and ``Module.
 ``_save_to_state_dict`` to take them out. Here the same is done by class (``torch/ao/nn/quantized``, which was
 ``torch/nn/quantized`` before 1.13, and ``torch/nn/intrinsic/quantized``), in torch's order. What only a ScriptObject
 can hold, the weights of recurrent layers, stays one, and FIL102 says that no file can hold it. Whole models and
-TorchScript (by way of ``torchscript_packed``) give the same keys and values."""
+TorchScript give the same keys and values."""
 
 from __future__ import annotations
 
