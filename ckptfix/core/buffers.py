@@ -54,6 +54,15 @@ def modules_of(key: str) -> Iterator[str]:
         at = key.find(".", at + 1)
 
 
+def layers_of(key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbered modules that a key is in, the outermost first: what is before the number, the number, and what
+    is after it: ``blocks``, ``3``, ``fc.weight`` of ``blocks.3.fc.weight``."""
+    parts = key.split(".")
+    for at in range(1, len(parts) - 1):
+        if parts[at].isdecimal():
+            yield ".".join(parts[:at]), parts[at], ".".join(parts[at + 1 :])
+
+
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
     leaf = split_key(key)[1]

@@ -13,6 +13,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, Fold, MergeAdapter, Replace, Zero
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.target import Target
 from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.tensors import spec_of_number, spec_of_tensor
@@ -30,6 +31,11 @@ class ValueSources(Struct, frozen=True):
     measure: Measure | None = None
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
     adapters: dict[str, Checkpoint] = field(default_factory=dict)  # the adapters that edits have named so far, by path
+
+    @classmethod
+    def of(cls, target: Target | None, donor: Checkpoint | None, measure: Measure | None) -> ValueSources:
+        """Return those of a repair towards a target."""
+        return cls(target.initial if target is not None else None, donor, measure)
 
     def adapter(self, path: str) -> Checkpoint:
         """Open an adapter. Raises ``UnreadableError`` if it is not there any more."""

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.core.adaptations import adaptation
-from ckptfix.core.options import CHECK, REPAIR, library_settings, settings_of
+from ckptfix.core.options import CHECK, LISTS, OPTIONS, REPAIR, settings_of
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.core.wording import nearest
@@ -41,19 +41,11 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
             close = nearest(name, known, 0.7)
             hint = f"; did you mean {close!r}?" if close else ""
             raise UsageError(f"{function}() has no setting {name!r}{hint}")
-    settings = Settings(**given)
-    settings = replace(
-        settings,
-        select=_codes("select", settings.select),
-        ignore=_codes("ignore", settings.ignore),
-        accept=_codes("accept", settings.accept),
-        replace=_texts("replace", settings.replace),
-        adapter=_paths("adapter", settings.adapter),
-        input=_texts("input", settings.input),
-        rename=_texts("rename", settings.rename),
-        adapt=_texts("adapt", library_settings({"adapt": settings.adapt})["adapt"]),
-    )
-    settings = replace(settings, rename_map=_rename_map(settings))
+    lists = {option.name for option in OPTIONS if option.kind in LISTS}
+    own: dict[str, Any] = {name: _texts(name, value) if name in lists else value for name, value in given.items()}
+    settings = Settings(**own)
+    codes = {name: _codes(name, getattr(settings, name)) for name in ("select", "ignore", "accept")}
+    settings = replace(settings, **codes, rename_map=_rename_map(settings))
     for each in map(adaptation, settings.adapt):
         for file in each.files():
             if not Path(file).is_file():
@@ -138,9 +130,9 @@ def _rename_map(settings: Settings) -> RenameMap | None:
     return whole
 
 
-def _codes(name: str, given: object) -> tuple[str, ...]:
+def _codes(name: str, given: Iterable[str]) -> tuple[str, ...]:
     """Return rule codes or their beginnings; one that begins no code would silently check nothing."""
-    codes = tuple(code.upper() for code in _texts(name, given))
+    codes = tuple(code.upper() for code in given)
     for code in codes:
         if not any(rule.code.startswith(code) for rule in RULES):
             close = nearest(code, [rule.code for rule in RULES])
@@ -150,14 +142,11 @@ def _codes(name: str, given: object) -> tuple[str, ...]:
 
 
 def _texts(name: str, given: object) -> tuple[str, ...]:
-    """Return one text, or a sequence of texts, as a tuple."""
-    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else None
-    if texts is None or not all(isinstance(text, str) for text in texts):
+    """Return a setting that is a list: one text or path, a sequence of these, or a table of texts."""
+    if isinstance(given, Mapping):
+        return tuple(f"{key}={text}" for key, text in given.items())
+    items = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    texts = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in items]
+    if not all(isinstance(text, str) for text in texts):
         raise UsageError(Opt(name, given), ": give a string, or a list of strings")
-    return texts
-
-
-def _paths(name: str, given: object) -> tuple[str, ...]:
-    """Return one path, or a sequence of paths, as a tuple of texts."""
-    paths = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    return _texts(name, [os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths])
+    return tuple(map(str, texts))

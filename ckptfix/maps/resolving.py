@@ -173,10 +173,8 @@ def _only(
     return (lists[0] if cuts else None), (numbers[0] if stacks else None)
 
 
-def resolve(
-    rename_map: RenameMap, source: Shapes, target: Shapes | None = None, others: Collection[str] = ()
-) -> dict[str, Move]:
-    """Return what the map makes of the tensors of a file; ``others`` are the keys of the file that are not tensors.
+def resolve(rename_map: RenameMap, source: Shapes, target: Shapes | None = None) -> dict[str, Move]:
+    """Return what the map makes of the tensors of a file.
 
     A map that only fits backwards is applied backwards, without its rules by hand: they say one direction. Raises
     ``PlanError`` that names the rule (``UsageError`` for one by hand) for a key that the file or the target does not
@@ -210,7 +208,7 @@ def resolve(
                         raise ValueError(f"{part.source} is used already, by {users[part.source]}")
                 moves[key] = move
     for key, move in moves.items():
-        if key not in users and (key in source or key in others):
+        if key not in users and key in source:
             with _naming(rename_map, [line.rule for line in lines].index(move.rule)):
                 raise ValueError(f"the file has another {key}, which would be overwritten")
     return moves

@@ -44,7 +44,7 @@ _COUNTING_VERSION = 2  # the version of BatchNorm in `_metadata` that has the co
 
 
 def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
-    """ValueSources the counter, as torch would."""
+    """Supply the counter, as torch would."""
     if context.settings.is_for_torch_before(COUNTED_SINCE):
         return
     checkpoint, target = context.checkpoint, context.target

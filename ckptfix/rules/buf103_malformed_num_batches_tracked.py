@@ -45,7 +45,7 @@ _DIGITS = {
 
 
 def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Gives counters the shape and the dtype that BatchNorm gives them, or the target, where it differs."""
+    """Give counters the shape and the dtype that BatchNorm gives them, or the target, where it differs."""
     edits: list[Edit] = []
     forms: dict[str, int] = {}
     keys = []

@@ -55,7 +55,7 @@ _AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at it
 
 
 def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Drops or fills buffers that the target can work out for itself."""
+    """Drop or fill buffers that the target can work out for itself."""
     checkpoint = context.checkpoint
 
     def safe(edits: Sequence[Fill | Drop], noun: str, what: str, **evidence: object) -> Finding:

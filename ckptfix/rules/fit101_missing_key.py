@@ -56,7 +56,7 @@ _SINGULAR = advise(
 
 
 def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Lists what is missing; fills it where that was asked for, and counts what was filled apart from the rest."""
+    """List what is missing; fill it if the user asks for that, and count what was filled apart."""
     filled: list[str] = []
     unfilled: list[str] = []
     edits: list[Edit] = []

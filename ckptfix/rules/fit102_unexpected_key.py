@@ -69,7 +69,7 @@ def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
 
 
 def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Lists what the target has no place for."""
+    """List what the target has no place for."""
     checkpoint = context.checkpoint
     members = value_at(checkpoint.root, checkpoint.container)
     apart = [str(key) for key, value in members.items() if is_of_training(value)] if isinstance(members, dict) else []

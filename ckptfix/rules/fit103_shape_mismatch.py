@@ -82,7 +82,7 @@ Pairs = dict[str, tuple[Shape | None, Shape]]
 
 
 def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Shows both shapes; drops the keys where that was asked for."""
+    """Show both shapes; drop the keys if the user asks for that."""
     checkpoint, specs = context.checkpoint, context.checkpoint.specs
     pairs: Pairs = {}
     reshapes = []

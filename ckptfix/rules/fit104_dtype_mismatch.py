@@ -52,7 +52,7 @@ _SORTS = {
 
 
 def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Lists tensors of another dtype, apart by what a load does with them."""
+    """List tensors of another dtype, apart by what a load does with them."""
     casts: dict[str, list[Cast]] = {sort: [] for sort in _SORTS}
     for cast in _casts(context.checkpoint, target):
         casts[_sort(cast, context, target)].append(cast)

@@ -39,7 +39,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """ValueSources a tied key from its twin, and reports twins that differ."""
+    """Supply a tied key from its twin, and report twins that differ."""
     # A file of tied layers has one of them, and the target may have both: then the model of the file says which.
     groups = (*target.ties, *(context.twin.ties if context.twin is not None else ()))
     if ties := list({edit.key: edit for edit in _ties(context.checkpoint, target, groups)}.values()):

@@ -39,7 +39,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Takes the weights out of flat parameters, and gives flattened ones their shapes."""
+    """Take the weights out of flat parameters, and give flattened ones their shapes."""
     checkpoint = context.checkpoint
     edits: list[Assemble] = []
     taken, odd, unordered = [], {}, []

@@ -32,6 +32,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation
+from ckptfix.core.buffers import layers_of
 from ckptfix.core.edits import Adapt, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
@@ -51,7 +52,7 @@ class Stack(NamedTuple):
 
 
 def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Names the stacks; drops, moves and copies layers where that was asked for."""
+    """Name the stacks; drop, move and copy layers if the user asks for that."""
     file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})
     model = _stacks({key: slot.shape for key, slot in target.slots.items()})
     given = {text: each for text in context.settings.adapt if (each := adaptation(text)).name == DEPTH}
@@ -85,10 +86,8 @@ def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int
     """Return the number of layers and the tensors of each, by path, for stacks whose layers are all alike."""
     found: dict[str, dict[str, dict[str, tuple[int, ...] | None]]] = defaultdict(lambda: defaultdict(dict))
     for key, shape in shapes.items():
-        parts = key.split(".")
-        for at in range(1, len(parts) - 1):
-            if parts[at].isdecimal():
-                found[".".join(parts[:at])][parts[at]][".".join(parts[at + 1 :])] = shape
+        for path, number, rest in layers_of(key):
+            found[path][number][rest] = shape
     stacks: dict[str, tuple[int, Layer]] = {}
     for path, layers in found.items():
         first = layers.get("0")

@@ -58,7 +58,7 @@ _PART = re.compile(r"(?:(?P<module>.+)\.)?(?:parametrizations\.(?P<new>[^.]+)\..
 
 
 def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Proposes to compute the weights that the target wants from their parts in the file."""
+    """Propose to compute the weights that the target wants from their parts in the file."""
     if whole := list(_whole(context.checkpoint.specs, target)):
         yield rule.finding(
             Level.ERROR,

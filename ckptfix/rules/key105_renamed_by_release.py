@@ -101,7 +101,7 @@ REWRITES = (
 
 
 def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Renames what the target wants under the name of another release."""
+    """Rename what the target wants under the name of another release."""
     found = list(_renames(context.checkpoint, target))
     arrivals = Counter(rename.to for rename, _ in found)
     found = [(rename, what) for rename, what in found if arrivals[rename.to] == 1]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from ckptfix.core.buffers import is_buffer_name
+from ckptfix.core.buffers import is_buffer_name, layers_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
@@ -314,10 +314,11 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], 
     kept: dict[str, dict[int, dict[str, int]]] = {}
     lost: dict[str, dict[int, dict[str, int]]] = {}
     for place, key in enumerate((*order, *gone)):
-        for head, number, tail in _in_blocks(key):
-            (kept if key in rank else lost).setdefault(head, {}).setdefault(number, {})[tail] = place
+        for head, text, tail in layers_of(key):
+            (kept if key in rank else lost).setdefault(head, {}).setdefault(int(text), {})[tail] = place
     for key in gone:
-        for head, number, tail in _in_blocks(key):
+        for head, text, tail in reversed([*layers_of(key)]):  # of the innermost block first
+            number = int(text)
             siblings = kept.get(head, {})
             twin = next((block for block in siblings.values() if block.keys() >= lost[head][number].keys()), None)
             if number in siblings or twin is None:
@@ -407,14 +408,6 @@ def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
             found = list(first)
             found += [name + rest for name, part in zip(then, parts, strict=True) for rest in part]
             yield [f".{one}" if one else "" for one in found]
-
-
-def _in_blocks(key: str) -> Iterator[tuple[str, int, str]]:
-    """Yield the numbered modules that a key is in, the inner ones first: what is before the number and after it."""
-    parts = key.split(".")
-    for at in range(len(parts) - 2, 0, -1):
-        if parts[at].isdecimal():
-            yield ".".join(parts[:at]), int(parts[at]), ".".join(parts[at + 1 :])
 
 
 def _parents(key: str) -> set[str]:
