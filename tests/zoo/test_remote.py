@@ -122,7 +122,7 @@ def test_a_removed_file_is_gone_and_may_be_removed_again(place: Place, file: Pat
 
 def test_what_is_absent(place: Place, tmp_path: Path):
     assert place.entry("nothing.pth") is None
-    with pytest.raises(AbsentError, match=r"nothing\.pth: is not there"):
+    with pytest.raises(AbsentError, match=r"nothing\.pth: does not exist"):
         place.fetch("nothing.pth", tmp_path / "fetched")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(AbsentError, match=r"nothing: cannot be listed: .*; check the name"):
@@ -287,7 +287,7 @@ def test_a_full_disk_is_found_before_the_transfer(
 ):
     place.put(file, "model.pth")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": len(RAW)}))
-    with pytest.raises(NoSpaceError, match=f"takes {len(RAW)} bytes, and {tmp_path} has {len(RAW)} free"):
+    with pytest.raises(NoSpaceError, match=f"needs {len(RAW)} bytes, but {tmp_path} has only {len(RAW)} free"):
         place.fetch("model.pth", tmp_path / "fetched")
     assert not (tmp_path / "fetched").exists()
 
