@@ -1,27 +1,30 @@
 """BUF104 transient-buffer: buffers that one release saves and the next does not.
 
 ## What it finds
-Position ids, index tables, masks, rotary frequencies, metric states and their like, which a model works out from
-its own configuration, where the file has one that the target does not want, or lacks one that it does. Also running
-statistics of an InstanceNorm that does not track them, in files from before torch 0.4.0.
+Position ids, index tables, masks, rotary frequencies, metric states and other buffers that a model works out from its
+own configuration, if the file has one that the target does not want, or lacks one that it does. Also running statistics
+of an InstanceNorm that does not track them, in files from before torch 0.4.0.
 
 ## Why it matters
 Whether such a buffer is saved changes between releases of a library. A strict load then fails over a tensor that
 carries no learned value: `Missing key(s): "embeddings.position_ids"`, or the same as unexpected, or `Unexpected
-running stats buffer(s)`. A model for other images or longer texts has them in another shape, and it fails with `size
-mismatch`.
+running stats buffer(s)`. A model for other images or longer texts has them in another shape: `size mismatch`.
 
 ## Fix safety
-Safe, with one exception. A buffer is dropped where the target has one of the same name that it does not save, or
-has none at all and the name is known for one of these. It is filled only from the model's own initialisation, which
-is not random here, and only under a known name; one of another shape is replaced in the same way. A buffer that the
-target wants in the shape that it has is kept as stored, whatever its name: ESM's `inv_freq` differs from a fresh one.
-InstanceNorm statistics are dropped only where the file is older than 0.4.0, as evaluation did not use them then.
+Safe, with one exception:
 
-Unsafe, and a warning, where the target works out a buffer of floats, such as `inv_freq`, with other values than those
-stored: then the model may be configured in another way (the base or the scaling of its rotary embedding), and give
-other results. Masks, counters and indices are not compared, nor is anything under `--no-values`, or where the model
-has more than 4 GB of weights to be built for it.
+- A buffer is dropped if the target has one of the same name that it does not save, or has none and the name is known
+  for such a buffer.
+- It is filled only from the model's own initialisation, which is not random here, and only under a known name. One of
+  another shape is replaced in the same way.
+- A buffer that the target wants in the shape that it has is kept as stored, whatever its name: ESM's `inv_freq` differs
+  from a fresh one.
+- InstanceNorm statistics are dropped only if the file is older than 0.4.0, as evaluation did not use them then.
+
+Unsafe, and a warning: the target works out a buffer of floats, such as `inv_freq`, with other values than those stored.
+Then the model may be configured in another way (the base or the scaling of its rotary embedding), and give other
+results. Masks, counters and indices are not compared, nor is anything under `--no-values`, or if the model has more
+than 4 GB of weights to be built for it.
 
 ## Example
     ckptfix repair bert.bin --model my_models:bert

@@ -1,12 +1,13 @@
 """FIL102 not-weights-only: the file holds things that `torch.load` refuses since 2.6.
 
 ## What it finds
-Objects of classes beside the weights (argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
-modules, classes of a project that is gone), pickle protocols other than 2, plain pickles, text of Python 2 that is not
-UTF-8, TorchScript and torch.package archives, the tar format of torch 0.1, zip archives that
-were packed again in another layout, without their version or by a method that torch does not unpack, those whose
-directory or small records torch's reader refuses, and fp8 tensors saved with `requires_grad` that are not Parameters:
-`torch.load` fails on them with `a leaf Variable that requires grad is being used in an in-place operation`.
+- Objects of classes beside the weights: argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
+  modules, classes of a project that is gone.
+- Pickle protocols other than 2, plain pickles, and text of Python 2 that is not UTF-8.
+- TorchScript and torch.package archives, the tar format of torch 0.1, and zip archives that torch refuses: they
+  were packed again in another layout, without their version, or by a method that torch does not unpack.
+- fp8 tensors saved with `requires_grad` that are not Parameters: `torch.load` fails on them with `a leaf Variable that
+  requires grad is being used in an in-place operation`.
 
 ## Why it matters
 `torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
@@ -17,23 +18,20 @@ named 'models'`.
 Safe: every tensor stays bit for bit. Plain data of known classes takes its natural form (Namespace → dict, Path → str,
 numpy scalar → number, numpy array → tensor, module or TorchScript → state_dict); an object of an unknown class becomes
 a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
-afterwards.
+afterwards. Text of Python 2 that torch refuses is read as Latin-1. Keys of the state_dict that are bytes become text if
+there is a model, which has text.
 
-Some things cannot be carried, and stay a finding: the packed weights of quantised recurrent layers
-(`torch.ScriptObject` in the state_dict), tensors that a class makes of others (torchao's quantised weights) or that an
-unknown function makes of a storage, which are kept as data that no module loads, and the parameters of lazy modules
-that never ran, which hold nothing. From a file with packed weights or torchao's nothing is written: torch.load reads it
-as it is, the latter after `import torchao`, and `--ignore FIL102` writes their parts as data. Where they were taken
-apart already, the file that is left says so.
+Some things cannot be carried, and stay a finding:
 
-Attributes that the user's class keeps in a module (class names, strides, a configuration) are listed in a note: they
-are in no state_dict.
+- The packed weights of quantised recurrent layers (`torch.ScriptObject`), and tensors that a class makes of others
+  (torchao's quantised weights). Nothing is written: torch.load reads the file as it is, the latter after `import
+  torchao`. `--ignore FIL102` writes their parts as data, which no module loads; a file in which that was done says so.
+- Tensors that an unknown function makes of a storage, which are kept as such data.
+- The parameters of lazy modules that never ran, which hold nothing.
 
-Keys of the state_dict that are bytes become text if there is a model, which has text. Keys that are numbers or tuples
-are a note: torch.load reads them. So are nested tensors, which
-ckptfix cannot write: it leaves the file alone.
-
-Text of Python 2 is read as torch.load reads it, as UTF-8; what is none, so that torch refuses the file, as Latin-1.
+Notes name the attributes that the user's class keeps in a module (class names, strides, a configuration), which are in
+no state_dict; keys that are numbers or tuples, which torch.load reads; and nested tensors, which torch.load reads and
+ckptfix cannot write, so that it leaves the file alone.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.

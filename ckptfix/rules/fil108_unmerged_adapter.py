@@ -1,25 +1,30 @@
 """FIL108 unmerged-adapter: weights that an adapter has still to change.
 
 ## What it finds
-With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it, a model that was saved
-with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside them are `lora_A` and
-`lora_B`. And a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes.
-An error where no base can take it: a matrix that is missing, or a configuration that does not fit. An adapter of which
-every layer is as it began (a matrix of zeros, scales of one) changes nothing: a note where it is fresh, a warning where
-the file says that it was trained.
+With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it:
+
+- a model that was saved with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside
+  them are `lora_A` and `lora_B`;
+- a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes. An error if no
+  base can take it: a matrix is missing, or the configuration does not fit.
+
+An adapter of which every layer is as it began (a matrix of zeros, scales of one) changes nothing: a note if it is
+fresh, a warning if the file says that it was trained.
 
 ## Why it matters
 The weights of the file are those from before the fine-tuning. A strict load fails over the names, and one that is not
-strict gives the base model, without a word. An adapter alone is not a model.
+strict silently gives the base model. An adapter alone is not a model.
 
 ## Fix safety
-`--adapter` asks for the merge, which changes stored values. The result has the same bits as that of peft's
+Unsafe, and only on request: `--adapter` changes stored values. The result has the same bits as that of peft's
 `merge_and_unload()`, without the model and its memory (on processors of AMD, and of Intel with AVX-512; on others the
 last bit can differ). The names, ranks and shapes of all layers are compared before anything is written, and an adapter
-that lacks what its configuration names is refused. Where the base lies in a hub's cache under another name than that
-which the adapter was trained on, nothing is written without `--accept FIL108`; a `config.json` with another name is a
-warning, as it may name the model from which the base was trained. Without `--adapter` nothing is merged: the factor of
-the matrices' product is not in the file but in `adapter_config.json`.
+that lacks what its configuration names is refused.
+
+If the base is in a hub's cache under another name than the one that the adapter was trained on, nothing is written
+without `--accept FIL108`. A `config.json` with another name is a warning, as it may name the model from which the base
+was trained. Without `--adapter` nothing is merged: the factor of the matrices' product is not in the file but in
+`adapter_config.json`.
 
 ## Example
     ckptfix repair model.safetensors --adapter my_lora

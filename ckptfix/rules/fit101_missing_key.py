@@ -10,11 +10,13 @@ A strict load fails with `Missing key(s) in state_dict`. A load that is not stri
 says so only in its return value, and the results are wrong without any error.
 
 ## Fix safety
-Nothing is filled unasked, nor where no key of the file belongs to the target. `--fill target` takes the model's own
-initial values (random, from `--seed`), `--fill FILE` takes those of another checkpoint under the same key with the same
-shape. Whatever was filled is listed in the report with its numel and does not count as coverage. Initial values are
-untrained and end with exit code 1; those of a checkpoint that was named are not. The vector `weight_v` of spectral_norm
-is not filled beside a stored `weight_u`: the two belong together, and scale the weights.
+Unsafe, and only on request. `--fill target` takes the model's own initial values (random, from `--seed`), `--fill FILE`
+takes those of another checkpoint under the same key with the same shape. The report lists what was filled with its
+numel, and does not count it as coverage. Initial values are untrained, and the exit code is 1; it is 0 with those of
+another checkpoint.
+
+Nothing is filled if no key of the file belongs to the target. Nor is the vector `weight_v` of spectral_norm beside a
+stored `weight_u`: the two belong together, and scale the weights.
 
 ## Example
     ckptfix repair backbone.pth --model my_models:classifier --fill target

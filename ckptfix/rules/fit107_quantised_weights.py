@@ -1,25 +1,27 @@
 """FIT107 quantised-weights: codes of quantised weights where the model wants the weights.
 
 ## What it finds
-Weights that another library keeps as integers or 8-bit floats beside their scales, under the names that it gives them:
+Weights that another library keeps as integers or 8-bit floats beside their scales, by the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
 compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), MLX (whole
-numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of
-gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and
-8-bit weights with any other key beside them that is called a scale. An error if the model wants plain floats there;
-without a model, a note.
+numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of gpt-oss (`…_blocks`,
+`…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and 8-bit weights beside
+any other key that is called a scale. An error if the model wants plain floats there; a note without a model.
 
 ## Why it matters
 The codes often have the shape of the weights: `load_state_dict` converts them to floats without a word, and the layer
 is off by its scale. Dropping the scales as unexpected keys makes that final.
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` multiplies codes by their scales where the formula is known: bitsandbytes int8 (row order), and
-8-bit codes with one scale for the matrix, for each row, or for each square of 128, and MXFP4, bit for bit as
-transformers does, if the shapes of the model say whether matrices are turned. From all other formats nothing is
-written, as the file does not have all that their formula needs: the order in which 4-bit codes are packed, or whether
-zero points were stored less one (GPTQ). Load them with the library that wrote them, dequantise, and save the result.
-Scales follow their codes to other names; from codes that lost them nothing is written either.
+Unsafe: `--unsafe-fixes` multiplies codes by their scales if the formula is known:
+
+- bitsandbytes int8, in row order;
+- 8-bit codes with one scale for the matrix, for each row, or for each square of 128;
+- MXFP4, bit for bit as transformers does, if the shapes of the model say whether matrices are turned.
+
+From all other formats nothing is written, as the file lacks something that their formula needs: the order in which
+4-bit codes are packed, or whether zero points were stored less one (GPTQ). Load them with the library that wrote them,
+dequantise, and save the result. Scales follow their codes to other names; nothing is written from codes that lost them.
 
 ## Example
     ckptfix repair int8.pth --model my_models:net --unsafe-fixes

@@ -2,16 +2,16 @@
 
 ## What it finds
 Parameters and running statistics of norms with a value above 1e6 (a `running_var`: 1e9): a warning, from 1e15 on an
-error. A note if data in a large unit explains it: most values of the tensor are like that, or the mean and the variance
-of the same channels are both large. Quiet if the model starts so, for buffers, and for single numbers that are neither
-a weight nor a bias, which may count something. The message gives the channels that hold such values.
+error. The message gives the channels that hold such values.
+
+A note if data in a large unit explains it: most values of the tensor are like that, or the mean and the variance of the
+same channels are both large. Not reported if the model starts so, for buffers, and for single numbers that are neither
+a weight nor a bias, which may count something.
 
 ## Why it matters
 The file loads, and the outputs saturate, overflow or become NaN. It is what one flipped bit of an exponent leaves (a
-float32 becomes 2¹²⁸ times as large), and a run on its way to divergence.
-
-The largest values of 10,413 tensors in 255 published files were 296 in matrices, 2,046 in vectors, 285 in a
-`running_mean` and 107,080 in a `running_var`.
+float32 becomes 2¹²⁸ times as large), and a run on its way to divergence. The largest values of 10,413 tensors in 255
+published files were 296 in matrices, 2,046 in vectors, 285 in a `running_mean` and 107,080 in a `running_var`.
 
 ## Fix safety
 Unsafe, and only on request: the right values are not in the file. `--replace VAL207` with `--fill FILE`, `twin` or
