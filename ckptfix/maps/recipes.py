@@ -277,71 +277,16 @@ _KINDS: Mapping[str, Kind] = {
 """What scripts of their own put into groups: parts of a model, and kinds of parameters in them."""
 
 
-def own_recipes(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
-    """Yield the recipes of scripts of their own that make groups of these sizes, be it one. Orders that agree on the
-    layout may differ on the ``new`` one."""
-    sizes = optimizer.sizes
-    if len(sizes) == 1:
-        orders = {**_BY_NAME, ", heads first": _heads_first}
-        if _by_number(layout.shapes) == list(layout.shapes):
-            del orders[", by name"]  # of many numbered layers of equal shapes: the model's order is what is meant
-        for name, within in _differing(layout, new, orders):
-            yield replace(PLAIN, name=PLAIN.name + name, within=within)
-        return
-    if max(sizes) == 1:
-        for name, within in _differing(layout, new, {**_BY_NAME, **_IN_REVERSE}):
-            yield replace(EACH, name=f"a group for each parameter{name}", within=within)
-    yield from own_groups(layout, optimizer, new)
-
-
-def own_groups(layout: Layout, optimizer: Optimizer, new: Layout | None = None) -> Iterator[Recipe]:
-    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
-    groups may come in any order, and list their parameters in that of the model, by name, or in reverse: each way that
-    fits the shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
-    sizes, shapes = sorted(optimizer.sizes), list(layout.shapes.values())
-    parts = dict(_PARTS)
-    kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
-    if max(sizes) == 1:  # each module and kind apart would be a group for each parameter, in whatever order
-        parts, kinds = {"part": parts["part"]}, {"": kinds[""]}
-    places: dict[str, list[Hashable]] = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
-    words = list(map(_words, layout.shapes))
-    for word, count in Counter(chain.from_iterable(words)).items():
-        if count < len(words) and not word.isdecimal():
-            parts[f"{word} or not"] = partial(_is_in, word)
-            places[f"{word} or not"] = [word in each for each in words]
-            parts[f"{word} in names"] = partial(_has, word)
-            places[f"{word} in names"] = [word in bare(key) for key in layout.shapes]
-    numbers = {key: number for number, key in enumerate(layout.shapes)}
-    orders = [
-        (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
-        for name, within in chain([("", None)], _differing(layout, new, {**_BY_NAME, ", in reverse": _reverse}))
-    ]
-    arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
-    few = [[name for name, labels in each.items() if len(set(labels)) <= len(sizes)] for each in (places, kinds)]
-    for part, kind in sorted(product(*few), key=lambda pair: all(pair)):  # the simpler one of two that agree
-        labels = list(zip(places[part], kinds[kind], strict=True))
-        if sorted(Counter(labels).values()) != sizes:
-            continue
-        what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
-        of = partial(_label, parts[part], _KINDS[kind])
-        for name, within, order in orders:
-            groups: dict[Hashable, list[int]] = {}
-            for number in order:
-                groups.setdefault(labels[number], []).append(number)
-            form = tuple(map(tuple, groups.values()))
-            if form not in arranged:
-                arranged[form] = list(islice(_arranged([[shapes[n] for n in each] for each in form], optimizer), 2))
-            for arrangement in arranged[form]:
-                chosen = tuple(list(groups)[place] for place in arrangement)
-                yield Recipe(f"groups of one's own, {what}{name}", of, chosen, within=within, is_own=True)
-
-
 def _by_number(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)])
 
 
 def _heads_first(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: not re.search(r"head|classif|(^|\.)fc", bare(key)))
+
+
+def _biases_last(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: bare(key).endswith("bias"))
 
 
 def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
@@ -357,11 +302,79 @@ def _reverse(keys: Iterable[str]) -> list[str]:
 
 _BY_NAME: Mapping[str, Order] = {", by name": sorted, ", by name and number": _by_number}
 _IN_REVERSE: Mapping[str, Order] = {
-    ", by name in reverse": partial(sorted, reverse=True),
     ", in reverse": _reverse,
+    ", by name in reverse": partial(sorted, reverse=True),
     **{f", by {part} in reverse": partial(_from_the_last, of) for part, of in _PARTS.items() if part},
 }
+_IN_GROUPS: Mapping[str, Order] = {**_BY_NAME, ", in reverse": _reverse}
+_RARE: Mapping[str, Order] = {**_IN_REVERSE, **_BY_NAME, ", heads first": _heads_first, ", biases last": _biases_last}
+"""The orders of few scripts: what fits the shapes in that of the model is taken to be in that of the model."""
 ORDERS_BY_NAME = (*_BY_NAME.values(), _IN_REVERSE[", by part in reverse"])  # what a rename may change
+
+
+def own_recipes(
+    layout: Layout, optimizer: Optimizer, new: Layout | None = None, is_rare: bool = False
+) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes, be it one. Orders that agree on the
+    layout may differ on the ``new`` one. Those that few scripts have are yielded only if they are asked for."""
+    sizes = optimizer.sizes
+    if sum(map(bool, sizes)) == 1:
+        orders = dict(_RARE if is_rare else {**_BY_NAME, ", heads first": _heads_first})
+        if not is_rare and _by_number(layout.shapes) == list(layout.shapes):
+            del orders[", by name"]  # of many numbered layers of equal shapes: the model's order is what is meant
+        places = tuple(0 if size else (None, place) for place, size in enumerate(sizes))
+        for name, within in _differing(layout, new, orders):
+            yield replace(PLAIN, name=PLAIN.name + name, within=within, order=places)
+        return
+    if max(sizes) == 1:
+        for name, within in _differing(layout, new, _RARE if is_rare else {**_BY_NAME, **_IN_REVERSE}):
+            yield replace(EACH, name=f"a group for each parameter{name}", within=within)
+    yield from own_groups(layout, optimizer, new, _RARE if is_rare else _IN_GROUPS)
+
+
+def own_groups(
+    layout: Layout, optimizer: Optimizer, new: Layout | None = None, orders: Mapping[str, Order] = _IN_GROUPS
+) -> Iterator[Recipe]:
+    """Yield the recipes of scripts of their own that make groups of these sizes: by parts, by kinds, or by both. The
+    groups may come in any order, and list their parameters in that of the model, by name, or in reverse: each way that
+    fits the shapes is a recipe. Orders that agree on the layout may differ on the ``new`` one."""
+    sizes, shapes = sorted(filter(None, optimizer.sizes)), list(layout.shapes.values())
+    parts = dict(_PARTS)
+    kinds = {kind: [of(layout, key) for key in layout.shapes] for kind, of in _KINDS.items()}
+    if max(sizes) == 1:  # each module and kind apart would be a group for each parameter, in whatever order
+        parts, kinds = {"part": parts["part"]}, {"": kinds[""]}
+    places: dict[str, list[Hashable]] = {part: [of(key) for key in layout.shapes] for part, of in parts.items()}
+    words = list(map(_words, layout.shapes))
+    for word, count in Counter(chain.from_iterable(words)).items():
+        if count < len(words) and not word.isdecimal():
+            parts[f"{word} or not"] = partial(_is_in, word)
+            places[f"{word} or not"] = [word in each for each in words]
+            parts[f"{word} in names"] = partial(_has, word)
+            places[f"{word} in names"] = [word in bare(key) for key in layout.shapes]
+    numbers = {key: number for number, key in enumerate(layout.shapes)}
+    lists = [
+        (name, within, [numbers[key] for key in (within or list)(layout.shapes)])
+        for name, within in chain([("", None)], _differing(layout, new, orders))
+    ]
+    arranged: dict[Hashable, list[list[int]]] = {}  # most parts and kinds make the groups of others
+    few = [[name for name, labels in each.items() if len(set(labels)) <= len(sizes)] for each in (places, kinds)]
+    for part, kind in sorted(product(*few), key=lambda pair: all(pair)):  # the simpler one of two that agree
+        labels = list(zip(places[part], kinds[kind], strict=True))
+        if sorted(Counter(labels).values()) != sizes:
+            continue
+        what = " and ".join(filter(None, (part and f"by {part}", kind and f"{kind} apart")))
+        of = partial(_label, parts[part], _KINDS[kind])
+        for name, within, order in lists:
+            groups: dict[Hashable, list[int]] = {}
+            for number in order:
+                groups.setdefault(labels[number], []).append(number)
+            form = tuple(map(tuple, groups.values()))
+            if form not in arranged:
+                arranged[form] = list(islice(_arranged([[shapes[n] for n in each] for each in form], optimizer), 2))
+            for arrangement in arranged[form]:
+                members = (list(groups)[place] for place in arrangement)
+                chosen = tuple(next(members) if size else (None, place) for place, size in enumerate(optimizer.sizes))
+                yield Recipe(f"groups of one's own, {what}{name}", of, chosen, within=within, is_own=True)
 
 
 def _differing(layout: Layout, new: Layout | None, orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
@@ -412,7 +425,7 @@ def _arranged(groups: Sequence[Sequence[Shape]], optimizer: Optimizer) -> Iterat
     alike: dict[tuple[Shape, ...], list[int]] = {}
     for number, shapes in enumerate(groups):
         alike.setdefault(tuple(shapes), []).append(number)
-    rows = [[optimizer.row(number) for number in group["params"]] for group in optimizer.groups]
+    rows = [[optimizer.row(number) for number in group["params"]] for group in optimizer.groups if group["params"]]
     fitting = [[form for form in alike if len(form) == len(each) and all(map(fits, each, form))] for each in rows]
     stack: list[list[tuple[Shape, ...]]] = [[]]  # the shapes of the first groups of the optimizer
     for _ in range(LIMIT):

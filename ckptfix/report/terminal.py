@@ -78,9 +78,10 @@ def _after_loading(report: Report) -> Iterator[Line]:
         yield f"  left out: {first_names(left_out)} (attributes of the module)"
     for finding in report.applied:
         if sizes := finding.evidence.get("parameters of each group"):
+            groups = f"{counted(len(sizes), 'group')} of {first_names(sizes)} parameters"
             yield (
-                f"  its optimizer: {counted(len(sizes), 'group')} of {first_names(sizes)} parameters; if your script "
-                f"makes others: ckptfix.load(model, {report.source!r}, optimizer=optimizer)"
+                f"  its optimizer: {groups}, named by {finding.evidence['named by']}; if your script makes others: "
+                f"ckptfix.load(model, {report.source!r}, optimizer=optimizer)"
             )
 
 

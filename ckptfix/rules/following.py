@@ -170,8 +170,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
     if optimizer.is_joint and change.touches:
         return []
-    if change.aliases and len(optimizer.ids) == len(change.result):
-        change = replace(change, is_tied=True)
+    change = _counted(optimizer, change)
     found: dict[Hashable, Followed] = {}
     certain = named_by_itself(optimizer, change.before)
     for naming in certain:
@@ -188,8 +187,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
             found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
-    wide = replace(change, is_wide=True)
-    for read in (change, wide) if wide.parameters.keys() != change.parameters.keys() else (change,):
+    for read in _widths(change):
         for scope, naming in _read(optimizer, read):
             made = follow(optimizer, naming, read, scope)
             if made is None:
@@ -198,17 +196,55 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     return list(found.values())
 
 
-def _read(optimizer: Optimizer, change: Change) -> list[tuple[Scope, Naming]]:
+def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
+    """Return the orders of few scripts that the shapes allow as well as the recipe of a way, and that would lead to
+    another state; none beside names that are certain."""
+    if way.naming.recipe is None:
+        return []
+    change = _counted(optimizer, change)
+    read = (
+        (naming, follow(optimizer, naming, one, scope))
+        for one in _widths(change)
+        for scope, naming in _read(optimizer, one, True)
+    )
+    return list(dict.fromkeys(naming.source for naming, made in read if made is None or made.outcome != way.outcome))
+
+
+def _counted(optimizer: Optimizer, change: Change) -> Change:
+    """Return a change with copies of tied weights as one parameter if the optimizer has as many as the result."""
+    is_tied = bool(change.aliases) and len(optimizer.ids) == len(change.result)
+    return replace(change, is_tied=True) if is_tied else change
+
+
+def _widths(change: Change) -> list[Change]:
+    """Return a change, and that with what is only named like a buffer as a parameter if that is another one."""
+    wide = replace(change, is_wide=True)
+    return [change, wide] if wide.parameters.keys() != change.parameters.keys() else [change]
+
+
+def _read(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[Scope, Naming]]:
     """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
-    a script's own are not looked for in more orders of a sorted file than can agree."""
+    a script's own are not looked for in more orders of a sorted file than can agree. The orders of few scripts count if
+    no recipe with the model's order fits, and the only ones if they are asked for (``is_rare``)."""
     new = change.of_model({key: spec.shape for key, spec in change.result.items()})
     known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
+
+    def fitting(of_trainers: bool = False, is_rare: bool = False) -> list[tuple[Scope, Naming]]:
+        return [
+            (scope, naming)
+            for scope in known
+            for naming in namings(optimizer, scope.layout, new, of_trainers or scope.is_of_form, is_rare)
+        ]
+
     if SIGNS.intersection(change.signs) or len(change.model_orders) > ORDERS:
-        found = [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, True)]
+        found = fitting(of_trainers=True)
         signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
         if signed or len(change.model_orders) > ORDERS:
-            return signed or found
-    return [(scope, naming) for scope in known for naming in namings(optimizer, scope.layout, new, scope.is_of_form)]
+            return [] if is_rare else signed or found
+    found = fitting(is_rare=is_rare)
+    if is_rare or not found or any(naming.recipe is not None and naming.recipe.within is None for _, naming in found):
+        return found
+    return found + fitting(is_rare=True)
 
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
@@ -458,7 +494,7 @@ class _Following(Struct, dict=True):
         after = change.of_model({key: change.after[key].shape for key in of_key})
         groups = [(label, [of_key[key] for key in keys]) for label, keys in recipe.groups(after)]
         if recipe.is_own:
-            groups = [(label, members) for label, members in groups if members]
+            groups = [(label, members) for label, members in groups if members or not self.optimizer.sizes[old[label]]]
             is_known = {label for label, _ in groups} <= old.keys() and not _has_emptied(old, dict(groups))
             met = [
                 _met(of, recipe.listed(lay), lay, old, dict(groups)) for of, lay in ((own, layout), (label_of, after))

@@ -29,7 +29,7 @@ Unsafe if the names follow from a recipe, the way in which a trainer orders para
 timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT, Muon for the matrices and Adam for the rest (as two
 optimizers or two groups), or a script of your own that groups them by parts of the model, by kinds of parameters, or by
 both. The sizes of all groups and the shapes of all moments confirm a recipe. Where shapes are equal, ckptfix assumes
-the order of `model.parameters()`; `parameters with a shape of their own` says how much the shapes confirm.
+the order of the model, and the finding names an order of few scripts (in reverse, biases last) that would fit as well.
 
 Nothing is touched if
 
@@ -71,7 +71,7 @@ from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_i
 from ckptfix.maps.positions import Naming, named_by_itself, namings
 from ckptfix.maps.recipes import Layout
 from ckptfix.reading.weights.containers import is_averaged
-from ckptfix.rules.following import Followed, is_listed_anew, readings, ways
+from ckptfix.rules.following import Followed, is_listed_anew, readings, rivals, ways
 from ckptfix.rules.origins import NEW, Change, may_learn
 from ckptfix.rules.rule import Context, Rule
 
@@ -239,13 +239,17 @@ def _out_of_step(
         return
     way = found[0]
     is_certain = way.naming.is_certain
-    count = len(way.naming.names)
-    how = "" if is_certain or way.naming.own_shapes else f" (0 of {count} parameters with a shape of their own)"
+    others = rivals(optimizer, change, way)
+    how = ""
+    if others:
+        how = f"; it is taken to be in the order of {way.source}, and {others[0]} would fit as well"
+    elif not (is_certain or way.naming.own_shapes):
+        how = f" (0 of {len(way.naming.names)} parameters with a shape of their own)"
     yield rule.finding(
         Level.ERROR,
         f"{optimizer.label} is out of step with the weights: {_what(way)}{how}",
         keys=(*way.anew, *way.added),
-        evidence=_evidence(way),
+        evidence={**_evidence(way), **({"would fit as well": others} if others else {})},
         fix=Fix(way.edits(change.new_order), Applicability.SAFE if is_certain else Applicability.UNSAFE),
         remedies=(IN_STEP, DROP, KEEP),
         is_accepted=context.settings.keep_optimizer,
