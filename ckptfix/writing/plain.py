@@ -448,6 +448,7 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "uuid.UUID": _uuid,
     "fractions.Fraction": lambda value: "/".join(map(str, value.args)) or "0",
     "decimal.Decimal": lambda value: str(value.args[0]) if value.args else "0",
+    "torch.torch_version.TorchVersion": lambda value: str(value.args[0]) if value.args else "",
     "functools.partial": _partial,
     "re._compile": _pattern,
     "builtins.slice": lambda value: {"class": "slice", "args": list(value.args)},

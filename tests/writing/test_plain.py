@@ -67,6 +67,7 @@ NAMESPACE = argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=1))
         (uuid.UUID(int=255), str(uuid.UUID(int=255))),
         (fractions.Fraction(1, 3), "1/3"),
         (decimal.Decimal("1.50"), "1.50"),
+        (torch.torch_version.TorchVersion("2.13.0+cpu"), "2.13.0+cpu"),
         (range(2, 9), [2, 3, 4, 5, 6, 7, 8]),
         (range(5, 1, -2), [5, 3]),
         (range(10_000), list(range(10_000))),

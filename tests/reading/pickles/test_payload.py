@@ -63,6 +63,18 @@ HEALTHY = {
     ),
     "an optimizer": torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict(),
     "torch values": [torch.device("cpu"), torch.float16, torch.Size([2]), torch.strided, torch.ones(2).to_sparse()],
+    "what is kept beside weights": [
+        torch.__version__,
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1),
+        torch.amp.GradScaler("cpu", enabled=False),
+        torch.nn.utils.rnn.pack_sequence([torch.ones(2)]),
+        torch.max(torch.ones(2, 2), 0),
+        torch.distributions.Categorical(logits=torch.ones(3)),
+        torch.ao.quantization.MinMaxObserver(),
+        torch.utils.data.TensorDataset(torch.ones(2)),
+        torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1)),
+        torch.nn.UninitializedParameter(),
+    ],
     "numpy values": [
         np.float32(1),
         np.int64(2),
