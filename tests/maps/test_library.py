@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.maps.library import WITHIN, fitting, look_up, names, shipped
+from ckptfix.maps.library import WITHIN, aliases, fitting, look_up, names, shipped
 from ckptfix.repairing import repair_state_dict
 
 State = dict[str, torch.Tensor]
@@ -376,6 +376,36 @@ def test_diffusion_transformers(name: str):
     assert_equal(moved(original, name), state)
     half = len(state["norm_out.linear.bias"]) // 2
     assert torch.equal(original["final_layer.adaLN_modulation.1.bias"][:half], state["norm_out.linear.bias"][half:])
+
+
+@pytest.mark.slow
+@proves("sd3-24_diffusers", "sd3-38_diffusers")
+@pytest.mark.parametrize(("depth", "heads"), [(24, 24), (38, 38)])
+def test_stable_diffusion_3(depth: int, heads: int):
+    """Diffusers' own function makes the same: the halves of the last modulation of texts are exchanged, which shows in
+    no name, so that there is a map for each depth."""
+    from accelerate import init_empty_weights
+    from diffusers import SD3Transformer2DModel
+    from diffusers.loaders import single_file_utils as theirs
+
+    with init_empty_weights():
+        double = {"dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm"} if depth == 24 else {}
+        model: Any = SD3Transformer2DModel(
+            num_layers=depth, num_attention_heads=heads, caption_projection_dim=64 * heads, **double
+        )
+    last = f"transformer_blocks.{depth - 1}.norm1_context.linear.weight"
+    state = {
+        key: torch.randn(
+            value.shape if key in (last, "context_embedder.weight") else (len(value), *[2] * (value.ndim - 1))
+        )
+        for key, value in model.state_dict().items()
+    }
+    original = moved(state, f"sd3-{depth}_diffusers")
+    assert_equal(theirs.convert_sd3_transformer_checkpoint_to_diffusers(dict(original)), state)
+    assert_equal(moved(original, f"sd3-{depth}_diffusers"), state)
+    for one, other in ((state, original), (original, state)):  # and the map of the other depth says nothing
+        found = sorted(name for name, _ in aliases({key: value.shape for key, value in one.items()}))
+        assert found == sorted(key for key in other if not key.startswith("context_embedder."))
 
 
 @pytest.mark.slow

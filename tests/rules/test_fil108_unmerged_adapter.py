@@ -524,6 +524,32 @@ def _of_xlabs(match):
     return f"{match[1]}.processor.{match[3]}_lora{1 + (match[2] == 'txt')}."
 
 
+@pytest.mark.slow
+def test_an_adapter_of_stable_diffusion_3_and_a_base_with_the_names_of_others(tmp_path):
+    """All that kohya trains in a block, the last modulation with its halves exchanged too; most are narrower here."""
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device("meta"):
+        model = SD3Transformer2DModel(num_layers=24, num_attention_heads=24, caption_projection_dim=1536)
+    torch.manual_seed(0)
+    last = "transformer_blocks.23.norm1_context.linear.weight"
+    base = {
+        key: torch.randn(value.shape if key == last else (len(value), *[16, 2, 2][: value.ndim - 1]))
+        for key, value in model.state_dict().items()
+    }
+    original = renamed(base, "sd3-24_diffusers")
+    adapter = with_names(
+        original,
+        lambda module: f"lora_unet_{module.replace('.', '_')}",
+        *("lora_down", "lora_up"),
+        only=r"joint_blocks\.(0|23)\.",
+    )
+    found = merged_into_both(base, "sd3-24_diffusers", adapter, tmp_path / "kohya.safetensors")
+    changed = {key for key, value in found.items() if bytes_of(value) != bytes_of(base[key])}
+    blocks = ("transformer_blocks.0.", "transformer_blocks.23.")
+    assert changed == {key for key in base if key.startswith(blocks) and key.endswith(".weight")}
+
+
 def test_two_text_encoders_have_the_same_names(tmp_path):
     """Each part of an adapter of SDXL goes where its shapes fit, and the whole file names one of them as OpenCLIP."""
     names = ("self_attn.q_proj", "mlp.fc1")

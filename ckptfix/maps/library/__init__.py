@@ -26,15 +26,20 @@ FOLDER = Path(__file__).parent
 
 _ENDS = "{encoder,decoder}.{conv_in,conv_out}.{weight,bias}"
 _QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
+_CONTEXT = "context_embedder.{weight,bias}"
 # Where whole files of Stable Diffusion and Flux have the source of a map.
 _TEXT = ("cond_stage_model.model.", "conditioner.embedders.1.model.")
+_SD3 = ("sd3-24_diffusers", "sd3-38_diffusers")
 WITHIN: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("ldm-unet_diffusers", "sgm-unet_diffusers", "flux_diffusers"), ("model.diffusion_model.",)),
+    **dict.fromkeys(("ldm-unet_diffusers", "sgm-unet_diffusers", "flux_diffusers", *_SD3), ("model.diffusion_model.",)),
     **dict.fromkeys(("open-clip-text_transformers", "open-clip-text_transformers-4"), _TEXT),
     "ldm-vae_diffusers": ("first_stage_model.",),
 }
 # What keeps its name there.
-_KEPT = {"ldm-vae_diffusers": (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True))}
+_KEPT = {
+    "ldm-vae_diffusers": (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True)),
+    **dict.fromkeys(_SD3, (MapRule(_CONTEXT, _CONTEXT),)),
+}
 
 
 def names() -> list[str]:
@@ -98,7 +103,7 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
     ``tied`` are keys of the target that need no source, as they are another name of one that has."""
     found = list(_fitting(source, target, tied))
     # Two maps may differ in what a file does not say, as in the size of Llama's heads.
-    is_sure = [all(key in source for key, _ in rename_map.shapes) for rename_map, _ in found]
+    is_sure = [not shapes or any(key in source for key, _ in shapes) for shapes in (each.shapes for each, _ in found)]
     if any(is_sure):
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
     elif len(found) < 2:
