@@ -93,7 +93,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.WARNING,
             f"holds {kind} inside of its base, and was never merged",
             keys=[key for layer in adapter.layers for key in layer.keys.values()],
-            remedies=(Remedy.of("merges it", adapter=_config_of(checkpoint.path)),),
+            remedies=(_with_config(checkpoint.path),),
             blocks=Blocks.FILLING,
         )
     if idle:
@@ -333,6 +333,10 @@ def _kind(adapter: Adapter) -> str:
     return f"a {kind} adapter" + f" of rank {common}" * bool(ranks) + (rows if stacked else "")
 
 
-def _config_of(path: str) -> object:
+def _with_config(path: str) -> Remedy:
+    """Return how an adapter is merged that is inside of its base, with the configuration beside the file if it is."""
     file = Path(path).parent / CONFIG
-    return (str(file),) if file.is_file() else Placeholder(CONFIG)
+    if file.is_file():
+        return Remedy.of("merges it", adapter=(str(file),))
+    words = "merges it: name the file that was saved with the adapter and has lora_alpha"
+    return Remedy.of(words, adapter=Placeholder(CONFIG))
