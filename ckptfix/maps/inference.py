@@ -135,7 +135,6 @@ def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset
     _match_leftovers(inference, kernels=_has_kernels(ours) - _has_kernels(theirs))
     for key in [key for key in kept if _is_torn(key, inference)]:
         del kept[key]
-    _match_counters(inference)
     _turn_like_siblings(inference)
     _doubt_orientation(inference)
     _doubt_torn_layers(inference)
@@ -146,6 +145,7 @@ def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset
     _doubt_exchanges(inference)
     _doubt_broken_lists(inference, sides)
     _doubt_other_places(inference)
+    _match_counters(inference)
     return inference
 
 
@@ -600,6 +600,7 @@ def _in_step(
     if any(2 * sum(not keys for keys in each.values()) > len(each) for each in members):
         return False
     owners: dict[Path, int] = {}
+    within: list[tuple[Path, int]] = []
     steps: list[set[tuple[int, ...]]] = [set() for _ in members]
     for rest in members[0]:
         found = [(at, each[rest]) for at, each in enumerate(members) if each[rest]]
@@ -615,7 +616,10 @@ def _in_step(
             for (at, _), path in zip(found, paths, strict=True):
                 if depth and owners.setdefault(path[:depth], at) != at:
                     return False  # two modules share one
+                within += [(path[:outer], at) for outer in range(depth)]
                 steps[at].add(tuple(step for step in map(sub, numbers(path), numbers(paths[0])) if step))
+    if any(owners.get(path, at) != at for path, at in within):
+        return False  # a layer moves to the counterpart of another module
     pairs = [(places[at], others[owner]) for owner, at in owners.items() if owner in others]
     of_one_length = [(one, other, length) for (one, length), (other, size) in pairs if length == size]
     is_same = all(one == other for one, other, _ in of_one_length)

@@ -56,8 +56,9 @@ Leaves = list[Leaf]
 
 
 def common(source: Leaves, target: Leaves) -> int:
-    """Return how many leaves have a partner of their shape."""
-    return (Counter(leaf.shape for leaf in source) & Counter(leaf.shape for leaf in target)).total()
+    """Return how many matrices have a partner of their shape."""
+    ours, theirs = (Counter(leaf.shape for leaf in leaves if len(leaf.shape) > 1) for leaves in (source, target))
+    return (ours & theirs).total()
 
 
 def expanded(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:

@@ -35,7 +35,7 @@ word: word words
 segment: seg segment segments
 patch: patch patches patchify
 class: cls class
-head: head heads classifier classif predictions score
+head: head heads classifier classif predictions score unembed unembedding
 image: vision visual image img
 text: text language txt textual
 audio: audio aud speech
@@ -172,6 +172,8 @@ PHRASES = {
 
 ROLES = frozenset({"query", "key", "value", "gate", "up"})  # concepts that are stored apart or fused into one tensor
 
+GATED = {"fc1": "w1", "fc2": "w2", "fc3": "w3"}  # side by side, they have the order of Meta's Llama
+
 # Words that name several concepts.
 FUSED = {
     "qkv": ("query", "key", "value"),
@@ -282,8 +284,13 @@ def told_apart(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[
             return (*front, "norm_cross", path[-1])
         if _SECOND.fullmatch(f"{norm[:-1]}2") and norm[-1] == "3":
             return (*front, "norm_mlp", path[-1])
-        if norm == "post_attention_layernorm" and (*front, "input_layernorm") in modules:
-            return path if (*front, "pre_feedforward_layernorm") in modules else (*front, "norm_mlp", path[-1])
+        if norm in GATED and modules.issuperset((*front, name) for name in GATED):
+            return (*front, GATED[norm], path[-1])
+        if norm in ("post_attention_layernorm", "final_layernorm") and (*front, "input_layernorm") in modules:
+            if (*front, "pre_feedforward_layernorm") in modules:
+                return path
+            is_last = norm == "final_layernorm" or (*front, "final_layernorm") not in modules
+            return (*front, "norm_mlp" if is_last else "norm_cross", path[-1])
         return path
 
     return list(map(named, paths))

@@ -364,6 +364,14 @@ def test_a_square_matrix_is_transposed_as_its_siblings_are():
     assert infer(plain, wrapped).matches["proj.base.weight"].label is Label.CERTAIN
 
 
+def test_vectors_do_not_show_that_matrices_are_transposed():
+    """The rows of a head with as many outputs as there are layers have the shape of the vectors that are left over."""
+    layers = [linear("fc1", 32, 8) | linear("fc2", 8, 32)] * 2
+    head: Specs = {"head.layers.0.weight": (8, 8), "head.layers.1.weight": (2, 8)}
+    found = sources(stack("a.layers", layers) | head | {"x": (8,), "y": (8,)}, stack("b.layers", layers) | head)
+    assert found["b.layers.1.fc1.weight"] == ["a.layers.1.fc1.weight"]
+
+
 def test_a_bias_does_not_go_where_its_matrix_does_not():
     """The stages of PVT and SegFormer are alike, but for the width of some of their layers."""
     source = stack("a", [{**linear("fc1", 16, 8), **linear("fc2", 8, 16)}, {**linear("fc1", 64, 8)}])
@@ -642,6 +650,25 @@ def test_the_norm_after_attention_is_that_of_the_mlp_beside_one_before_attention
     source = stack("layers", [{f"{name}.weight": (8,) for name in ("ffn_norm", "attention_norm")}] * 3)
     target = stack("h", [{f"{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm")}] * 3)
     assert sources(source, target)["h.1.input_layernorm.weight"] == ["layers.1.attention_norm.weight"]
+
+
+def test_the_last_of_three_norms_is_that_of_the_mlp():
+    """The decoder of Moonshine beside one that counts its norms, in another order."""
+    numbered: Specs = {f"layer_norm_{at}.weight": (8,) for at in (3, 1, 2)}
+    named: Specs = {
+        f"{name}.weight": (8,) for name in ("input_layernorm", "post_attention_layernorm", "final_layernorm")
+    }
+    found = sources(stack("h", [numbered] * 3), stack("layers", [named] * 3))
+    assert found["layers.1.post_attention_layernorm.weight"] == ["h.1.layer_norm_2.weight"]
+    assert found["layers.1.final_layernorm.weight"] == ["h.1.layer_norm_3.weight"]
+
+
+def test_three_numbered_layers_of_a_gated_mlp_have_the_order_of_llama():
+    numbered: Specs = {"fc1.weight": (32, 8), "fc2.weight": (8, 32), "fc3.weight": (32, 8)}
+    named: Specs = {"up_proj.weight": (32, 8), "gate_proj.weight": (32, 8), "down_proj.weight": (8, 32)}
+    found = sources(stack("h", [numbered] * 3), stack("layers", [named] * 3))
+    assert found["layers.1.gate_proj.weight"] == ["h.1.fc1.weight"]
+    assert found["layers.1.up_proj.weight"] == ["h.1.fc3.weight"]
 
 
 def test_a_single_number_beside_a_matrix_follows_its_name():
@@ -1014,6 +1041,24 @@ def test_a_kernel_of_attention_has_an_axis_for_the_heads(is_sorted):
         assert matches[f"layers.{at}.self_attn.k_proj.bias"].parts[0].source == f"layer_{at}.attn.key.bias"
     back = infer(target, source).matches["layer_11.attn.out.kernel"]
     assert (back.parts[0].axes, back.label) == ((1, 0), Label.LIKELY)
+
+
+def test_no_layer_moves_to_the_counterpart_of_another_block():
+    """Without names, the second norm of a block may be the first one of the next."""
+    block: Specs = {"n.weight": (8,), "scale.weight": (8,), "m.weight": (8,)}
+    other: Specs = {"norm1.weight": (8,), "scale1.lambda1": (8,), "norm2.weight": (8,), **linear("down", 8, 32)}
+    source, target = stack("x", [block] * 2) | {"n.weight": (8,)}, stack("y", [other] * 2) | {"norm.weight": (8,)}
+    for key, names in applied(source, target).items():
+        assert [name.split(".")[1] for name in names] == [key.split(".")[1]]
+
+
+def test_a_counter_is_as_doubtful_as_its_norm():
+    statistics: Specs = {"running_mean": (8,), "running_var": (8,), "num_batches_tracked": ()}
+    norms = [norm(name) | {f"{name}.{key}": shape for key, shape in statistics.items()} for name in ("bn1", "bn2")]
+    source = stack("a", [norms[0] | norms[1]] * 3)
+    target = {key.replace("bn", "norm"): shape for key, shape in source.items() if not key.startswith("a.1.bn1")}
+    labels = {key: match.label for key, match in infer(source, target).matches.items()}
+    assert labels["a.1.norm2.num_batches_tracked"] is labels["a.1.norm2.running_mean"] is Label.AMBIGUOUS
 
 
 def test_names_that_both_sides_have_are_not_exchanged():
