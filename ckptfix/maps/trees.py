@@ -249,7 +249,8 @@ class Matcher(Struct):
         most = [max(column) for column in zip(*votes, strict=True)]
         for row, votes_of_row in zip(scores, votes, strict=True):
             for column, vote in enumerate(votes_of_row):
-                row[column] += VOTE_WEIGHT * vote / max(len(pool.labels), *votes_of_row, most[column]) if vote else 0.0
+                if vote and vote == max(*votes_of_row, most[column]):
+                    row[column] += VOTE_WEIGHT * vote / max(len(pool.labels), vote)
         if any(self._near):
             near = [[_paths(node, pool.target) for node in target], [_paths(node, pool.source) for node in source]]
             for row, instances in zip(scores, near[1], strict=True):

@@ -166,6 +166,31 @@ def test_a_shortcut_that_only_one_side_lists_first():
     assert found["layers.0.conv1.weight"] == ["blocks.0.f.a.weight"]
 
 
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_what_one_block_seems_to_say_is_outvoted_by_the_others(lacking):
+    """A block that lacks a layer is matched apart: its shortcut could be its first convolution, which comes first."""
+
+    def layer(name: str, conv: str, norm_: str, rows: int, columns: int, size: int = 1) -> Specs:
+        return {f"{name}.{conv}.weight": (rows, columns, size, size), **norm(f"{name}.{norm_}", rows)}
+
+    source: Specs = {}
+    target: Specs = {}
+    for stage, (inputs, width) in enumerate([(4, 8), (8, 16), (16, 32)]):
+        for block in range(2):
+            own, at = f"trunk.{stage}.{block}", f"s{stage}.b{block}"
+            if block == 0:
+                source |= layer(f"{own}.proj", "0", "1", width, inputs)
+            for number, sizes in enumerate([(width if block else inputs, 1), (width, 3), (width, 1)]):
+                source |= layer(f"{own}.f.{'abc'[number]}", "0", "1", width, *sizes)
+                target |= layer(f"{at}.conv{number + 1}", "conv", "bn", width, *sizes)
+            if block == 0:
+                target |= layer(f"{at}.downsample", "conv", "bn", width, inputs)
+    del target[f"s{lacking}.b0.conv3.conv.weight"]
+    found = applied(source, target)
+    assert [name for key in found if ".downsample." in key for name in found[key] if ".proj." not in name] == []
+    assert sum(".downsample." in key for key in found) == 9
+
+
 def test_the_downsampling_of_a_block_is_its_shortcut():
     """The first stage keeps the resolution: its shortcut has the shape of the last convolution, and no pooling."""
 
