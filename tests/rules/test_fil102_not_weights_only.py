@@ -393,7 +393,7 @@ def test_what_a_module_keeps_beside_its_state_dict_is_listed(tmp_path):
     repaired = ckptfix.repair(path, output=tmp_path / "out.pth")
     assert str(repaired.report).splitlines()[-2:] == [
         '  dicts now, so use ["name"] instead of .name: args',
-        "  not in it: names, stride (attributes of the module)",
+        "  left out: names, stride (attributes of the module)",
     ]
 
 

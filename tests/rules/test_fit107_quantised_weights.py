@@ -255,7 +255,7 @@ def test_what_the_fix_multiplies_has_no_other_advice():
     """The scales are unexpected keys, too: to dequantise them elsewhere is no advice beside the command."""
     more = {"0.weight_format": torch.tensor(0, dtype=torch.uint8)}
     shown = "\n".join(map(str, report_lines(ckptfix.check(bitsandbytes(net(), **more), net()))))
-    assert "the fix of FIT107 gives these keys their place" in shown
+    assert "the fix of FIT107 covers these keys" in shown
     assert "load the file with the library that wrote it" not in shown
 
 
