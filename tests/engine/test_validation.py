@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from ckptfix.core.options import LISTS, OPTIONS
 from ckptfix.core.settings import Settings
 from ckptfix.engine.validation import LONGEST_TIMEOUT, checked_settings
 from ckptfix.errors import UsageError
@@ -21,6 +23,20 @@ def test_one_code_or_path_may_be_given_as_it_is(tmp_path):
     )
     assert (settings.select, settings.ignore, settings.replace) == (("KEY",), ("VAL101",), ("VAL",))
     assert settings.fill == str(tmp_path / "other.pth")
+
+
+def test_each_list_of_the_table_takes_a_text_a_path_a_sequence_and_a_table(tmp_path):
+    """`input=Path("batch.npy")` was no list of strings, and `adapt` alone took a table."""
+    names = [option.name for option in OPTIONS if option.is_setting and option.kind in LISTS]
+    texts = {"adapt": "head=classes.txt", "rename": "a=b"} | dict.fromkeys(("select", "ignore", "accept"), "VAL101")
+    (tmp_path / "classes.txt").touch()
+    for name in names:
+        text = texts.get(name, "x").replace("classes", str(tmp_path / "classes"))
+        key, equals, value = text.partition("=")
+        forms = [text, Path(text), [text], iter([Path(text)]), *([{key: value}] if equals else [])]
+        for form in forms:
+            settings = checked_settings({name: form, "fill": "x"}, model="m")
+            assert getattr(settings, name) == (text,), (name, form)
 
 
 @pytest.mark.parametrize("seconds", [0.001, LONGEST_TIMEOUT])

@@ -129,5 +129,5 @@ def migrate(*words: object, script: str = "from ckptfix.cli import main; main()"
 
 def migrate_here(*words: object) -> subprocess.CompletedProcess[str]:
     """The command line in this process, with no others beside it."""
-    with patch("ckptfix.zoo.engine.LocalEngine", lambda workers, budget, scratch: Alone(scratch, True)):
+    with patch("ckptfix.zoo.engine.LocalEngine", lambda scratch, **_: Alone(scratch, True)):
         return run_here("migrate", *map(str, words), cwd=Path(str(words[0])).parent)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, ChunkedBytes, check_tiling
+from ckptfix.reading.folders.chunks import Box, ChunkedBytes, agree, check_tiling
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_tensor
 
 
@@ -95,3 +95,14 @@ def test_row_major_bytes_of_a_chunk(tensor: torch.Tensor) -> None:
 def test_a_chunk_of_the_meta_device_has_no_bytes() -> None:
     with pytest.raises(UnreadableError, match="meta device"):
         RowMajorBytes(TensorSpec("float32", (2,), (1,)), "memory").read(0, 8)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("place", [0, 5000])
+def test_copies_without_checksums_agree_as_far_as_they_are_read(place: int, reads: bool) -> None:
+    value = torch.arange(10_000.0)
+    other = value.clone()
+    one, same = spec_of_tensor(value), spec_of_tensor(value.clone())
+    other[place] = -1
+    assert agree([one, same], "f", reads=reads)
+    assert agree([one, spec_of_tensor(other)], "f", reads=reads) is (place > 0 and not reads)

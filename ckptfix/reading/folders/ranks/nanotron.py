@@ -100,7 +100,7 @@ def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -
     whole = TensorSpec(part.dtype, shape, contiguous_strides(shape))
     if lacks and sum(box.numel for box in copies) < math.prod(shape):
         return gone(name, whole, str(files.folder))
-    if not all(agree(same, str(files.folder), reads=False) for same in copies.values()):
+    if not all(agree(same, str(files.folder)) for same in copies.values()):
         files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
     return merge_parts(name, whole, copies, str(files.folder))
 

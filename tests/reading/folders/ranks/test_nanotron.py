@@ -140,6 +140,22 @@ def test_a_part_that_does_not_say_so_is_not_taken_for_the_whole(tmp_path: Path) 
             ckptfix.open_checkpoint(tmp_path, salvage=salvage)
 
 
+@pytest.mark.parametrize("is_other", [False, True], ids=["equal", "different"])
+def test_copies_that_differ_are_named(tmp_path: Path, is_other: bool) -> None:
+    """In files without checksums."""
+    write(tmp_path, 2)
+    every = "None,None,None|None,None,None"
+    for rank in range(2):
+        value = torch.full((16, 8), float(rank * is_other))
+        notes = {"unsharded_shape": "(16, 8)", SLICES: f"{every}#{every}"}
+        save_file({"data": value}, one(tmp_path, "token_embedding", rank), metadata=notes)
+    if is_other:
+        with pytest.raises(UnreadableError, match="token_embedding"):
+            ckptfix.open_checkpoint(tmp_path)
+    else:
+        assert not ckptfix.open_checkpoint(tmp_path).damage
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     write(tmp_path, 2)
     file = one(tmp_path, "token_embedding")
