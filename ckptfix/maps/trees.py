@@ -418,11 +418,7 @@ def _is_rising(nodes: Sequence[Node]) -> bool:
 
 def _list(nodes: Sequence[Node], leaves: Sequence[Pooled]) -> Path:
     """Return the path of a list of modules from the root of its file on."""
-    firsts = [leaves[node.members[0]] for node in nodes[:2]]
-    one, other = (
-        leaf.leaves[0].path[: len(leaf.leaves[0].path) - len(leaf.path)] + node.path
-        for leaf, node in zip(firsts, nodes[:2], strict=True)
-    )
+    one, other = (_paths(node, leaves)[0] for node in nodes[:2])
     at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     return one[: at + (not one[at].isdigit())]
 
@@ -452,14 +448,11 @@ def _rivals(row: int, column: int, chosen: list[tuple[int, int]], scores: list[l
     """Return the rows that could have the column instead, each with how much worse the map would be."""
     columns = dict(chosen)
     rivals = []
-    for other in range(len(scores)):
+    for other, own in enumerate(scores):
         if other != row:
-            swapped = scores[other][column]
-            kept = scores[row][column]
-            if other in columns:
-                swapped += scores[row][columns[other]]
-                kept += scores[other][columns[other]]
-            rivals.append((other, kept - swapped))
+            at = columns.get(other)
+            moved = own[at] - scores[row][at] if at is not None else 0.0
+            rivals.append((other, scores[row][column] - own[column] + moved))
     return rivals
 
 

@@ -205,7 +205,10 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=proof.unobservable,
         )
     if ambiguous:
-        are_fused = all(_is_split_or_fused(move, inference.source) for move in ambiguous.values())
+        are_fused = all(
+            len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
+            for move in ambiguous.values()
+        )
         why = (
             "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
         )
@@ -224,10 +227,6 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
                 " --output-format json, and give it to --rename-map"
             ),
         )
-
-
-def _is_split_or_fused(match: Match, source: Specs) -> bool:
-    return len(match.parts) > 1 or match.parts[0].box != full(source[match.parts[0].source])
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:
