@@ -45,5 +45,5 @@ def test_healthy_files_are_left_in_peace(corpus):
         seen += 1
         for rule in (non_finite, running_stats, decayed, all_zero):
             loudest = max((finding.level for finding in propose(rule, checkpoint)), default=Level.NOTE)
-            assert loudest is Level.NOTE, (row["path"], rule.code)
+            assert loudest is Level.NOTE, (row["path"], rule.__name__)
     assert seen > 100

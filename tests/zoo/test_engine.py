@@ -106,7 +106,7 @@ def test_a_job_larger_than_the_budget_goes_through(tmp_path, real_child):
 
 def test_an_exception_of_the_driver_leaves_no_process(tmp_path):
     engine = LocalEngine(tmp_path / "scratch", count=2, budget=ROOM)
-    workers = []
+    workers: list[Worker] = []
 
     def stop(done: Done) -> None:
         workers.extend(engine._workers.values())

@@ -36,9 +36,7 @@ def whole(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(zoo: Path, goal: Path, **options: Any) -> Migration:
-    with migrate(
-        str(zoo), str(goal), engine=lambda scratch: zoos.Alone(scratch, is_grouped=True), **options
-    ) as migration:
+    with migrate(str(zoo), str(goal), engine=zoos.Grouped, **options) as migration:
         return migration
 
 

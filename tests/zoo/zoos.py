@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +18,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
+from ckptfix.zoo.engine import Engine
 from ckptfix.zoo.job import Done, Job
 from ckptfix.zoo.performing import perform
 from tests.cli.programs import run_here
@@ -27,12 +27,8 @@ TIMES = ("seconds", "peak_memory", "finished")
 """The fields of a record that two runs need not have in common."""
 
 
-@dataclass
-class Alone:
+class Alone(Engine):
     """An engine without processes: they take a second to start, and see nothing of what is in memory here."""
-
-    scratch: Path
-    is_grouped: bool = False
 
     def run_jobs(
         self, jobs: Iterable[Job], on_done: Callable[[Done], None], on_wait: Callable[[int], None] = lambda count: None
@@ -40,6 +36,12 @@ class Alone:
         """One after the other."""
         for job in jobs:
             on_done(perform(job, self.scratch))
+
+
+class Grouped(Alone):
+    """One whose outputs come back staged, as those of ``LocalEngine``."""
+
+    is_grouped = True
 
 
 def weights(seed: int, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
@@ -129,5 +131,5 @@ def migrate(*words: object, script: str = "from ckptfix.cli import main; main()"
 
 def migrate_here(*words: object) -> subprocess.CompletedProcess[str]:
     """The command line in this process, with no others beside it."""
-    with patch("ckptfix.zoo.engine.LocalEngine", lambda scratch, **_: Alone(scratch, True)):
+    with patch("ckptfix.zoo.engine.LocalEngine", lambda scratch, **_: Grouped(scratch)):
         return run_here("migrate", *map(str, words), cwd=Path(str(words[0])).parent)
