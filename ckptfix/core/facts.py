@@ -98,7 +98,7 @@ class Kind(Enum):
     PACKED_MEMBERS = "packed-members"
     FLATTENED = "flattened"
     PACKED_SHARD = "packed-shard"
-    PACKED_FILE = "packed-file"
+    OTHER_SUFFIX = "other-suffix"
     INDEX_SIZE = "index-size"
     TRAILING_BYTES = "trailing-bytes"
     LAST_STORAGE = "last-storage"

@@ -233,7 +233,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.RANK_LEFT_OUT: "has no names that would hold for the whole, and is left out",
     Kind.PACKED_MEMBERS: lambda fact: f"{counted(fact.data['members'], 'member')} of the archive",
     Kind.PACKED_SHARD: "compressed by itself",
-    Kind.PACKED_FILE: "packed as {form}",
+    Kind.OTHER_SUFFIX: "{reader} refuses it",
     Kind.INDEX_SIZE: "the index counts {total} bytes of tensors and its shards hold {held}",
     Kind.TRAILING_BYTES: "{nbytes}",
     Kind.LAST_STORAGE: "bytes follow it",

@@ -175,7 +175,7 @@ def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) ->
 def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:
     """Return the checkpoint after the edits of a step that are about the file, its container and its optimizers."""
     if any(isinstance(edit, Rewrite) for edit in step.edits):
-        kept = tuple(fact for fact in result.remarks if fact.kind not in BESIDE)
+        kept = tuple(fact for fact in result.remarks if fact.kind not in (*BESIDE, Kind.OTHER_SUFFIX))
         result = replace(result, damage=(), remarks=kept)
     if any(isinstance(edit, Disarm) for edit in step.edits):
         result = _disarmed(result)

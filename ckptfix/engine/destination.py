@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
+from ckptfix.core.facts import Kind
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
 from ckptfix.errors import Opt, UsageError, Words, WriteError
@@ -19,6 +20,7 @@ from ckptfix.reading.opening import Source, is_remote
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
 from ckptfix.writing.output import FIRST_ZIP, ShardNames, output_format
+from ckptfix.writing.safetensors import lost_extras
 
 Inputs = Mapping[Words, str | os.PathLike[str] | None]  # the files that are read, by what names each
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
@@ -86,8 +88,14 @@ class Destination(Struct, frozen=True):
             return None
         if source is None:
             raise UsageError("a state_dict in memory has no place of its own; name an output")
-        form = output_format(checkpoint, settings.format)
-        is_conversion = form != output_format(checkpoint, None)
+        # What was in an archive is written beside it under its own name; a folder's checkpoint becomes one file.
+        named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
+        form = promised = output_format(checkpoint, None)
+        if checkpoint.remarked(Kind.OTHER_SUFFIX):
+            promised = SUFFIXES.get(named.suffix.lower(), PTH)
+            form = PTH if lost_extras(checkpoint) else promised
+        form = settings.format or form
+        is_conversion = form != promised
         in_pieces = source.is_dir() or checkpoint.format.startswith(sharded.NAME)
         if in_place:
             if settings.shard_bytes is not None:
@@ -105,8 +113,6 @@ class Destination(Struct, frozen=True):
                 raise UsageError(f"{real}: ", *pair, " needs another; name an output")
             return cls(real, form, real, real if backup else None)
         like = None if in_pieces else source
-        # What was in an archive is written beside it under its own name; a folder's checkpoint becomes one file.
-        named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
         # The dot of a folder named v1.5 begins no suffix; that of model.pth, unpacked, does.
         stem = named.name if source.is_dir() and named.suffix.lower() not in SUFFIXES else named.stem
         if form == UNIVERSAL:

@@ -4,7 +4,7 @@ To add one: a module with ``read(content)``, and its line in ``FORMATS``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 from msgspec import Struct
@@ -47,6 +47,9 @@ FORMATS = (
 )
 
 
+_OF_TORCH = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
+
+
 def open_content(path: str, member: str | None = None) -> Content:
     """Return the bytes of the checkpoint in a file, out of the archives and compressed streams around it; ``member``
     picks one of several files in an archive."""
@@ -77,13 +80,23 @@ def read_document(content: Content, salvage: bool) -> Document:
         inner = error.without(f"{content.path}: ")
         raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it ", *inner) from error
     document.damage[:0] = content.damage
-    if content.wrapper:
-        document.remarks.append(Fact.of(Kind.PACKED_FILE, form=content.wrapper))
+    document.remarks += _other_suffix(content, document.format)
     # Tensors without a checksum of their own may be wrong if what they were packed in fails its own.
     document.remarks += [
         Fact.of(Kind.DOUBTFUL_VALUES, cause=fact) for fact in content.damage if fact.kind in WRONG_BYTES
     ]
     return document
+
+
+def _other_suffix(content: Content, form: str) -> Iterator[Fact]:
+    """Yield what a file is if programs choose by its suffix a reader that refuses it."""
+    file = content.path.lower().partition("!")[0]  # what follows is the name in an archive
+    is_safetensors = file.endswith(".safetensors")
+    if not is_safetensors and not file.endswith(_OF_TORCH) and not (content.wrapper and file.endswith(".pth.tar")):
+        return
+    if content.wrapper or is_safetensors != (form == "safetensors"):
+        reader = "safetensors" if is_safetensors else "torch.load"
+        yield Fact.of(Kind.OTHER_SUFFIX, packed=content.wrapper, reader=reader)
 
 
 def _read_or_undo(content: Content) -> Document:

@@ -19,7 +19,7 @@ Safe: every tensor stays bit for bit. Plain data of known classes takes its natu
 numpy scalar → number, numpy array → tensor, module or TorchScript → state_dict); an object of an unknown class becomes
 a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
 afterwards. Text of Python 2 that torch refuses is read as Latin-1. Keys of the state_dict that are bytes become text if
-there is a model, which has text.
+there is a model, which has text, or if they are the names of parameters (`layer.weight`).
 
 Some things cannot be carried, and stay a finding:
 
@@ -30,8 +30,8 @@ Some things cannot be carried, and stay a finding:
 - The parameters of lazy modules that never ran, which hold nothing.
 
 Notes name the attributes that the user's class keeps in a module (class names, strides, a configuration), which are in
-no state_dict; keys that are numbers or tuples, which torch.load reads; and nested tensors, which torch.load reads and
-ckptfix cannot write, so that it leaves the file alone.
+no state_dict; keys that are numbers or tuples, and storages without a tensor, which torch.load reads; and nested
+tensors, which torch.load reads and ckptfix cannot write, so that it leaves the file alone.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.
@@ -62,7 +62,7 @@ from ckptfix.reading.weights.quantized_modules import (
     rebuilding_call,
 )
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.writing.plain import plain_root
+from ckptfix.writing.plain import BARE_STORAGE, plain_root
 
 # What was noticed while reading and is converted: what it was, and what it becomes.
 CONVERSIONS = {
@@ -194,10 +194,11 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     names = [clause(remark) for remark in checkpoint.remarked(Kind.NON_STRING_KEY)]
     names = [name for name in names if name in checkpoint.entries]
     texts = {name: text for name in names if (text := _text_of(name)) and text not in checkpoint.entries}
-    if texts and len(texts) == len(names) and context.target is not None:
+    is_of_module = context.target is not None or any("." in text for text in texts.values())
+    if is_of_module and names and len(texts) == len(names):
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(names), 'key')} of bytes, as pickles of Python 2 have them, where modules have text",
+            f"{counted(len(names), 'key')} of bytes, as pickles of Python 2 have them, which no module loads",
             keys=names,
             fix=Fix.safe(renames(texts)),
         )
@@ -222,14 +223,21 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     conversions = list(plain_root(checkpoint)[1])
     yield from _left_alone(rule, conversions)
+    if storages := [edit.where for edit in conversions if edit.before == BARE_STORAGE]:
+        yield rule.finding(
+            Level.NOTE,
+            f"{counted(len(storages), 'storage')} without a tensor: torch.load reads such, and a file written from "
+            "this one has a tensor in its place",
+            evidence={"storages": storages},
+        )
     conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
         if remark.kind in CONVERSIONS and not is_low_bit_moment(str(remark.data.get("name"))):
             before, after = CONVERSIONS[remark.kind]
             conversions.append(Plain(remark.place, before.format(clause(remark)), after))
-    if not conversions:
+    classes = list(dict.fromkeys(edit.before for edit in conversions if edit.before != BARE_STORAGE))
+    if not classes:
         return
-    classes = list(dict.fromkeys(edit.before for edit in conversions))
     yield rule.finding(
         Level.WARNING,
         f"torch.load refuses this file with its default weights_only=True, because of {first_names(classes)}",

@@ -11,8 +11,9 @@ with `invalid load key`, and safetensors a torch file with `HeaderTooLarge`, as 
 anything.
 
 ## Fix safety
-There is no fix: a repair writes another file. Rename this one, or write it in the format that the name promises, with
-`--format`. What a repair of a packed file writes is not packed.
+Safe: every tensor stays bit for bit. The file is written in the format that its name promises, and not packed. What a
+safetensors file cannot hold, such as an optimizer, stays with the weights in a `.pth`. If only the name is wrong,
+renaming the file does as well.
 
 ## Example
     FIL109 a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge)
@@ -24,37 +25,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfix.core.edits import Rewrite
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Fix, Level
 from ckptfix.rules.rule import Context, Rule
 
-_OF_TORCH = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
-_SAFETENSORS = ".safetensors"
+_KINDS = ("a torch file", "a safetensors file")
 
 
 def other_suffix(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Note a file under the suffix of the other format."""
-    checkpoint = context.checkpoint
-    path = checkpoint.path.lower()
-    for fact in checkpoint.remarked(Kind.PACKED_FILE):
-        file = path.partition("!")[0]  # what follows is the name in an archive
-        if file.endswith((*_OF_TORCH, ".pth.tar", _SAFETENSORS)):
-            reader = "safetensors" if file.endswith(_SAFETENSORS) else "torch.load"
-            yield rule.finding(
-                Level.NOTE,
-                f"the file is packed with {fact.data['form']}, which {reader} refuses: unpack it, or write "
-                "it anew with ckptfix repair",
-            )
-            return
-    if checkpoint.format == _SAFETENSORS[1:] and path.endswith(_OF_TORCH):
+    """Write a file anew that is under the suffix of another format."""
+    for fact in context.checkpoint.remarked(Kind.OTHER_SUFFIX)[:1]:  # shards are alike
+        reader, form = fact.data["reader"], fact.data["packed"]
+        is_named_safetensors = reader == "safetensors"
+        kind, name = _KINDS[not is_named_safetensors], _KINDS[is_named_safetensors]
+        cause = f"is packed with {form}" if form else f"is {kind} under the name of {name}"
+        how = " (HeaderTooLarge)" * (is_named_safetensors and not form)
         yield rule.finding(
-            Level.NOTE,
-            "a safetensors file under the name of a torch file, which torch.load refuses: rename it, or load it with "
-            "safetensors.torch.load_file",
-        )
-    elif checkpoint.format.startswith("torch") and path.endswith(_SAFETENSORS):
-        yield rule.finding(
-            Level.NOTE,
-            "a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge): rename it, "
-            "or write it with --format safetensors",
+            Level.WARNING, f"the file {cause}, which {reader} refuses{how}", fix=Fix.safe((Rewrite(cause),))
         )

@@ -39,6 +39,8 @@ _QSCHEMES = (
     "per_channel_affine_float_qparams",
 )
 
+BARE_STORAGE = "a storage of torch"  # one without a tensor
+
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
 
 
@@ -179,7 +181,7 @@ class _Plainer:
                 return items
         if isinstance(value, TypedStorage):
             # A storage without a tensor: all of its elements in one dimension.
-            self._note(path, "a storage of torch", "torch.Tensor")
+            self._note(path, BARE_STORAGE, "torch.Tensor")
             count = value.storage.nbytes // DTYPES[value.dtype].itemsize
             return TensorSpec(value.dtype, (count,), (1,), value.storage)
         kind = type(value)

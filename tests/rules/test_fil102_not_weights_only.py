@@ -315,11 +315,32 @@ def test_keys_that_are_bytes_become_those_of_the_model(prefix, tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     state = {f"{prefix}{key}".encode(): value for key, value in model.state_dict().items()}
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "file.pth")
+    assert ckptfix.check(tmp_path / "file.pth").exit_code == 1
+    for target in (model, None):
+        ckptfix.repair(tmp_path / "file.pth", target, output=tmp_path / "out.pth", force=True)
+        written = torch.load(tmp_path / "out.pth")
+        assert written["epoch"] == 3
+        assert_same(written["state_dict"], dict(model.state_dict()))
+
+
+def test_noop_a_table_whose_keys_are_bytes(tmp_path):
+    """The data of Python 2 that code reads by its own keys: none of them is the name of a parameter."""
+    torch.save({b"data": torch.ones(3, 2), b"labels": torch.ones(3)}, tmp_path / "file.pth")
     assert ckptfix.check(tmp_path / "file.pth").exit_code == 0
-    ckptfix.repair(tmp_path / "file.pth", model, output=tmp_path / "out.pth")
-    written = torch.load(tmp_path / "out.pth")
-    assert written["epoch"] == 3
-    assert_same(written["state_dict"], dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("storage", [torch.arange(3.0).untyped_storage(), torch.arange(3.0).storage()])
+def test_storages_without_a_tensor_are_not_refused(storage, tmp_path):
+    """torch.load reads them, so that nothing is to be repaired; a file that has another defect gets a tensor."""
+    for prefix, code in (("", 0), ("module.", 1)):
+        path = tmp_path / f"{prefix}file.pth"
+        torch.save({"state_dict": {f"{prefix}0.weight": torch.ones(2, 2)}, "extra": [storage]}, path)
+        assert torch.load(path)["extra"][0].nbytes() == 12
+        (finding,) = (each for each in ckptfix.check(path).findings if each.code == "FIL102")
+        assert (finding.level, finding.evidence) == (Level.NOTE, {"storages": ["extra[0]"]})
+        assert ckptfix.check(path).exit_code == code
+        assert (ckptfix.repair(path, beside=True).report.output is None) == (code == 0)
+    assert torch.is_tensor(torch.load(tmp_path / "module.file.fixed.pth")["extra"][0])
 
 
 def test_attributes_of_tensors_are_not_lost_without_a_word(tmp_path):

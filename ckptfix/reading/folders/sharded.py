@@ -210,7 +210,7 @@ class _Merge:
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             return
-        if shard.member:
+        if shard.member and not shard.remarked(Kind.OTHER_SUFFIX):
             self.remarks.append(Fact(Kind.PACKED_SHARD, stored))
         self.damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
 
