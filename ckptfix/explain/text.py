@@ -176,15 +176,16 @@ def _one_space(text: str) -> str:
 _SUFFIXES = "pth|pt|ckpt|safetensors|bin|pyth|th|t7|pkl|pickle|model|tar|pth\\.tar|pt\\.gz|weights|mdl"
 _RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")  # parts of an archive, and no file of the user's
 _QUOTED_FILE = re.compile(rf"""(["'])((?:(?!\1)[^\n\r]){{1,300}}\.(?:{_SUFFIXES}))\1""", re.IGNORECASE)
+_QUOTED_FOLDER = re.compile(r"""Is a directory: (["'])([^\n\r]{1,300}?)\1""", re.IGNORECASE)
 _BARE_FILE = re.compile(
     rf"(?<![\w./\\~\-])([\w./\\~\-][\w./\\~:\-]{{0,300}}\.(?:{_SUFFIXES}))(?![\w\-]|\.\w)", re.IGNORECASE
 )
 
 
 def file_name(text: str) -> str | None:
-    """Return the checkpoint that a text speaks of, where it names exactly one."""
+    """Return the checkpoint that a text speaks of, where it names exactly one: a file, or a folder taken for one."""
     text = clean(text)
-    quoted = {match[2] for match in _QUOTED_FILE.finditer(text)}
+    quoted = {match[2] for pattern in (_QUOTED_FILE, _QUOTED_FOLDER) for match in pattern.finditer(text)}
     bare = {match[1] for match in _BARE_FILE.finditer(text)}
     for found in (quoted, bare):
         names = {name for name in found if not ("://" in name or "{" in name or name.endswith(_RECORDS))}

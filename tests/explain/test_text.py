@@ -243,6 +243,7 @@ def test_the_parts_of_a_chain():
         ("python test.py --weights runs/best.pt --img 640", "runs/best.pt"),
         (r"C:\models\net.ckpt", r"C:\models\net.ckpt"),
         ("[Errno 2] No such file or directory: 'model.safetensors'", "model.safetensors"),
+        ("IsADirectoryError: [Errno 21] Is a directory: 'out 1/checkpoint-500'", "out 1/checkpoint-500"),
     ],
 )
 def test_the_file_that_a_text_names(text: str, name: str | None):

@@ -33,6 +33,12 @@ def is_of_training(value: Any) -> bool:
     return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER)
 
 
+NAME_THEM = (
+    "if they are an average or the parameters in their order, load the model, copy them over model.parameters() "
+    "(torch_ema: copy_to), and save model.state_dict()"
+)
+
+
 def why_weightless(document: Document) -> str:
     """Return the one line about a document without weights."""
     root = document.root
@@ -56,7 +62,7 @@ def why_weightless(document: Document) -> str:
         beside = f" under {names}" if (names := _names(root)) else ""
         return (
             f"{document.path}: no weights under names: the file holds {counted(unnamed, 'tensor')} in lists{beside};"
-            " save them as a state_dict, each under the name of its parameter"
+            f" {NAME_THEM}"
         )
     return f"{document.path}: no weights found in it: the file holds {_described(root)}; is it the right file?"
 

@@ -10,12 +10,13 @@ from typing import Any
 from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name, value_at
 from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
-from ckptfix.reading.foreign.weightless import is_of_training, is_optimizer, is_random_state, why_weightless
+from ckptfix.reading.foreign.weightless import NAME_THEM, is_of_training, is_optimizer, is_random_state, why_weightless
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document, doubtful_remarks, split_entries, without_torn
@@ -297,6 +298,11 @@ def _pick(
         for prefix in (name, name.removeprefix(f"{path_name(path)}.")):
             if keys_of_set([key for key in found[path] if isinstance(key, str)], prefix):
                 return path, found[path], prefix
+    first = name.partition(".")[0]
+    part = None if any(path[:1] == (first,) for path in found) else (root or {}).get(first)
+    if not isinstance(part, TensorSpec) and (unnamed := sum(spec.numel > 1 for spec in tensors_in(part))):
+        held = f"under {name!r} are {counted(unnamed, 'tensor')} in lists, which have no names"
+        raise UsageError(f"{document.path}: {held}; {NAME_THEM}")
     names = ", ".join(path_name(path) for path in found) or "none"
     raise UsageError(
         f"{document.path}: it has no weights under {name!r}; found: {names}; give one of these with ", Opt("weights")
@@ -406,11 +412,11 @@ def _sizes(root: Any) -> dict[int, int]:
 
 
 def _is_apart(value: Any) -> bool:
-    """Return whether a value is the state of an optimizer, or one tensor that is made of several."""
+    """Return whether a value is the state of an optimizer or of torch_ema, or one tensor that is made of several."""
     if isinstance(value, Opaque) and value.cls.module.startswith("torch._"):
         return True
     mapping = _mapping(value) or {}
-    return is_optimizer(mapping) or "exp_avg" in mapping or "momentum_buffer" in mapping
+    return is_optimizer(mapping) or not mapping.keys().isdisjoint(("exp_avg", "momentum_buffer", "shadow_params"))
 
 
 def _is_of_layer(key: Any) -> bool:

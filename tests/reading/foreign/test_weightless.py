@@ -72,8 +72,8 @@ def test_anything_else_is_described(value, held, tmp_path):
 @pytest.mark.parametrize(
     ("value", "held"),
     [
-        ([torch.ones(2), torch.ones(3)], "2 tensors in lists; save them"),
-        ({"decay": 0.9, "shadow_params": [torch.ones(2)]}, "1 tensor in lists under 'decay', 'shadow_params'; save"),
+        ([torch.ones(2), torch.ones(3)], "2 tensors in lists; if they"),
+        ({"decay": 0.9, "shadow_params": [torch.ones(2)]}, "1 tensor in lists under 'decay', 'shadow_params'; if"),
     ],
     ids=["parameters", "average"],
 )
@@ -109,7 +109,7 @@ def test_a_row_of_bytes_may_be_a_weight(tmp_path):
 def test_weights_without_names_beside_an_optimizer_are_named_first(tmp_path):
     """As Gaussian splatting saves them: a tuple of parameters, with the optimizer's state among them."""
     splats = (3, torch.nn.Parameter(torch.ones(5, 3)), torch.ones(5, 1), STATE, 5.0)
-    with pytest.raises(UnreadableError, match="no weights under names: the file holds 2 tensors in lists; save them"):
+    with pytest.raises(UnreadableError, match="no weights under names: the file holds 2 tensors in lists; if they"):
         opened(saved((splats, 30000), tmp_path))
 
 

@@ -11,6 +11,7 @@ import torch
 import ckptfix
 from ckptfix.core.checkpoint import Candidate
 from ckptfix.core.finding import Level
+from ckptfix.errors import UsageError
 from ckptfix.reading.weights.containers import beside, plausible, rank
 
 
@@ -104,11 +105,24 @@ def test_a_file_is_not_clean_while_most_of_it_is_unread(tmp_path, beside):
         {"muon": {n: {"momentum_buffer": torch.rand(4, 4)} for n in range(90)}},
         {"replay": {"obs": torch.rand(1000, 4)}},
         {"ema": {"shadow_params": [torch.rand(4, 4) for _ in range(5)]}},
+        {"ema": {name: [torch.rand(4, 4) for _ in range(5)] for name in ("shadow_params", "collected_params")}},
     ],
-    ids=["weights alone", "an optimizer", "moments in a dict", "few large tensors", "an average"],
+    ids=["weights alone", "an optimizer", "moments in a dict", "few large tensors", "an average", "torch_ema at work"],
 )
 @pytest.mark.parametrize("levels", [0, 1, 6, 7, 30])
 def test_weights_are_read_at_any_depth(tmp_path, beside, levels):
     torch.save({"step": torch.tensor(3), **_nested(levels, {"model": dict(_LAYERS)}), **beside}, tmp_path / "f.pth")
     report = ckptfix.check(tmp_path / "f.pth", select=("FIL101",))
     assert (report.tensors, report.exit_code) == (5, 0)
+
+
+@pytest.mark.parametrize("name", ["ema", "ema.shadow_params"])
+@pytest.mark.parametrize("beside", [{"model": dict(_LAYERS)}, {}], ids=["beside a model", "on its own"])
+def test_a_set_without_names_is_described(tmp_path, beside, name):
+    """What torch_ema keeps, a list of parameters: the error says what is there, and how it gets names."""
+    torch.save({**beside, "ema": {"decay": 0.9, "shadow_params": [*_LAYERS.values()]}}, tmp_path / "f.pth")
+    with pytest.raises(UsageError, match=rf"under '{name}' are 5 tensors in lists.*copy them over model.parameters"):
+        ckptfix.open_checkpoint(tmp_path / "f.pth", weights=name)
+    for other in ("emma", "model.emma") if beside else ("emma",):
+        with pytest.raises(UsageError, match=f"no weights under '{other}'"):
+            ckptfix.open_checkpoint(tmp_path / "f.pth", weights=other)
