@@ -25,8 +25,8 @@ from ckptfix.reading.tensors import revive_tree
 from ckptfix.repairing import repair_to_load
 from ckptfix.rules import named
 from ckptfix.rules.following import Followed, ways
-from ckptfix.rules.opt101_stale_optimizer import with_owners
 from ckptfix.rules.origins import Change
+from ckptfix.rules.owners import with_owners
 
 if TYPE_CHECKING:
     import torch

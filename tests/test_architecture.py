@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,3 +159,4 @@ def test_no_room_but_the_rules_names_a_rule():
         if isinstance(node, ast.Constant) and node.value in codes
     }
     assert named == set()
+    assert not [each for each in own_imports() if re.match(r"rules/[a-z]{3}\d", each[1]) and room(each[0]) != "rules"]

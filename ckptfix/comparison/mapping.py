@@ -29,7 +29,7 @@ from ckptfix.modules.factory import target_of
 from ckptfix.modules.named import SCHEMES
 from ckptfix.reading.opening import Source, open_source
 from ckptfix.rules import FOR_NAMES
-from ckptfix.rules.key106_renamed_layers import proved
+from ckptfix.rules.layer_moves import proved
 from ckptfix.smoke.equivalence import twin_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ configuration, so releases move them in and out of the state_dict: what one rele
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 # The counter that BatchNorm and InstanceNorm got in torch 0.4.1; 0-d, int64.
 NUM_BATCHES_TRACKED = "num_batches_tracked"
@@ -74,3 +75,12 @@ def is_transient(key: str, shape: tuple[int, ...]) -> bool:
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether the name alone says that a tensor is a buffer and no parameter."""
     return split_key(key)[1] in RUNNING_STATISTICS or is_transient(key, shape)
+
+
+# LeRobot kept in the model what it now has in files beside: the figures of what a robot senses and does.
+_STATISTICS = re.compile(r"(^|\.)(un)?normali[sz]\w*\.([\w.]+[._])?(mean|std|min|max|q\d\d)$")
+
+
+def has_statistics(keys: Iterable[str]) -> bool:
+    """Return whether some keys are figures that inputs and outputs are normalised with."""
+    return any(map(_STATISTICS.search, keys))

@@ -10,6 +10,10 @@ from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
 from ckptfix.core.finding import counted
 
 _LISTED = 4  # names of a list that are given
+KEEP_STATISTICS = (
+    "they are what inputs and outputs were normalised with: convert the file with the library that wrote it (LeRobot"
+    " has a migration), or normalise in your code; without them the model runs on other numbers"
+)
 _CUT_ZIP = "is cut short: the zip archive has no directory at its end"
 
 

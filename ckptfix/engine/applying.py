@@ -36,8 +36,7 @@ from ckptfix.engine.changes import CHANGES, ValueSources, adapted, changed, fill
 from ckptfix.errors import PlanError
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE
-from ckptfix.rules.fil102_not_weights_only import CONVERSIONS
-from ckptfix.writing.plain import plain_root
+from ckptfix.writing.plain import CONVERSIONS, plain_root
 
 # What was noticed while reading and is cured by writing plain data.
 CONVERTED_REMARKS = frozenset({*CONVERSIONS, Kind.NON_STRING_KEY, Kind.UNINITIALIZED})

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct, field
 
-from ckptfix.core.buffers import NUM_BATCHES_TRACKED, is_buffer_name, is_transient, split_key
+from ckptfix.core.buffers import NUM_BATCHES_TRACKED, has_statistics, is_buffer_name, is_transient, split_key
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Finding, counted
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
+from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
 from ckptfix.rules.adapting import POSITIONS, Case, cases, narrowed
-from ckptfix.rules.fit102_unexpected_key import KEEP_STATISTICS, has_statistics
-from ckptfix.rules.fit107_quantised_weights import keys_of_codes
+from ckptfix.rules.quantised_layers import keys_of_codes
 
 Shape = tuple[int, ...]
 

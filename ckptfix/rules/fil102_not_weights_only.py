@@ -62,23 +62,7 @@ from ckptfix.reading.weights.quantized_modules import (
     rebuilding_call,
 )
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.writing.plain import BARE_STORAGE, plain_root
-
-# What was noticed while reading and is converted: what it was, and what it becomes.
-CONVERSIONS = {
-    Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
-    Kind.PLAIN_PICKLE: ("{}", "torch.save"),
-    Kind.TORCHSCRIPT: ("{}", "state_dict"),
-    Kind.TORCH_PACKAGE: ("{}", "torch.save"),
-    Kind.TORCH_EXPORT: ("{}", "state_dict"),
-    Kind.UNPACKED_FOLDER: ("{}", "torch.save"),
-    Kind.TORCH_TAR: ("{}", "torch.save"),
-    Kind.NUMPY_WEIGHTS: ("{}", "torch tensors"),
-    Kind.TENSOR_SUBCLASS: ("{}", "torch.Tensor"),
-    Kind.ODD_METADATA: ("{} in _metadata", "text"),
-    Kind.ODD_LAYOUT: ("{}", "the layout of torch.save"),
-    Kind.PYTHON2_TEXT: ("{} that is not UTF-8", "text, read as Latin-1"),
-}
+from ckptfix.writing.plain import BARE_STORAGE, CONVERSIONS, plain_root
 
 
 def _is_taken_apart(entry: Any) -> bool:

@@ -44,8 +44,8 @@ from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Target
 from ckptfix.core.wording import first_names
-from ckptfix.rules.fit107_quantised_weights import DEQUANTISE, wanted_layers
 from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
+from ckptfix.rules.quantised_layers import DEQUANTISE, wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM
 

@@ -26,14 +26,16 @@ Unsafe: `--unsafe-fixes` drops learned values. It is not suggested, and the repo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from ckptfix.core.buffers import has_statistics
 from ckptfix.core.checkpoint import value_at
 from ckptfix.core.edits import Drop
 from ckptfix.core.finding import NAME, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.target import Target
+from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.weights.prefixed_sets import copied_under
 from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
@@ -46,19 +48,7 @@ _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 _MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
 
 
-# LeRobot kept in the model what it now has in files beside: the figures of what a robot senses and does.
-_STATISTICS = re.compile(r"(^|\.)(un)?normali[sz]\w*\.([\w.]+[._])?(mean|std|min|max|q\d\d)$")
-KEEP_STATISTICS = (
-    "they are what inputs and outputs were normalised with: convert the file with the library that wrote it (LeRobot"
-    " has a migration), or normalise in your code; without them the model runs on other numbers"
-)
-
 _MERGE_INTO_BASE = "an adapter is merged into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
-
-
-def has_statistics(keys: Iterable[str]) -> bool:
-    """Return whether some keys are figures that inputs and outputs are normalised with."""
-    return any(map(_STATISTICS.search, keys))
 
 
 def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:

@@ -66,7 +66,7 @@ from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model
-from ckptfix.rules.fit107_quantised_weights import wanted_layers
+from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import is_adaptable
 

@@ -35,7 +35,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.target import PARAMETER, Target
-from ckptfix.rules.fit107_quantised_weights import wanted_layers
+from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import NARROWINGS
 from ckptfix.values.roles import is_layers_own

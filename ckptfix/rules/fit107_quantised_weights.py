@@ -34,59 +34,17 @@ dequantise, and save the result. Scales follow their codes to other names; nothi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
-
-from msgspec import Struct, field
+from collections.abc import Iterator, Mapping
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
+from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import BLOCKS, INT8, MXFP4, MXFP4_TURNED, scale_steps, unpacked_shape
 from ckptfix.values.scan import first_numbers
-
-# What libraries put beside the codes, or in their place.
-_BESIDE = re.compile(
-    r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
-    r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|comfy_quant"
-    r"|q_(weight|groups|invperm)|trellis|su|sv|suh|svh|mcg|mul1|biases"
-    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|\w*scale\w*)"
-)
-
-# The part that only one format has, and its name.
-_NAMES = (
-    ("SCB", INT8),
-    ("weight.absmax", "bitsandbytes 4-bit"),
-    ("qweight", "GPTQ or AWQ"),
-    ("Qweight", "GPTQ or AWQ"),
-    ("weight_packed", "compressed-tensors"),
-    ("W_q", "HQQ"),
-    ("q_weight", "EXL2"),
-    ("trellis", "EXL3"),
-    ("_weight_qdata", "torchao"),
-    ("weight_scale_inv", BLOCKS),
-    ("weight_scale", BLOCKS),
-    ("scale_weight", BLOCKS),
-)
-_SCALES = ("SCB", "weight_scale_inv", "weight_scale", "scale_weight")
-
-_CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
-_OTHER = "codes with scales of another format"
-_APART = "codes whose scales are under other names"
-
-_PACKED = re.compile(r"(.+)_blocks")  # of MXFP4, in the place of a parameter without a suffix
-
-DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
-
-
-class QuantisedLayer(Struct):
-    """The keys of a quantised layer by their part of the name, and the format."""
-
-    parts: dict[str, str] = field(default_factory=dict)
-    scheme: str = ""
 
 
 def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -129,80 +87,11 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dict[str, QuantisedLayer]:
-    """Return the quantised layers of which the target wants plain floats, by path; all without a target."""
-    return {path: layer for path, layer in _layers(specs).items() if _is_wanted(path, layer, target)}
-
-
-def keys_of_codes(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys that only quantised weights have beside them or in their place."""
-    parts = {part for part, _ in _NAMES}
-    return tuple(key for key in keys if (found := _BESIDE.fullmatch(key)) and found["part"] in parts)
-
-
-def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
-    layers: dict[str, QuantisedLayer] = {}
-    for key in specs:
-        if found := _BESIDE.fullmatch(key):
-            layers.setdefault(found["path"], QuantisedLayer()).parts[found["part"]] = key
-    for path, layer in layers.items():
-        layer.scheme = next((name for part, name in _NAMES if part in layer.parts), "")
-        codes = specs.get(f"{path}weight")
-        if codes is not None and codes.dtype == "uint32" and {"scales", "biases"} <= layer.parts.keys():
-            layer.parts["weight"], layer.scheme = f"{path}weight", "MLX"
-        elif codes is not None and DTYPES[codes.dtype].itemsize == 1:
-            layer.parts["weight"] = f"{path}weight"
-            is_scaled = codes.dtype in _CODES and any("scale" in part for part in layer.parts)
-            layer.scheme = layer.scheme or _OTHER * is_scaled
-        elif layer.scheme in (INT8, BLOCKS, "bitsandbytes 4-bit"):
-            layer.scheme = ""  # their codes are the weight itself
-    for key, codes in specs.items():
-        found = _PACKED.fullmatch(key)
-        scales = specs.get(f"{found[1]}_scales") if found else None
-        if found and scales and unpacked_shape(codes, scales):
-            layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
-    quantised = {path: layer for path, layer in layers.items() if layer.scheme}
-    # Renamed without their scales, codes would pass for weights.
-    if any(
-        f"{path}weight" not in specs for path, layer in layers.items() if not layer.parts.keys().isdisjoint(_SCALES)
-    ):
-        known = {key for layer in quantised.values() for key in layer.parts.values()}
-        alone = [key for key, spec in specs.items() if spec.dtype in _CODES and key not in known]
-        quantised |= {key.removesuffix("weight"): QuantisedLayer({"weight": key}, _APART) for key in alone}
-    return quantised
-
-
-def companions(new: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Return the renames of what is beside codes that get new names: it is known as theirs by its own name."""
-    made: dict[str, str] = {}
-    for path, layer in _layers(specs).items():
-        name = new.get(f"{path}weight", "")
-        if name.endswith("weight"):
-            front = name.removesuffix("weight")
-            made |= {
-                key: front + part for part, key in layer.parts.items() if key not in new and front + part not in specs
-            }
-    return made
-
-
-def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
-    """Return whether the model wants the plain weight, and has no place for what is beside the codes."""
-    if target is None:
-        return True
-    slot = target.slots.get(path if layer.scheme == MXFP4 else layer.parts.get("weight", f"{path}weight"))
-    beside = [key for part, key in layer.parts.items() if part != "weight"]
-    return (
-        slot is not None
-        and (DTYPES[slot.dtype].is_float and DTYPES[slot.dtype].itemsize > 1)
-        and not any(key in target.slots for key in beside)
-    )
-
-
 def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) -> tuple[Edit, ...]:
     """Return the edits that make floats of the codes; none if the formula is not known."""
-    scale = next((layer.parts[part] for part in _SCALES if part in layer.parts), "")
+    scale = next((layer.parts[part] for part in SCALES if part in layer.parts), "")
     specs, key = context.checkpoint.specs, f"{path}weight"
-    extra = layer.parts.keys() - {"weight", "weight_format", "input_scale", "scale_input", *_SCALES}
+    extra = layer.parts.keys() - {"weight", "weight_format", "input_scale", "scale_input", *SCALES}
     if scale and specs[scale].numel == 1 and specs[key].dtype.startswith("float8"):
         extra -= {"comfy_quant"}  # its other formats rotate the weights, or have a scale for each block
     if layer.scheme not in (INT8, BLOCKS) or extra or not _is_in_rows(layer, context):
@@ -210,7 +99,7 @@ def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) ->
     slot = target.slots[key]
     if specs[key].shape != slot.shape or scale_steps(specs[key].shape, specs[scale].shape) is None:
         return ()
-    if specs[key].dtype not in _CODES or not DTYPES[specs[scale].dtype].is_float:
+    if specs[key].dtype not in CODES or not DTYPES[specs[scale].dtype].is_float:
         return ()
     return (
         Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme),

@@ -39,7 +39,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.rules.fil101_several_state_dicts import choice
-from ckptfix.rules.fit107_quantised_weights import companions
+from ckptfix.rules.quantised_layers import companions
 from ckptfix.rules.rule import Context, Rule
 
 # Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,

@@ -53,44 +53,36 @@ written by hand."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice, starmap
 
 from msgspec.structs import asdict, replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.finding import MODEL, Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.lazy import torch
-from ckptfix.core.parts import Part, Shape, full, shape_of, used_in_full
-from ckptfix.core.plan import Plan, Step
+from ckptfix.core.parts import Part, Shape, full, used_in_full
 from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, Match, converted, infer_tied, is_in_order, others, spelled
-from ckptfix.maps.library import each_of, look_up, of_rotary
+from ckptfix.maps.inference import COUNTER, Inference, converted, infer_tied, is_in_order, spelled
+from ckptfix.maps.library import look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
-from ckptfix.rules import RENAMED_LAYERS
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
-from ckptfix.rules.fit107_quantised_weights import companions
 from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
-from ckptfix.rules.rule import Context, Rule, Twin
+from ckptfix.rules.layer_moves import Moves, edits_of, keeps_name, moves_of, proved, stays
+from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.alike import by_values
 
 COVERED = 0.75  # the share of the target's tensors that a map has to fill: less may be a coincidence of shapes
 
 UNPLACED = 0.25
 """The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
-
-MOST_MAPS, MOST_SECONDS = 24, 10.0
-"""How many maps are tried with ``--source-model``, and how long they are searched for."""
 
 OTHER_MODELS = advise(
     "see whether both are the same architecture (norms before or after a layer, activation, heads); without"
@@ -108,7 +100,6 @@ PROOF = (
 )
 
 Specs = Mapping[str, Shape]
-Moves = dict[str, Match]
 Ties = Mapping[str, tuple[str, ...]]  # for every tied key its whole group
 Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None  # of the file and of the reference
 
@@ -150,7 +141,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             )
         return
     proof: Equivalence | None = None
-    moves = _moves(inference, checkpoint)
+    moves = moves_of(inference, checkpoint)
     if twin is not None:
         inference, moves, proof = proved(inference, twin, target.tie_of, checkpoint)
     is_own = inference.origin not in ("", "values")  # a look at the result would not say the same
@@ -165,12 +156,12 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if applied:
         missing = inference.lacking(target.tie_of)
         is_whole = not missing and not inference.unused
-        is_much = _is_much(len(moves), len(inference.matches)) or all(_keeps_name(*move) for move in moves.items())
+        is_much = _is_much(len(moves), len(inference.matches)) or all(keeps_name(*move) for move in moves.items())
         rules = (inference.maps[0] if inference.maps else fold(inference)).rules
         is_known = bool(inference.origin) or (proof is not None and proof.is_proved)
         is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or is_known)
         fix = Fix(
-            tuple(_edits(applied, checkpoint)),
+            tuple(edits_of(applied, checkpoint)),
             Applicability.SAFE if is_safe else Applicability.UNSAFE,
             asked=context.settings.rename_layers,
         )
@@ -231,44 +222,6 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
 
 def _figures(proof: Equivalence) -> dict[str, object]:
     return {name: value for name, value in asdict(proof).items() if value not in (None, (), "", 1, 0.0)}
-
-
-def proved(
-    inference: Inference, twin: Twin, tied: Collection[str], checkpoint: Checkpoint
-) -> tuple[Inference, Moves, Equivalence]:
-    """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
-    for some in _rounds(inference, tied):
-        possible = [(each, _moves(_decided(each), checkpoint)) for each in some]
-        plans = [Plan((Step(RENAMED_LAYERS.code, tuple(_edits(moves, checkpoint))),)) for _, moves in possible]
-        proof = twin.prove(checkpoint, plans)
-        if proof.chosen is not None:
-            chosen, moves = possible[proof.chosen]
-            shown = moves.keys() - set(proof.open) if proof.is_proved else ()
-            return (
-                chosen,
-                {
-                    key: replace(move, label=Label.VERIFIED if key in shown else chosen.matches[key].label)
-                    for key, move in moves.items()
-                },
-                proof,
-            )
-        if proof.doubt:
-            break
-    return inference, _moves(inference, checkpoint), proof
-
-
-def _rounds(inference: Inference, tied: Collection[str]) -> Iterator[list[Inference]]:
-    """Yield the map, and then the others that are possible, if shapes and structure leave any; the likeliest first."""
-    yield [*each_of(inference, tied), inference]
-    if any(match.label < Label.CERTAIN for match in inference.matches.values()):
-        first = infer_tied(inference.source, inference.target, {})
-        yield [first, *islice(others(first, time.monotonic() + MOST_SECONDS), MOST_MAPS)]
-
-
-def _decided(inference: Inference) -> Inference:
-    """Return the map with the keys that are ambiguous, as a proof decides about them."""
-    matches = {key: replace(each, label=max(each.label, Label.LIKELY)) for key, each in inference.matches.items()}
-    return replace(inference, matches=matches)
 
 
 def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
@@ -336,10 +289,10 @@ def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
     # A few layers have other names: those that are left over have to be those that are missing.
     if inference.missing or inference.unused:
         return None
-    moved = {key for key in wanted - unplaced if not _keeps_name(key, inference.matches[key])}
+    moved = {key for key in wanted - unplaced if not keeps_name(key, inference.matches[key])}
     if moved and is_in_order(source, sorted(source)):  # their names are all that says so, and they say otherwise
         matches = {
-            key: match if _keeps_name(key, match) else replace(match, label=Label.AMBIGUOUS)
+            key: match if keeps_name(key, match) else replace(match, label=Label.AMBIGUOUS)
             for key, match in inference.matches.items()
         }
         inference = replace(inference, matches=matches)
@@ -374,57 +327,6 @@ def _is_much(moved: int, number: int) -> bool:
     return moved >= max(UNPLACED * number, LARGE)
 
 
-def _keeps_name(key: str, match: Match) -> bool:
-    return all(part.source == key for part in match.parts)
-
-
-def _moves(inference: Inference, checkpoint: Checkpoint) -> Moves:
-    """Return the matches that change something. None of them takes the place of a key that stays in the file."""
-    moves = {key: match for key, match in inference.matches.items() if not _stays(key, match, inference)}
-    kept = used_in_full({key: move.parts for key, move in moves.items()}, inference.source)
-    # What is in parts can only get another name.
-    moves = {key: move for key, move in moves.items() if key in kept and _is_there(move, inference, checkpoint)}
-    while True:
-        applied, leaving = (
-            {part.source for move in moves.values() if move.label >= least for part in move.parts}
-            for least in (Label.LIKELY, Label.AMBIGUOUS)
-        )
-        blocked = {
-            key
-            for key, move in moves.items()
-            if key in checkpoint.entries and key not in (applied if move.label > Label.AMBIGUOUS else leaving)
-        }
-        torn = {part.source for key in blocked for part in moves[key].parts}
-        gone = {key for key, move in moves.items() if any(part.source in torn for part in move.parts)}
-        if not gone:
-            return moves | {key: match for key, match in inference.matches.items() if _is_in_doubt(key, match, moves)}
-        moves = {key: move for key, move in moves.items() if key not in gone}
-
-
-def _is_in_doubt(key: str, match: Match, moves: Moves) -> bool:
-    """Tell whether a key that keeps its name could be what moves elsewhere, which is as doubtful."""
-    return (
-        key not in moves
-        and match.label is Label.AMBIGUOUS
-        and any(
-            move.label is Label.AMBIGUOUS and move.parts[0].source in match.alternatives and key in move.alternatives
-            for move in moves.values()
-        )
-    )
-
-
-def _is_there(match: Match, inference: Inference, checkpoint: Checkpoint) -> bool:
-    """Return whether the file has the tensors of a match, or all that it does to one in parts is to rename it."""
-    part, *others = match.parts
-    whole = full(inference.source[part.source])
-    is_renamed = not others and part == Part(part.source, whole, whole)
-    return is_renamed or all(each.source in checkpoint.specs for each in match.parts)
-
-
-def _stays(key: str, match: Match, inference: Inference) -> bool:
-    return _keeps_name(key, match) and match.parts == (Part(key, *2 * (full(inference.source[key]),)),)
-
-
 def _values(
     checkpoint: Checkpoint, stored: Callable[[], Mapping[str, torch.Tensor]], source: Specs, target: Specs
 ) -> Values:
@@ -452,7 +354,7 @@ def _settled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: Val
 
     What is ambiguous is likely if the other look finds the same. If it would move anything else, the map contradicts
     itself, and all of it is ambiguous, as it is if what moves could be a layer that keeps its name."""
-    kept = {key for key, move in moves.items() if move.label is Label.AMBIGUOUS and _keeps_name(key, move)}
+    kept = {key for key, move in moves.items() if move.label is Label.AMBIGUOUS and keeps_name(key, move)}
     for _ in range(2):
         applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
         more = dict(_moved_next(applied, source, target, tied, values)) if applied else {}
@@ -489,21 +391,5 @@ def _moved_next(
     if again is None:
         return
     for key, match in again.matches.items():
-        if match.label > Label.AMBIGUOUS and not _stays(key, match, again):
+        if match.label > Label.AMBIGUOUS and not stays(key, match, again):
             yield key, match.parts
-
-
-def _edits(moves: Moves, checkpoint: Checkpoint) -> Iterator[Edit]:
-    parts = in_parts(checkpoint.specs) if any(m.parts[0].source not in checkpoint.specs for m in moves.values()) else {}
-    new: dict[str, str] = {}
-    for key, move in moves.items():
-        part, *others = move.parts
-        spec = checkpoint.specs.get(part.source)
-        if spec is None:
-            yield from starmap(Rename, renamed_parts(part.source, key, parts[part.source]).items())
-        elif not others and part == Part(part.source, full(spec.shape), full(spec.shape)):
-            new[part.source] = key
-            yield Rename(part.source, key)
-        else:
-            yield Assemble(key, spec.dtype, shape_of(move.parts), move.parts)
-    yield from starmap(Rename, companions(new, checkpoint.specs).items())

@@ -54,25 +54,23 @@ order of the model. `--drop-optimizer` leaves the optimizer out: training contin
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.checkpoint import Checkpoint, path_name
+from ckptfix.core.checkpoint import path_name
 from ckptfix.core.coverage import obstacles
 from ckptfix.core.edits import Moments, Omit, Regroup
 from ckptfix.core.finding import MODEL, Applicability, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
-from ckptfix.maps.positions import Naming, named_by_itself, namings
-from ckptfix.maps.recipes import Layout
-from ckptfix.reading.weights.containers import is_averaged
+from ckptfix.maps.positions import Naming, named_by_itself
 from ckptfix.rules.following import Followed, is_listed_anew, readings, rivals, ways
-from ckptfix.rules.origins import NEW, Change, may_learn
+from ckptfix.rules.origins import NEW, Change
+from ckptfix.rules.owners import with_owners
 from ckptfix.rules.rule import Context, Rule
 
 DROP = Remedy.of("leaves it out: training continues from the weights with new moments", drop_optimizer=True)
@@ -109,55 +107,6 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"{optimizer.label} belongs to {' or '.join(sets)} and stays as it is; {own}, which changes, has none",
                 evidence={"sets": sets},
             )
-
-
-def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
-    """Yield the optimizers, each with the sets that it fits alike; the repaired one is not among them if it belongs to
-    another. Those of other sets are left out if the repaired one has its own."""
-    sets = _other_sets(checkpoint)
-    own = path_name(checkpoint.container)
-    owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
-    has_own = [own] in owners.values()
-    for optimizer in optimizers:
-        fitting = [name for name, layout in sets.items() if any(namings(optimizer, layout))]
-        named = owners[optimizer.name]
-        is_doubtful = bool(fitting) and named != [own]
-        if is_doubtful and named and own not in named:
-            if not has_own:
-                yield optimizer, named
-        elif not (is_doubtful and has_own):
-            yield optimizer, [own, *fitting] if is_doubtful else []
-
-
-def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
-    """Return the state_dicts beside the one that is repaired, except for averages, which no optimizer trains."""
-    found: dict[str, Layout] = {}
-    for candidate in checkpoint.candidates:
-        if candidate.path == checkpoint.container or is_averaged(candidate.name):
-            continue
-        members = checkpoint.members(candidate)
-        specs = {key: spec for key, spec in members.items() if isinstance(spec, TensorSpec)}
-        found[candidate.name] = Layout({key: spec.shape for key, spec in specs.items() if may_learn(key, spec, None)})
-    return found
-
-
-_COMMON = frozenset("opt optim optimizer optimizers optimiser state states dict model models net weights".split())
-
-
-def _owners(name: str, sets: list[str]) -> list[str]:
-    """Return the state_dicts that the name of an optimizer speaks of: ``optG`` of ``G``, ``d_optim`` of ``netD``."""
-    words = _words(name)
-    return [
-        one
-        for one in sets
-        if words == (own := _words(one)) or any(a.startswith(b) or b.startswith(a) for a in words for b in own)
-    ]
-
-
-def _words(name: str) -> set[str]:
-    """Return what a name has beside the words that any has."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
-    return {word.lower() for word in words} - _COMMON
 
 
 def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:

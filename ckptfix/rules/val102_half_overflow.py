@@ -32,7 +32,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorStatistics
-from ckptfix.rules.fit107_quantised_weights import wanted_layers
+from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_matrix
 

@@ -16,6 +16,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Plain
+from ckptfix.core.facts import Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError, UnreadableError
@@ -42,6 +43,22 @@ _QSCHEMES = (
 BARE_STORAGE = "a storage of torch"  # one without a tensor
 
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+
+# What was noticed while reading and is converted: what it was, and what it becomes.
+CONVERSIONS = {
+    Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
+    Kind.PLAIN_PICKLE: ("{}", "torch.save"),
+    Kind.TORCHSCRIPT: ("{}", "state_dict"),
+    Kind.TORCH_PACKAGE: ("{}", "torch.save"),
+    Kind.TORCH_EXPORT: ("{}", "state_dict"),
+    Kind.UNPACKED_FOLDER: ("{}", "torch.save"),
+    Kind.TORCH_TAR: ("{}", "torch.save"),
+    Kind.NUMPY_WEIGHTS: ("{}", "torch tensors"),
+    Kind.TENSOR_SUBCLASS: ("{}", "torch.Tensor"),
+    Kind.ODD_METADATA: ("{} in _metadata", "text"),
+    Kind.ODD_LAYOUT: ("{}", "the layout of torch.save"),
+    Kind.PYTHON2_TEXT: ("{} that is not UTF-8", "text, read as Latin-1"),
+}
 
 
 def is_native_global(value: Global) -> bool:
