@@ -16,13 +16,14 @@ Safe: the file is written again without the damage, and every tensor that is kep
 tensors stay lost, and the exit code is 1, unless `--fill FILE` supplies them from another checkpoint under the same key
 and with the same shape (with `--model` or `--like`, FIT101 does that).
 
-Two kinds of doubt stay a warning:
+Three kinds of doubt stay a warning:
 
 - A file may have lost or gained bytes elsewhere than at its end. If its values tell the place, what comes after it is
   read from there. Tensors whose place they do not tell, and those of a packed file that fails its checksum, are kept
   and named.
 - If the list of the tensors (`data.pkl`) fails its checksum, a key may be misspelt. Then no fix that adds, drops or
   changes a tensor counts as safe: what seems to be missing may be there under another name.
+- If ranks hold different values of a tensor of which each should have a copy, those of the first are kept.
 
 ## Example
     ckptfix repair half.pth --salvage --fill yesterday.pth
@@ -53,6 +54,13 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         fix = Fix.safe((Rewrite(cause),))
         evidence = {"damage": [clause(fact) for fact in damage]}
         yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
+    if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
+        yield rule.finding(
+            Level.WARNING,
+            f"{counted(len(differing), 'tensor')} may hold other values than were saved: the ranks hold different ones",
+            keys=tuple(key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)),
+            remedies=advise("fetch the files of one save again"),
+        )
     doubts = [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]
     if doubts:
         yield rule.finding(

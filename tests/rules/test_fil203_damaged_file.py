@@ -19,6 +19,7 @@ from ckptfix.rules.fil203_damaged_file import donor_fill
 from tests.attacks.crafted import STORAGE, safetensors
 from tests.attacks.test_hostile_files import GOOD
 from tests.checks import assert_same, bytes_of, check_noop
+from tests.reading.folders.test_dcp import ONES, write_ranks
 from tests.rules.proposals import context
 
 
@@ -202,3 +203,14 @@ def test_notes_that_are_not_texts_become_texts(tmp_path: Path, is_shard: bool) -
         assert written.metadata().items() >= {"epoch": "3", "by": "me", "ss": '{"x": [1]}'}.items()
         assert {key: bytes_of(written.get_tensor(key)) for key in written.keys()} == dict.fromkeys(GOOD, STORAGE)  # noqa: SIM118
     assert not ckptfix.check(output).findings
+
+
+def test_copies_of_ranks_that_differ_stay_a_warning(tmp_path: Path) -> None:
+    other = (torch.ones(2), [((0,), torch.zeros(2))])
+    write_ranks(tmp_path, [{"a": ONES, "b": ONES}, {"a": other, "b": ONES}])
+    report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "out.pth").report
+    assert [(finding.keys, finding.fix is None) for finding in report.findings if finding.level] == [
+        ((), False),
+        (("a",), True),
+    ]
+    assert report.exit_code == 1

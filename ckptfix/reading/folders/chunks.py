@@ -16,8 +16,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import PartedBytes, TornBytes, is_torn
-from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
+from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
@@ -194,6 +194,33 @@ def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[Tenso
     return tensor_of_chunks(name, spec, filled, path)
 
 
+class ComparedBytes:
+    """The row-major bytes of a tensor that several ranks saved, compared with their copies when they are read."""
+
+    def __init__(self, name: str, copies: Sequence[TensorSpec], path: str) -> None:
+        self.nbytes = copies[0].nbytes
+        self._name, self._copies, self._path = name, [RowMajorBytes(copy, path) for copy in copies], path
+
+    def read(self, start: int, stop: int) -> memoryview:
+        first, *others = (copy.read(start, stop) for copy in self._copies)
+        if not all(are_equal([first], [other]) for other in others):
+            raise UnreadableError(
+                f"{self._path}: its ranks hold different values of {self._name}, and no checksum says which are right;"
+                " fetch the files again, or take those of the first rank with --salvage"
+            )
+        return first
+
+
+def compared(name: str, copies: Sequence[TensorSpec], path: str) -> TensorSpec:
+    """Return the first of copies that ``agree`` without having read all of them. Those without checksums are compared
+    when they are read."""
+    whole = [copy for copy in copies if not is_torn(copy)] or copies[:1]
+    storages = [storage for copy in whole for storage in copy.storages]
+    if len(whole) == 1 or all(storage.crc32 is not None for storage in storages):
+        return whole[0]
+    return computed(whole[0], name, ComparedBytes(name, whole, path), whole[0].storages)
+
+
 def gone(name: str, spec: TensorSpec, path: str) -> TensorSpec:
     """Return the tensor without its bytes, which are in a file that is missing or damaged."""
     return replace(spec, storage=Storage(name, TornBytes(path, spec.nbytes)), offset=0)
@@ -213,7 +240,7 @@ def agree(copies: Sequence[TensorSpec], path: str, *, reads: bool = True) -> boo
     """Return whether copies are the same, as far as they are whole: by their checksums, or byte for byte.
 
     Without ``reads``, all bytes are compared only where checksums differ, which may be due to what is beside a tensor;
-    where there are none, the first ones are."""
+    where there are none, the first ones are, and ``compared`` sees to the rest."""
     first, *others = [copy for copy in copies if copy.storage is not None and not is_torn(copy)] or copies[:1]
     for other in others:
         if (other.dtype, other.shape) != (first.dtype, first.shape):

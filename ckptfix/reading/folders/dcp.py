@@ -27,7 +27,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, check_tiling, gone, merge_parts
+from ckptfix.reading.folders.chunks import Box, agree, check_tiling, compared, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
 from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
@@ -191,7 +191,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
             f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which says what they are;"
             f" {'the save was stopped before it was finished: use an earlier one' if unfinished else hint}"
         )
-    reading = _Reading(folder)
+    reading = _Reading(folder, salvage)
     with refusing_payload(str(folder), reading.bounds.names):
         return reading.document()
 
@@ -199,8 +199,8 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 class _Reading:
     """One reading of a folder: what comes out of it, what is damaged, and what was noticed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, salvage: bool) -> None:
+        self.folder, self.salvage = folder, salvage
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         self.bounds = Bounds(str(folder), size)
         self.contents: dict[str, Content] = {}
@@ -268,8 +268,9 @@ class _Reading:
         for part in copies:
             if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, box.shape):
                 raise UnreadableError(f"the chunk of {name} at {list(box.offsets)} is not what {METADATA} says")
-        if not agree(copies, str(self.folder), reads=False):
-            self.clashes.append(name)
+        if agree(copies, str(self.folder), reads=self.salvage):
+            return copies if self.salvage else [compared(name, copies, str(self.folder))]
+        self.clashes.append(name)
         return copies
 
     def _load(self, name: str, location: Location | None) -> Any:

@@ -307,6 +307,21 @@ def test_ranks_that_saved_different_values_under_one_name(tmp_path: Path) -> Non
     assert_same(checkpoint.state_dict(), {"a": torch.ones(2), "b": torch.ones(2)})
 
 
+@pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="torch 2.6 and later")
+@pytest.mark.parametrize("changed", [0, 500, -1])
+def test_copies_without_checksums_are_compared_as_far_as_they_are_read(tmp_path: Path, changed: int) -> None:
+    first, other = torch.zeros(1000), torch.zeros(1000)
+    other[changed] = 1
+    torch.serialization.set_crc32_options(False)
+    try:
+        write_ranks(tmp_path, [{"a": (first, [((0,), first)])}, {"a": (other, [((0,), other)])}])
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(UnreadableError, match="different values of a"):
+        ckptfix.open_checkpoint(tmp_path).state_dict()
+    assert_same(ckptfix.open_checkpoint(tmp_path, salvage=True).state_dict(), {"a": first})
+
+
 def test_ranks_that_saved_different_shapes_under_one_name(tmp_path: Path) -> None:
     write_ranks(tmp_path, [{"a": ONES}, {"a": (WHOLE, [TOP, BOTTOM])}])
     with pytest.raises(UnreadableError, match="ranks saved different things under the name a; load it in as many"):

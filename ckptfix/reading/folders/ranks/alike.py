@@ -18,6 +18,7 @@ from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.ranks.divided import Divided, box_at
+from ckptfix.reading.sniffing import is_zip
 from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 
 Leaves = list[tuple[tuple[PathPart, ...], Any]]  # the tensors and numbers of a container, with their paths
@@ -68,7 +69,9 @@ class _Pickle(Struct):
 
     @classmethod
     def of(cls, content: Content) -> _Pickle | None:
-        """Return the pickle of a file; None if there is anything to say about the archive."""
+        """Return the pickle of a file; None if it is not an archive, or there is anything to say about that."""
+        if not is_zip(content):
+            return None
         archive = open_archive(content)
         index, reading = archive.index, Reading(archive)
         is_odd = index.found or index.damage or index.doubts or index.displaced or index.trailing

@@ -34,7 +34,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clause, clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp
-from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, gone, merge_parts
+from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, compared, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
@@ -267,6 +267,8 @@ class _Merge:
         lacking: dict[_Path, Path] = {}
         alike = AlikeRanks()
         for rank, file in self.ranks.files.items():
+            if 0 < self.world <= rank:
+                break  # ranks of another save, of which there may be any number, are damage
             if (held := None if first is None else self._alike(alike, file)) is not None:
                 leaves, groups = held
             else:
@@ -412,8 +414,10 @@ class _Merge:
             found.copies.setdefault(Box((0,) * len(found.shape), found.shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
-        if not all(agree(same, self.path, reads=False) for same in found.copies.values()):
+        if not all(agree(same, self.path, reads=self.files.salvage) for same in found.copies.values()):
             self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
+        elif not self.files.salvage:
+            found.copies = {box: [compared(name, same, self.path)] for box, same in found.copies.items()}
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
         if (held := sum(box.numel for box in found.copies)) < spec.numel:
             if self.files.damage:

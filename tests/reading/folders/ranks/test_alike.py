@@ -138,6 +138,14 @@ def test_each_rank_has_a_device_of_its_own(tmp_path: Path, alike: list[bool], mo
     assert alike == [True, True]
 
 
+def test_ranks_in_the_format_before_torch_1_6_are_read_by_themselves(tmp_path: Path, alike: list[bool]) -> None:
+    _save(tmp_path)
+    for file in tmp_path.iterdir():
+        torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
+    assert _is_whole(tmp_path)
+    assert alike == [False, False]
+
+
 def _other_mean(rank: int, state: dict[str, Any]) -> None:
     state["mean"] = torch.full((2,), float(rank))
 

@@ -171,7 +171,7 @@ def test_rows_that_do_not_divide(tmp_path: Path, rows: int) -> None:
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), whole)
 
 
-def test_replicas_that_differ_are_damage(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_noted(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(
             {
@@ -201,6 +201,46 @@ def test_ranks_that_all_have_the_whole_are_one_checkpoint_if_they_are_equal(tmp_
     (tmp_path / "model_world_size_3_rank_1.pt").unlink()
     with pytest.raises(UnreadableError, match="lacks 1 rank of 3"):
         ckptfix.open_checkpoint(tmp_path)
+
+
+def save_replicas(folder: Path, changed: int | None) -> torch.Tensor:
+    """Save a weight on two by two ranks as HSDP does, without checksums, with one number of a replica changed."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole = torch.arange(4000.0).view(1000, 4)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    for rank in range(4):
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False, _rank=rank)
+        local = whole.chunk(2)[rank % 2].clone()
+        if changed is not None and rank == 2:
+            local.view(-1)[changed] += 1
+        weight = DTensor(local, DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta), requires_grad=False)
+        torch.save({"w": weight}, folder / f"rank_{rank}.pt", _use_new_zipfile_serialization=False)
+    return whole
+
+
+@pytest.mark.parametrize("changed", [None, 0, 1000, -1])
+def test_replicas_without_checksums_are_compared_as_far_as_they_are_read(tmp_path: Path, changed: int | None) -> None:
+    whole = save_replicas(tmp_path, changed)
+    for use in (ckptfix.check, lambda path: ckptfix.open_checkpoint(path).state_dict(), ckptfix.repair):
+        if changed is None:
+            use(tmp_path)
+        else:
+            with pytest.raises(UnreadableError, match="different values of w"):
+                use(tmp_path)
+    done = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "whole.pth")
+    assert torch.equal(torch.load(tmp_path / "whole.pth")["w"], whole)
+    assert done.report.exit_code == (0 if changed is None else 1)
+
+
+def test_files_of_ranks_beyond_the_world_are_not_opened(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    for rank in range(4, 20):
+        (folder / f"model_world_size_4_rank_{rank}.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(UnreadableError, match=r"has files of other ranks than the 4 .* and 12 more: fetch"):
+        ckptfix.open_checkpoint(folder)
 
 
 def test_terms_of_a_sum_are_refused(tmp_path: Path) -> None:
