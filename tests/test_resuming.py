@@ -420,7 +420,7 @@ def test_a_training_goes_on(tmp_path, saved, make, edit):
 SIZES = [(2, 3), (3, 2), (2, 2), (2,), (3,)]
 
 
-def random_edits(draw: random.Random, old: dict[str, Shapes], is_sorted: bool) -> tuple[list[str], Any, dict[str, Any]]:
+def random_edits(draw: random.Random, old: dict[str, Shapes], may_move: bool) -> tuple[list[str], Any, dict[str, Any]]:
     """Return the modules of the result in order, the parameters that they are made of, and the settings of a repair.
 
     A module of the result is told by its name in ``made``: its shapes, and how its tensors follow from the old ones."""
@@ -456,7 +456,7 @@ def random_edits(draw: random.Random, old: dict[str, Shapes], is_sorted: bool) -
             half = {leaf: (1, *shape[1:]) for leaf, shape in shapes.items()}
             made |= {f"{new}.a": (half, "first", name), f"{new}.b": (half, "second", name)}
             rules += [MapRule(f"{name}.{leaf}", f"{new}.{{a,b}}.{leaf}", ("split 2",)) for leaf in shapes]
-        elif kind == "move" and not is_sorted:
+        elif kind == "move" and may_move:
             order.insert(draw.randrange(len(order)), order.pop(at))
         elif kind == "add":
             order.insert(draw.randint(0, len(order)), f"more{name}")
@@ -523,7 +523,9 @@ def scripts(orders: Mapping[str, Callable[[Named], Named]]) -> dict[str, Saved]:
     return {f"{name}, {what}": by_script(order, label) for (name, order), (what, label) in pairs}
 
 
-def follow_at_random(folder: Path, draw: random.Random, ways: Mapping[str, Saved]) -> tuple[str, ckptfix.Report]:
+def follow_at_random(
+    folder: Path, draw: random.Random, ways: Mapping[str, Saved], may_move: bool = True
+) -> tuple[str, ckptfix.Report]:
     """Make a run, edit it and load what comes of it; each element of a moment says where it came from."""
     names = [draw.choice(("ln", "fc", "layers.", "norm", "head")) + str(n) for n in range(draw.randint(2, 6))]
     old: dict[str, Shapes] = {}
@@ -531,7 +533,7 @@ def follow_at_random(folder: Path, draw: random.Random, ways: Mapping[str, Saved
         shape = draw.choice(SIZES[3:] if name[:2] in ("ln", "no") else SIZES)
         old[name] = {"weight": shape, **({"bias": shape[:1]} if draw.random() < 0.6 else {})}
     way = draw.choice(list(ways))
-    order, made, asked = random_edits(draw, old, "safetensors" in way)
+    order, made, asked = random_edits(draw, old, may_move and "safetensors" not in way)
     model = built({f"{name}.{leaf}": shape for name in names for leaf, shape in old[name].items()})
     wanted = {f"{name}.{leaf}": shape for name in order for leaf, shape in made[name][0].items()}
     resumed = built(wanted)
@@ -569,6 +571,9 @@ def follow_at_random(folder: Path, draw: random.Random, ways: Mapping[str, Saved
     again = torch.optim.AdamW(saved.groups(resumed))
     if saved.is_named:
         set_optimizer_state_dict(resumed, again, state, options=StateDictOptions(strict=False))
+    elif len(again.param_groups) != len(state["param_groups"]):
+        assert "if your script makes others" in str(report)
+        return "other groups", report
     else:
         again.load_state_dict(state)
     for key, one in resumed.named_parameters():
@@ -580,7 +585,7 @@ def follow_at_random(folder: Path, draw: random.Random, ways: Mapping[str, Saved
     return "followed" if report.edits else "nothing to do", report
 
 
-def random_runs(folder: Path, ways: Mapping[str, Saved]) -> Counter[str]:
+def random_runs(folder: Path, ways: Mapping[str, Saved], may_move: bool = True) -> Counter[str]:
     """Return how many random runs of these scripts end how. One that gives a moment to a wrong parameter fails, unless
     the finding asks for an unsafe fix and names an order, of few scripts, that would fit as well."""
     outcomes: Counter[str] = Counter()
@@ -591,7 +596,7 @@ def random_runs(folder: Path, ways: Mapping[str, Saved]) -> Counter[str]:
         made = folder / "run"
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir()
-        outcome, report = follow_at_random(made, random.Random(seed), ways)
+        outcome, report = follow_at_random(made, random.Random(seed), ways, may_move)
         if outcome == "wrong":
             (finding,) = (finding for finding in report.applied if finding.code == "OPT101")
             assert finding.fix is not None
@@ -611,7 +616,8 @@ def test_no_moment_gets_under_a_wrong_name(tmp_path, ways):
 
 
 def test_an_order_of_few_scripts_is_named_where_it_fits_as_well(tmp_path):
-    outcomes = random_runs(tmp_path, scripts(RARE_ORDERS))
+    """In another order of the model it may be that which the model has now."""
+    outcomes = random_runs(tmp_path, scripts(RARE_ORDERS), may_move=False)
     assert min(outcomes["followed"], outcomes["refused"], outcomes["wrong"]) > 0, outcomes
 
 

@@ -199,7 +199,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
     """Return the orders of few scripts that the shapes allow as well as the recipe of a way, and that would lead to
     another state; none beside names that are certain."""
-    if way.naming.recipe is None:
+    if way.naming.is_certain:
         return []
     change = _counted(optimizer, change)
     read = (
@@ -300,6 +300,8 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
             recipes.append(recipe)
             made.append(follow(optimizer, replace(naming, recipe=recipe), change, replace(scope, layout=layout)))
     found = {way.outcome: way for way in made if way is not None}
+    if found and None in made and naming.source == NAMED:
+        return None  # a recipe that lists names in order, beside one that nothing tells to do so
     if len(found) == 1:
         return next(iter(found.values()))
     # Recipes that agree but for groups that became empty, which their own script may make or not.

@@ -31,6 +31,7 @@ from ckptfix.rules import RENAMED_LAYERS
 Shape = tuple[int, ...]
 
 _NUMBERS = r"[0-9]+"
+_NORM = re.compile(r"(^|\.|(?<!batch)_|layer)(ln|norm)[0-9]*(_\w+)?$", re.IGNORECASE)
 
 
 class Origin(NamedTuple):
@@ -193,7 +194,8 @@ class Change(Struct, frozen=True, dict=True):
     @property
     def modules(self) -> dict[str, str] | None:
         """The classes of the file's modules, as the model has them under whatever name; None without a model. A module
-        that it does not have is of the class of those with other numbers: ``h.11.ln_1`` of ``h.0.ln_1``."""
+        that it does not have is of the class of those with other numbers, ``h.11.ln_1`` of ``h.0.ln_1``; one of no
+        other number that is named like a norm is a norm."""
         if self.model is None or self.model.modules is None:
             return None
         found = {
@@ -205,7 +207,7 @@ class Change(Struct, frozen=True, dict=True):
         }
         alike = {re.sub(_NUMBERS, "0", module): name for module, name in found.items()}
         for module in {key.rpartition(".")[0] for key in self.before} - found.keys():
-            if (name := alike.get(re.sub(_NUMBERS, "0", module))) is not None:
+            if name := alike.get(re.sub(_NUMBERS, "0", module)) or ("LayerNorm" if _NORM.search(module) else ""):
                 found[module] = name
         return found
 

@@ -525,6 +525,69 @@ def test_an_optimizer_without_a_state_has_nothing_to_move(tmp_path, names, group
     assert (findings(report), report.exit_code) == ([], 0)
 
 
+class Listed(nn.Module):
+    """Layers of given shapes, a norm if there is one number."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.LayerNorm(shape) if len(shape) == 1 else nn.Linear(shape[1], shape[0]))
+
+
+def followed_with(tmp_path: Path, old: nn.Module, new: nn.Module, groups: Any) -> ckptfix.Report:
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in old.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"model": old.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    asked: dict[str, Any] = {"unsafe_fixes": True, "fill": "target", "allow_untrained": True}
+    return ckptfix.repair(tmp_path / "run.pth", new, output=tmp_path / "out.pth", **asked).report
+
+
+@pytest.mark.parametrize(("new", "is_refused"), [("anew", True), ("new", False)])
+def test_a_new_parameter_among_names_in_order_may_be_sorted(tmp_path, new, is_refused):
+    """The names of both groups are in the order of the model, and sorted: under ``bnew`` these are two orders."""
+    old = Listed(b=(2, 2), c=(3, 2))
+    groups = [
+        {"params": [pair for pair in old.named_parameters() if pair[0].endswith(leaf)], "weight_decay": decay}
+        for leaf, decay in (("weight", 0.1), ("bias", 0.0))
+    ]
+    wanted = Listed(b=(2, 2), **{new: (5, 4)}, c=(3, 2)) if is_refused else Listed(b=(2, 2), c=(3, 2), new=(5, 4))
+    report = followed_with(tmp_path, old, wanted, groups)
+    assert [finding.fix is None for finding in report.findings if finding.code == "OPT101"] == [is_refused]
+
+
+@pytest.mark.parametrize(("names", "is_refused"), [("cab", True), ("abc", False)])
+def test_an_empty_group_tells_no_order(tmp_path, names, is_refused):
+    """What a script lists by name in the one group and not the other is as open as in a single group."""
+    old, new = Same(names), Same(names[:2])
+    report = followed_with(tmp_path, old, new, [{"params": list(old.parameters())}, {"params": []}])
+    assert [finding.fix is None for finding in report.findings if finding.code == "OPT101"] == [is_refused]
+
+
+@pytest.mark.parametrize(("shapes", "doubt"), [({"b": (3, 3)}, True), ({"b": (4, 3)}, False)])
+def test_an_order_of_few_scripts_is_named_if_it_fits_as_well(tmp_path, shapes, doubt):
+    old = Listed(a=(3, 3), **shapes, c=(3, 3) if doubt else (5, 4))
+    new = Listed(a=(3, 3), **shapes)
+    report = followed_with(tmp_path, old, new, list(old.parameters()))
+    (finding,) = [finding for finding in report.applied if finding.code == "OPT101"]
+    assert ("in reverse would fit as well" in finding.message) is doubt
+    assert "named by model.parameters()" in str(report).splitlines()[-1]
+
+
+def test_a_norm_that_the_model_no_longer_has_is_one_by_its_name(tmp_path):
+    """Only its class tells the Trainer's rule that the weight of ``ln_f`` does not decay."""
+    old, new = Listed(a=(3, 2), ln_f=(3,), b=(4, 3)), Listed(a=(3, 2), b=(4, 3))
+    decayed = {name for name, _ in old.named_parameters() if not ("bias" in name or name.startswith("ln"))}
+    groups = [
+        {"params": [one for name, one in old.named_parameters() if (name in decayed) is has], "weight_decay": 0.1 * has}
+        for has in (True, False)
+    ]
+    report = followed_with(tmp_path, old, new, groups)
+    (finding,) = [finding for finding in report.applied if finding.code == "OPT101"]
+    assert finding.evidence["named by"] == "Hugging Face Trainer"
+
+
 @pytest.mark.parametrize("ties", [(True, True), (False, False), (True, False)])
 def test_a_tie_that_is_undone_leaves_the_state_with_the_first_name(tmp_path, ties):
     old, new = Same("abc"), Same("abc")
