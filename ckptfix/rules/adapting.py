@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.adaptations import (
     HEAD,
@@ -24,7 +25,7 @@ from ckptfix.core.adaptations import (
     Adaptation,
     Grid,
 )
-from ckptfix.core.edits import Adapt
+from ckptfix.core.edits import PAD_TARGET, Adapt
 from ckptfix.core.finding import Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
@@ -617,20 +618,25 @@ def _effect(text: str) -> str:
     return RECIPES[name][recipe]
 
 
-def recipes_of(case: Case, has_values: bool = True) -> Iterator[Remedy]:
+def recipes_of(case: Case, target: Target, untrained: Mapping[str, int]) -> Iterator[Remedy]:
     """Yield the recipes for a case, that of the model's own library first; without the grids it makes no command.
 
-    ``has_values``: the target has initial values, as a reference file has not."""
+    ``untrained`` are the parameters of the target that the file does not have in their shape, with their numel."""
     if case.name == HEAD:
         yield Remedy.of("keeps the classes that both have, by a row on each line", adapt=Placeholder("head=MAP.txt"))
         return
     if said := narrowed(case):
         yield Remedy.of(said)
-    first, *others = (f"{case.name}={recipe}" for recipe in case.recipes if has_values or recipe != "pad:target")
+    texts = [f"{case.name}={recipe}" for recipe in case.recipes]
+    first, *others = (text for text in texts if text != PAD_TARGET or target.initial is not None)
     if case.unclear:
         yield Remedy.of("resamples the grid of the file to the model's", adapt=Placeholder(f"{first}:{_BY_HAND}"))
     elif case.library:
         also = f"; {' and '.join(others)} {'fit' if len(others) > 1 else 'fits'} too" if others else ""
         yield Remedy.of(f"{_effect(first)}, and the model is one of {case.library}{also}", adapt=(first,))
     else:
-        yield from (Remedy.of(_effect(text), adapt=(text,)) for text in (first, *others))
+        price = tuple(
+            (key, untrained[key] - math.prod(old)) for key, (old, _) in case.shapes.items() if key in untrained
+        )
+        for text in (first, *others):
+            yield replace(Remedy.of(_effect(text), adapt=(text,)), untrained=price * (text == PAD_TARGET))

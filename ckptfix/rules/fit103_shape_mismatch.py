@@ -65,7 +65,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import POSITIONS, Case, adapt_edits, cases, of_use, recipes_of
-from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model
+from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model, untrained
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import is_adaptable
@@ -153,7 +153,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             words = f"{text} fits no key: none of this kind has another shape"
             yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
     if pairs:
-        heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case))[:1]
+        heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case, target, {}))[:1]
         yield _unknown(rule, context, target, pairs, is_other, heads)
 
 
@@ -210,7 +210,10 @@ def _case_findings(
             keys=left,
             evidence=_shown(left),
             fix=_dropped(left, context),
-            remedies=(*recipes_of(case, target.initial is not None), *_fillings(left, context, target)),
+            remedies=(
+                *recipes_of(case, target, untrained(context.checkpoint, target)),
+                *_fillings(left, context, target),
+            ),
         )
 
 

@@ -253,6 +253,18 @@ def test_initial_values_are_offered_where_there_are_some():
         (finding,) = propose(shape_mismatch, file.state_dict(), target)
         values = [value for remedy in finding.remedies for name, value in remedy.options if name == "adapt"]
         assert values == [(recipe,) for recipe in recipes]
+        priced = {value: dict(r.untrained) for r in finding.remedies for name, value in r.options if name == "adapt"}
+        assert all(bool(price) == (value == ("vocab=pad:target",)) for value, price in priced.items())
+
+
+def test_the_price_of_initial_values_is_what_stays_untrained():
+    """Of tied tensors once, and only the entries that are added."""
+    file, model = gpt2(100), gpt2(104)
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    (remedy,) = (each for each in finding.remedies if each.options == (("adapt", ("vocab=pad:target",)),))
+    report = ckptfix.repair(file.state_dict(), model, adapt="vocab=pad:target").report
+    assert report.coverage is not None
+    assert 0 < sum(dict(remedy.untrained).values()) == report.coverage.untrained
 
 
 def test_tied_twins_stay_one_tensor():
