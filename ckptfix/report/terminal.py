@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
+from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace, Tie
 from ckptfix.core.finding import Finding, counted
 from ckptfix.core.options import REPAIR
 from ckptfix.core.report import Report, plain
@@ -89,12 +89,15 @@ WEIGHTS_ONLY_SINCE = "1.13"  # the first release of torch whose torch.load has w
 
 
 def loading_code(report: Report, choices: Mapping[str, Any]) -> str:
-    """Return the Python expression that gives the state_dict of the file that was written."""
+    """Return the Python expression that gives the state_dict of the file that was written, or loads it if a plain read
+    of the file would not give the keys that a repair has tied."""
     if report.written_as == "pth":
         steps = "".join(f"[{step!r}]" for step in report.place)
         is_old = Settings(for_torch=choices.get("for_torch")).is_for_torch_before(WEIGHTS_ONLY_SINCE)
         return f"torch.load({report.output!r}{'' if is_old else ', weights_only=True'}){steps}"
     if report.written_as == "safetensors":
+        if any(isinstance(edit, Tie) for edit in report.edits) and not choices.get("untie"):
+            return f"safetensors.torch.load_model(model, {report.output!r})"
         return f"safetensors.torch.load_file({report.output!r})"
     if report.written_as == "universal":
         return f'engine.load_checkpoint({report.output!r}), with "checkpoint": {{"load_universal": true}} in ds_config'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -11,6 +12,7 @@ from ckptfix.bytes.sources import BLOCK
 from ckptfix.core.edits import Tie
 from ckptfix.core.finding import Applicability, Level
 from ckptfix.report.advice import remedies_text
+from ckptfix.report.terminal import loading_code
 from ckptfix.rules.fit105_tie import tie
 from tests.rules.proposals import propose, repaired
 
@@ -93,3 +95,16 @@ def test_values_are_not_read_without_leave():
         {"embed.weight": EMBED, "head.weight": HEAD}, Language(), select=("FIT105",), values=False
     )
     assert report.findings == ()
+
+
+@pytest.mark.parametrize("untie", [False, True])
+def test_the_line_on_loading_loads_a_tie_in_safetensors(tmp_path, untie):
+    """A plain read lacks the key that was tied, as the file stores the tensor once."""
+    model = Language()
+    safetensors.torch.save_file({"embed.weight": torch.ones(5, 4)}, tmp_path / "a.safetensors")
+    report = ckptfix.repair(tmp_path / "a.safetensors", model, beside=True, untie=untie).report
+    code = loading_code(report, {"untie": untie})
+    loaded = eval(code, {"safetensors": safetensors, "model": model})
+    if untie:
+        model.load_state_dict(loaded)
+    assert torch.equal(model.state_dict()["head.weight"], torch.ones(5, 4))
