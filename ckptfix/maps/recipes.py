@@ -213,12 +213,12 @@ RECIPES = (
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
     Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
     Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), within=sorted, rises=_decaying),
-    Recipe(
-        "ultralytics",
-        _ultralytics,
-        ("bias", "weight", "norm"),
-        sign="train_args",
-        rises=lambda label: (0, label == "weight"),
+    *(
+        Recipe(name, _ultralytics, order, sign="train_args", rises=lambda label: (0, label == "weight"))
+        for name, order in (
+            ("ultralytics", ("bias", "weight", "norm")),
+            ("ultralytics 8.4", ("weight", "norm", "bias")),
+        )
     ),
     EACH,
     Recipe("detectron2, groups reduced", lambda layout, key: layout.is_norm(key)),

@@ -92,6 +92,7 @@ PEERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "hugging face, gpt2": (gpt, groups_of_trainer),
     "hugging face, llama": (llama, groups_of_trainer),
     "ultralytics": (Detector, groups_of_ultralytics),
+    "ultralytics 8.4": (Detector, lambda model: [groups_of_ultralytics(model)[place] for place in (1, 2, 0)]),
     "detectron2": (Detector, lambda model: [{"params": [p]} for p in model.parameters()]),
     "detr": (Detector, groups_of_detr),
 }
@@ -116,6 +117,7 @@ def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
     layout = Layout({key: spec.shape for key, spec in checkpoint.specs.items() if key in names})
     (state,) = optimizers_in(checkpoint.root)
     found = list(namings(state, layout))
+    assert peer not in {recipe.name for recipe in RECIPES} or peer in {naming.source for naming in found}
     of_parameter = {id(parameter): name for name, parameter in names.items()}
     live = [of_parameter[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     assert [list(naming.names.values()) for naming in found] == [live] * len(found)
