@@ -88,6 +88,7 @@ class Kind(Enum):
     DOUBTFUL_VALUES = "doubtful-values"
     UNNAMED_LOSS = "unnamed-loss"
     STRAY_FILE = "stray-file"
+    LAST_SHARD = "last-shard"
     RANK_COPIES = "rank-copies"
     RANKS_COMPUTED = "ranks-computed"
     RANK_LEFT_OUT = "rank-left-out"

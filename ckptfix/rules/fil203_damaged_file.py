@@ -85,6 +85,9 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"{files} nothing of this checkpoint: an earlier save left it here, or its metadata was not fetched",
         )
+    for fact in checkpoint.remarked(Kind.LAST_SHARD) if context.target is None else ():
+        said = f"{fact.place} {clause(fact)}: without a later one, tensors end too early"
+        yield rule.finding(Level.NOTE, said, remedies=advise("count the files, or name the model to compare with"))
     fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
     if fills:
         yield rule.finding(

@@ -1,7 +1,8 @@
 """Folders of torch.distributed.checkpoint: ``.metadata`` and ``__<rank>_<n>.distcp`` files.
 
 Ranks that save without talking to each other (``use_collectives=False``) each write a ``__<rank>.metadata`` of their
-own. A ``.distcp`` file of another save is noticed where its sizes differ; nothing in it says which save it belongs to.
+own. A ``.distcp`` file of another save or rank is noticed where its sizes differ, or if it is there twice; nothing in
+it says to which it belongs.
 
 Every chunk of a tensor is a whole torch.save file at an offset of a ``.distcp`` file. Its inner record says where the
 bytes lie, so a tensor of one chunk is a range of that file, and one of many chunks is put together when it is read;
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, check_tiling, compared, gone, merge_parts
+from ckptfix.reading.folders.ranks.files import are_varied, sums_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
 from ckptfix.reading.pickles.payload import payload_remarks, refusing_payload
@@ -209,6 +212,8 @@ class _Reading:
         self.leaves: dict[str, Any] = {}
         self.faults: dict[Fact, list[str]] = {}
         self.clashes: list[str] = []
+        # Those of several of a tensor that are once in the folder, by file, with their places and names.
+        self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
 
     def document(self) -> Document:
         """Return the document of the folder."""
@@ -223,6 +228,7 @@ class _Reading:
             raise UnreadableError(f"{self.folder}: {error}; load it in as many ranks as saved it") from error
         for name, item in self.metadata.items.items():
             self._read(name, item)
+        self._note_repeated()
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if self.faults and not whole:
             raise UnreadableError(f"{self.folder}: {clauses(self._damage())}; no tensor is whole: fetch it again")
@@ -260,7 +266,23 @@ class _Reading:
             places.setdefault(box, []).append(location)
         check_tiling(list(places), item.shape, name)  # before a chunk is opened
         copies = {box: self._copies(name, item.dtype, box, locations) for box, locations in places.items()}
+        for box, (location, *others) in places.items() if len(places) > 1 else ():
+            if location is not None and not others and box.numel:
+                self.chunks.setdefault(location.file, []).append((location.offset, name, copies[box][0]))
         return merge_parts(name, item.spec, copies, str(self.folder))
+
+    def _note_repeated(self) -> None:
+        """Note files whose chunks have the checksums of those of another file, of which one was copied over the other.
+
+        A model and its average may be equal, in a file each: the chunks of one tensor are not."""
+        seen: dict[tuple[object, ...], str] = {}
+        for file, chunks in self.chunks.items():
+            parts = [part for _, _, part in sorted(chunks, key=itemgetter(0))]
+            if not (sums := sums_of(parts)) or (other := seen.setdefault(sums, file)) == file:
+                continue
+            shared = {name for _, name, _ in chunks} & {name for _, name, _ in self.chunks[other]}
+            if shared and are_varied(parts):
+                self.remarks[Fact.of(Kind.RANK_REPEATED, file, other=other)] = None
 
     def _copies(self, name: str, dtype: str, box: Box, locations: list[Location | None]) -> list[TensorSpec]:
         """Return the copies of a chunk; that they have different values is noted."""

@@ -3,7 +3,7 @@ saves them (``save_distributed=True``) where it does not put them together itsel
 
 A shard says in ``__metadata__`` where its chunks begin in their tensors (``DCP_SHARDING_INFO``). Nothing says how large
 the tensors are: each is as large as its chunks reach, so that a chunk that is missing in the middle shows and the last
-one, with the shard of the last rank, does not. Format:
+one, with the shard of the last rank, does not, as a remark says. torch saves each chunk once. Format:
 https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/hf_storage.py"""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import safetensors
-from ckptfix.reading.folders.chunks import Box, gone, merge_parts
+from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.sniffing import is_safetensors
@@ -46,6 +46,8 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
     damage = [Fact.of(Kind.RANKS_MISSING, ranks=len(missing), first=missing[0])] if missing else []
     chunks: dict[str, dict[Box, list[TensorSpec]]] = {}
+    origins: dict[tuple[str, Box], str] = {}
+    repeated: list[Fact] = []
     read: list[str] = []
     for name in names:
         try:
@@ -55,16 +57,21 @@ def read_folder(folder: Path, salvage: bool) -> Document:
             continue
         read.append(name)
         damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
-        for key, spec in shard.root.items():
-            box = Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape)
-            chunks.setdefault(key, {}).setdefault(box, []).append(spec)
+        held = {key: Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape) for key, spec in shard.root.items()}
+        others = [origins.get((key, box)) for key, box in held.items() if box.numel]
+        if others and None not in others:
+            repeated.append(Fact.of(Kind.RANK_REPEATED, name, other=others[0]))
+        for key, box in held.items():
+            origins.setdefault((key, box), name)
+            chunks.setdefault(key, {}).setdefault(box, []).append(shard.root[key])
     faults: list[Fact] = []
     entries = OrderedDict((key, _tensor(key, parts, str(folder), faults)) for key, parts in chunks.items())
     damage += first_facts(faults, Kind.TENSORS_LACKING, most=1)
     if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
         raise UnreadableError(f"{folder}: {clauses(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
     lacking = bool(missing) or len(read) < len(names)
-    remarks = [Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there")] if lacking else []
+    lost = Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there")
+    remarks = [*repeated, lost if lacking else Fact(Kind.LAST_SHARD, names[-1])]
     return Document(str(folder), NAME, entries, remarks=remarks, damage=damage)
 
 
@@ -91,6 +98,8 @@ def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, 
 def _tensor(key: str, parts: dict[Box, list[TensorSpec]], path: str, faults: list[Fact]) -> Any:
     """Return the tensor of some chunks; a torn one, with the reason in ``faults``, where they do not fill it."""
     specs = [spec for same in parts.values() for spec in same]
+    if not all(agree(same, path) for same in parts.values()):
+        faults.append(Fact.of(Kind.RANKS_DIFFER, keys=(key,)))
     if len(parts) == 1 and not any(next(iter(parts)).offsets):
         return next((spec for spec in specs if not is_torn(spec)), specs[0])
     ends = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in parts]

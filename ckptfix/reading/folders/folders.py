@@ -196,6 +196,9 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
 
     An entry that the chunks have too is theirs."""
     file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
+    if file is None and _is_torch_dist(folder):
+        lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
+        return replace(document, damage=[*document.damage, lacks])
     if file is None or not isinstance(document.root, dict):
         return document
     common = read(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))), salvage)
@@ -217,6 +220,12 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
         copies=copies,
         damage=[*document.damage, *damage],
     )
+
+
+def _is_torch_dist(folder: Path) -> bool:
+    """Return whether Megatron says that it wrote the folder, and ``common.pt`` with the number of layers."""
+    file = folder / "metadata.json"
+    return file.is_file() and file.stat().st_size < _LINK_LIMIT and b'"torch_dist"' in file.read_bytes()
 
 
 def _checkpoints(folder: Path) -> list[Path]:

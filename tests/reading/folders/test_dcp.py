@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import pytest
@@ -157,6 +158,29 @@ def chunked(folder: Path) -> Metadata:
     whole = torch.arange(12.0).reshape(4, 3)
     parts = [((0, 0), whole[:2].clone()), ((2, 0), whole[2:].clone())]
     return write_chunks(folder, {"a": (torch.ones(2), [((0,), torch.ones(2))]), "w": (whole, parts)})
+
+
+@pytest.mark.parametrize("change", ["none", "average", "copied"])
+def test_a_file_that_was_copied_over_that_of_another_rank(tmp_path: Path, change: str) -> None:
+    """A model and its average may have equal values, in a file each."""
+    whole = torch.randn(8, 5)
+    halves = [((0, 0), whole[:4].clone()), ((4, 0), whole[4:].clone())]
+    tensors: dict[str, Any] = {
+        "w": (whole, halves),
+        "v": (whole + 1, [((0, 0), whole[:4] + 1), ((4, 0), whole[4:] + 1)]),
+    }
+    if change == "average":
+        nothing = [((row, 0), torch.empty(0, 5)) for row in (7, 8)]
+        tensors = {"w": (whole, halves), "average": (whole, [*nothing, *halves])}
+    write_chunks(tmp_path, tensors)
+    if change == "copied":
+        copyfile(tmp_path / "__0_0.distcp", tmp_path / "__1_0.distcp")
+    report = ckptfix.repair(tmp_path, output=tmp_path / "whole.pth").report
+    found = [finding.message for finding in report.findings if finding.code == "FIL105"]
+    assert [message.partition(":")[0] for message in found] == (
+        ["__1_0.distcp holds the same values as __0_0.distcp"] if change == "copied" else []
+    )
+    assert (tmp_path / "whole.pth").exists() is (change != "copied")
 
 
 def remove(folder: Path, metadata: Metadata) -> None:

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfix
+from ckptfix.core.finding import Level
 from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import assert_same
@@ -57,7 +59,28 @@ def test_chunks_are_put_together(tmp_path: Path) -> None:
     checkpoint = ckptfix.open_checkpoint(tmp_path)
     assert_same({key: checkpoint.read(key) for key in sorted(checkpoint.keys())}, WHOLE)
     report = ckptfix.repair(tmp_path, output=tmp_path / "one.safetensors").report
-    assert (report.findings, report.exit_code) == ((), 0)
+    assert [(finding.code, finding.level) for finding in report.findings] == [("FIL203", Level.NOTE)]
+    assert report.exit_code == 0
+
+
+def test_that_no_file_says_how_many_there_are_is_noted(shards: tuple[Path, Path], tmp_path: Path) -> None:
+    shards[1].unlink()
+    (finding,) = ckptfix.check(tmp_path).findings
+    assert shards[0].name in finding.message
+    assert not ckptfix.check(tmp_path, like=tmp_path).findings  # the model says how large they are
+
+
+def test_a_shard_that_was_copied_over_another(shards: tuple[Path, Path], tmp_path: Path) -> None:
+    copyfile(shards[0], shards[1])
+    report = ckptfix.repair(tmp_path, output=tmp_path / "one.safetensors").report
+    assert ("FIL105", Level.WARNING) in [(finding.code, finding.level) for finding in report.findings]
+    assert not (tmp_path / "one.safetensors").exists()
+
+
+def test_shards_with_different_values_of_a_part(shards: tuple[Path, Path], tmp_path: Path) -> None:
+    write_shard(tmp_path, 3, {"w": ((5, 0), WHOLE["w"][5:] + 1)})
+    with pytest.raises(UnreadableError, match="different values of w from several ranks"):
+        ckptfix.open_checkpoint(tmp_path)
 
 
 def test_a_missing_shard_costs_the_tensors_in_it(shards: tuple[Path, Path], tmp_path: Path) -> None:

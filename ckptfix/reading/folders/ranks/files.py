@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,6 +132,24 @@ def _settings(tree: Any) -> dict[str, object]:
     return found
 
 
+def sums_of(specs: Sequence[TensorSpec]) -> tuple[object, ...]:
+    """Return the checksums of tensors, with what each views of its storage; nothing if one has none."""
+    known = tuple(
+        (storage.crc32, storage.nbytes, spec.offset, spec.shape, spec.strides)
+        for spec in specs
+        for storage in spec.storages
+        if storage.crc32 is not None
+    )
+    return known if len(known) == sum(len(spec.storages) for spec in specs) else ()
+
+
+def are_varied(specs: Sequence[TensorSpec]) -> bool:
+    """Return whether any tensor begins with more than a few values: those of hardly more than one are alike by
+    right."""
+    stored = (storage for spec in specs for storage in spec.storages)
+    return any(len({*storage.source.read(0, min(storage.nbytes, _LOOKED_AT))}) > _FEW for storage in stored)
+
+
 class RankFiles:
     """One reading of the files of a folder: what is damaged, and what was noticed."""
 
@@ -204,17 +222,11 @@ class RankFiles:
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
 
     def note_repeated(self, held: Mapping[str, Any]) -> None:
-        """Note files whose tensors are those of another one, by their checksums: one was copied over the other.
-
-        Tensors of hardly more than one value are alike by right."""
+        """Note files whose tensors are those of another one, by their checksums: one was copied over the other."""
         seen: dict[tuple[object, ...], str] = {}
         for name, tree in held.items():
-            stored = list(dict.fromkeys(spec.storage for spec in tensors_in(tree) if spec.storage is not None))
-            sums = tuple((storage.nbytes, storage.crc32) for storage in stored)
-            if not sums or None in [crc for _, crc in sums] or (other := seen.setdefault(sums, name)) == name:
-                continue
-            starts = (bytes(storage.source.read(0, min(storage.nbytes, _LOOKED_AT))) for storage in stored)
-            if any(len(set(start)) > _FEW for start in starts):
+            specs = [spec for spec in tensors_in(tree) if spec.storage is not None]
+            if (sums := sums_of(specs)) and (other := seen.setdefault(sums, name)) != name and are_varied(specs):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
 
     def note_foreign(self, told: Mapping[str, Mapping[str, Any]]) -> None:

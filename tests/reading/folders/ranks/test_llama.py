@@ -264,3 +264,15 @@ def test_the_model_of_transformers_answers_as_metas_arithmetic(tmp_path: Path, r
     with torch.no_grad():
         logits = net(tokens[None]).logits[0]
     torch.testing.assert_close(logits, meta_logits(whole, tokens, heads, groups), rtol=0, atol=1e-6)
+
+
+def test_shards_saved_as_views_of_one_tensor_are_not_copies(tmp_path: Path) -> None:
+    """Each file then has the bytes of the whole."""
+    whole = write_llama(tmp_path, 2)
+    for rank in range(2):
+        state = {key: value.chunk(2, int(key.endswith(COLUMNS)))[rank] for key, value in whole.items()}
+        state |= {key: whole[key] for key in whole if key.endswith(COPIES)}
+        torch.save(state, tmp_path / f"consolidated.{rank:02d}.pth")
+    checkpoint = ckptfix.open_checkpoint(tmp_path)
+    assert not [mark for mark in checkpoint.remarks if mark.kind is Kind.RANK_REPEATED]
+    assert all(torch.equal(checkpoint.read(key), value) for key, value in whole.items())

@@ -53,6 +53,9 @@ def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
     for key, value in truth.items():
         got = checkpoint.read(key)
         assert (got.shape, bytes_of(got)) == (value.shape, bytes_of(value)), key
+    (folder / "common.pt").unlink()
+    with pytest.raises(UnreadableError, match=r"lacks the shard common\.pt: .* salvage=True"):
+        ckptfix.open_checkpoint(folder)
     torch.save([1, 2], folder / "common.pt")
     with pytest.raises(UnreadableError, match=r"common\.pt: does not hold what it has beside the chunks"):
         ckptfix.open_checkpoint(folder)
