@@ -14,6 +14,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, ChunkedBytes, agree, check_tiling
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_tensor
+from tests.attacks.outcomes import bounded
 
 
 @st.composite
@@ -75,6 +76,29 @@ def test_boxes_that_fill_a_shape(boxes: list[Box], shape: tuple[int, ...]) -> No
 def test_boxes_that_do_not_are_damage(boxes: list[Box], shape: tuple[int, ...]) -> None:
     with pytest.raises(UnreadableError, match="chunk"):
         check_tiling(boxes, shape, "w")
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2)] * 4), max_size=6))
+def test_boxes_fill_a_shape_if_they_have_each_element_once(parts: list[tuple[int, ...]]) -> None:
+    boxes = [Box((row, column), (1 + height, 1 + width)) for row, column, height, width in parts]
+    boxes = [box for box in boxes if box.lies_in((3, 3))]
+    held = torch.zeros(3, 3)
+    for box in boxes:
+        (row, column), (height, width) = box.offsets, box.shape
+        held[row : row + height, column : column + width] += 1
+    if bool((held == 1).all()):
+        check_tiling(boxes, (3, 3), "w")
+    else:
+        with pytest.raises(UnreadableError):
+            check_tiling(boxes, (3, 3), "w")
+
+
+def test_staggered_boxes_are_checked_in_bounded_time() -> None:
+    """Any line through them crosses as many boxes as it can."""
+    size = 10_000
+    boxes = [Box((start, row), (stop - start, 1)) for row in range(size) for start, stop in ((0, row), (row, size))]
+    with bounded():
+        check_tiling(boxes, (size, size), "w")
 
 
 @pytest.mark.parametrize(

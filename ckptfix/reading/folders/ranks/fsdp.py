@@ -369,6 +369,8 @@ class _Merge:
                 if specs
                 else unlike_most(values)
             )
+            if 2 * len(odd) > len(values):  # the first one is another than most
+                odd = [rank for rank in values if rank not in odd]
             if odd:
                 names = first_names([self.ranks.files[rank].name for rank in odd])
                 raise UnreadableError(

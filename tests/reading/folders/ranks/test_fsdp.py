@@ -235,6 +235,16 @@ def test_replicas_without_checksums_are_compared_as_far_as_they_are_read(tmp_pat
     assert done.report.exit_code == (0 if changed is None else 1)
 
 
+@pytest.mark.parametrize("odd", [0, 1, 3])
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_the_rank_of_another_step_is_named(tmp_path: Path, kind: Any, odd: int) -> None:
+    for rank in range(4):
+        save = {"w": dtensor(rank, torch.arange(8.0), 4), "step": kind(8 if rank == odd else 7)}
+        torch.save(save, tmp_path / f"rank_{rank}.pt")
+    with pytest.raises(UnreadableError, match=rf"different saves: rank_{odd}\.pt have another step"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
 def test_files_of_ranks_beyond_the_world_are_not_opened(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path)
     for rank in range(4, 20):
