@@ -31,6 +31,7 @@ from ckptfix.writing.atomic import (
     deliver_file,
     deliver_folder,
     flush_file,
+    has_backup,
     refuse_output,
     temporary_beside,
     unwritten,
@@ -91,8 +92,8 @@ def deliver(
     If nothing has to be written, the forward test runs on the source.
     """
     test = forward_test or (lambda file, result: (None, []))
-    if destination is not None:
-        destination.refuse_backup()
+    if destination is not None and destination.backup_of is not None:
+        has_backup(destination.backup_of)  # raises if it would replace another file
     if reason := refusal(report, settings):
         return replace(report, remarks=(*report.remarks, reason), is_refused=True)
     if destination is None:
@@ -256,8 +257,7 @@ def _beside(
 
 
 def _has_unfit_optimizer(report: Report) -> bool:
-    findings = (finding for finding in report.remaining if finding.subject is Subject.OPTIMIZER)
-    return any(finding.level is Level.ERROR and not report.is_accepted(finding) for finding in findings)
+    return any(finding.subject is Subject.OPTIMIZER and finding.level is Level.ERROR for finding in report.left)
 
 
 def _copy(old: Path, temporary: Path, goal: Path) -> None:

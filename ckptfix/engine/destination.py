@@ -18,7 +18,7 @@ from ckptfix.reading.adapters import adapter_paths
 from ckptfix.reading.folders import sharded
 from ckptfix.reading.opening import Source, is_remote
 from ckptfix.reading.torch_files import torch_zip
-from ckptfix.writing.atomic import backup_of, has_backup, refuse_name, refuse_output
+from ckptfix.writing.atomic import backup_of, refuse_name, refuse_output
 from ckptfix.writing.output import FIRST_ZIP, ShardNames, output_format
 from ckptfix.writing.safetensors import lost_extras
 
@@ -147,11 +147,6 @@ class Destination(Struct, frozen=True):
             raise WriteError(
                 f"{self.output}: the folder {self.output.parent} does not exist; make it, or choose another place"
             )
-
-    def refuse_backup(self) -> None:
-        """Raise ``WriteError`` if the backup would replace another file: asked once it is known that one is made."""
-        if self.backup_of is not None:
-            has_backup(self.backup_of)
 
     def refuse_replaced(self, force: bool) -> None:
         """Raise an error if the file to be replaced is not the one that was read, or one that came there meanwhile: a

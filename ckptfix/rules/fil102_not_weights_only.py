@@ -44,7 +44,6 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Iterator
-from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Plain, renames
@@ -65,15 +64,11 @@ from ckptfix.rules.rule import Context, Rule
 from ckptfix.writing.plain import BARE_STORAGE, CONVERSIONS, plain_root
 
 
-def _is_taken_apart(entry: Any) -> bool:
-    """Return whether an entry is what this rule makes of packed weights."""
-    return isinstance(entry, dict) and entry.get("class") == SCRIPT_OBJECT
-
-
 def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     """Name the entries of the state_dict that no file for ``weights_only=True`` can hold as they are."""
     others = {key: entry for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorSpec)}
-    taken_apart = tuple(key for key, entry in others.items() if _is_taken_apart(entry))
+    classes_of = {key: entry.get("class") for key, entry in others.items() if isinstance(entry, dict)}
+    taken_apart = tuple(key for key, name in classes_of.items() if name == SCRIPT_OBJECT)  # as this rule writes them
     packed = taken_apart or tuple(key for key, entry in others.items() if is_packed(entry))
     if packed:
         yield rule.finding(
@@ -139,9 +134,19 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
 _NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
 
 
-def _left_alone(rule: Rule, conversions: list[Plain]) -> Iterator[Finding]:
-    """Name the nested tensors, which torch.load reads as they are and ckptfix cannot write."""
+def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> Iterator[Finding]:
+    """Note what torch.load reads as it is, and a written file does not have, or has otherwise."""
+    attributes = own_attributes(value_at(checkpoint.root, checkpoint.container))
+    on_tensors = [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]
+    storages = [edit.where for edit in conversions if edit.before == BARE_STORAGE]
     nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
+    for name, places, what, said in (
+        ("left_out", attributes, "attribute", "of the module that no state_dict has, nor a file written from it"),
+        ("left_out", on_tensors, "attribute", "that code has set on tensors, which no file written from this one has"),
+        ("storages", storages, "storage", "without a tensor: torch.load reads such, and a written file has a tensor"),
+    ):
+        if places:
+            yield rule.finding(Level.NOTE, f"{counted(len(places), what)} {said}", evidence={name: places})
     if nested:
         yield rule.finding(
             Level.NOTE,
@@ -192,28 +197,8 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(names), 'key')} of the state_dict not of text ({first_names(names)}): torch.load reads such "
             "keys, no module has any, and in safetensors they become text",
         )
-    if attributes := own_attributes(value_at(checkpoint.root, checkpoint.container)):
-        yield rule.finding(
-            Level.NOTE,
-            f"{counted(len(attributes), 'attribute')} of the module that no state_dict has, nor a file written from it",
-            evidence={"left_out": attributes},
-        )
-    if on_tensors := [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]:
-        yield rule.finding(
-            Level.NOTE,
-            f"{counted(len(on_tensors), 'attribute')} that code has set on tensors, which a file written from this one "
-            "does not have",
-            evidence={"left_out": on_tensors},
-        )
     conversions = list(plain_root(checkpoint)[1])
-    yield from _left_alone(rule, conversions)
-    if storages := [edit.where for edit in conversions if edit.before == BARE_STORAGE]:
-        yield rule.finding(
-            Level.NOTE,
-            f"{counted(len(storages), 'storage')} without a tensor: torch.load reads such, and a file written from "
-            "this one has a tensor in its place",
-            evidence={"storages": storages},
-        )
+    yield from _otherwise(rule, checkpoint, conversions)
     conversions = [edit for edit in conversions if edit.before not in _NESTED]
     for remark in checkpoint.remarks:
         if remark.kind in CONVERSIONS and not is_low_bit_moment(str(remark.data.get("name"))):
