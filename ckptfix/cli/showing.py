@@ -122,7 +122,9 @@ def map(run: Run, a: str, b: str) -> int:
             how = "write it to a file with --output-format json, and give that to --rename-map"
             if found.name in shipped():
                 how = f"--rename-map {found.name} (this map ships with ckptfix)"
-            if not is_unproved:
+            if not (found.rules or found.missing or found.unused):
+                console.note("no map is needed: both have the same layers")
+            elif found.rules and not is_unproved:
                 console.note(f"to apply it: {how}")
         return int(is_unproved or bool(found.missing) or any(rule.label == AMBIGUOUS for rule in found.rules))
 

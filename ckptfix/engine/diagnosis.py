@@ -194,7 +194,7 @@ def report_on(
     if target is None:
         from ckptfix.known.recognition import likeness_of
 
-        likeness = likeness_of(checkpoint)
+        likeness = likeness_of(diagnosis.result if settings.rename_map or settings.rename else checkpoint)
     else:
         from ckptfix.core.coverage import lost_by_edits, measure_coverage, obstacles
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any, TypeVar
 
 from ckptfix.core.edits import (
@@ -53,9 +54,10 @@ def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
     for kind, lines_of in LINES.items():
         if found := _of(edits, kind):
             lines += lines_of(found, limit)
-    for regroup in _of(edits, Regroup):
-        moments = [edit for edit in _of(edits, Moments) if edit.where == regroup.where]
-        lines += _optimizer_lines(regroup, moments, limit)
+    for place, edit in enumerate(edits):
+        if isinstance(edit, Regroup):
+            its_own = takewhile(lambda each: not isinstance(each, Regroup), edits[place + 1 :])
+            lines += _optimizer_lines(edit, _of(its_own, Moments), limit)
     return lines + [f"leave out {edit.where}" for edit in _of(edits, Omit)]
 
 
@@ -169,13 +171,8 @@ def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
 
 def _breaks(kept: list[bool]) -> set[int]:
     """Return the positions in the list of kept segments before which something was left out."""
-    breaks, number = set(), 0
-    for n, is_kept in enumerate(kept):
-        if is_kept:
-            if n and not kept[n - 1] and number:
-                breaks.add(number)
-            number += 1
-    return breaks
+    places = [n for n, is_kept in enumerate(kept) if is_kept]
+    return {number for number, (last, place) in enumerate(pairwise(places), 1) if place > last + 1}
 
 
 def _pattern(segments: list[str], kept: Sequence[bool], breaks: Iterable[int] = ()) -> str:

@@ -141,6 +141,19 @@ def test_keys_without_a_source_have_exit_code_1(zoo: Path):
     assert "nothing in the target takes 1 key of the source: x" in done.stdout
 
 
+def test_without_a_rule_there_is_nothing_to_apply(zoo: Path):
+    """Both have the same layers, whatever wraps them, or what is in one only is like nothing in the other."""
+    done = run_here("map", "ours.pth", "nets:ours", cwd=zoo)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "ckptfix: no map is needed: both have the same layers\n"
+    ours = torch.load("large.pth")
+    torch.save({key: value for key, value in ours.items() if "blocks.0" in key} | {"x": torch.ones(7, 5)}, "part.pth")
+    done = run_here("map", "part.pth", "large.pth", cwd=zoo)
+    assert done.returncode == 1
+    assert "no source for" in done.stdout
+    assert done.stderr == ""
+
+
 def test_two_models_prove_their_map(zoo: Path):
     done = run_here("map", "nets:walking", "nets:running", "--prove", "--timeout", "200", cwd=zoo)
     assert done.returncode == 0, done.stdout

@@ -209,6 +209,17 @@ def test_what_is_like_nothing_is_reported_as_before(folder):
     assert report["likeness"] is None
 
 
+@pytest.mark.parametrize("command", ["check", "repair"])
+def test_a_file_is_likened_with_the_names_of_the_map(folder, command):
+    pattern = {"features.*": "body_*", "classifier.*": "top_*"}
+    away = [word for old, new in pattern.items() for word in ("--rename", f"{old}={new}")]
+    back = [word for old, new in pattern.items() for word in ("--rename", f"{new}={old}")]
+    done = run_here("repair", "squeeze.pth", *away, "-o", f"away_{command}.pth", cwd=folder)
+    assert done.returncode == 0
+    assert "looks like" not in done.stdout
+    assert "looks like: torchvision squeezenet1_1" in run_here(command, f"away_{command}.pth", *back, cwd=folder).stdout
+
+
 def test_a_likeness_is_a_remark_and_no_finding(folder):
     (report,) = json.loads(run_here("check", "squeeze.pth", "--output-format", "json", cwd=folder).stdout)["reports"]
     assert report["likeness"]["target"] == "known:torchvision/squeezenet1_1[num_classes=10]"

@@ -103,6 +103,17 @@ def test_every_kind_of_edit_has_its_line():
     assert set(LINES) | {Regroup, Moments, Omit} == set(EDITS.values())
 
 
+def test_an_optimizer_that_two_rules_edit_has_the_parameters_of_each_apart():
+    """OPT101 brings it in step, and OPT103 then leaves out the state that is NaN."""
+    two = [Moments("optimizer", 0, key, number) for number, key in (("0", "a"), ("1", "b"))]
+    edits = [Regroup("optimizer", (0,)), *two, Regroup("optimizer", (0,)), two[0], Moments("optimizer", 0, "1", None)]
+    assert edit_lines(edits) == [
+        "match the optimizer to the weights: 2 parameters in 1 group",
+        "match the optimizer to the weights: 2 parameters in 1 group",
+        "  start 1 key without a state: 1",
+    ]
+
+
 def test_a_log_of_a_thousand_epochs_is_one_line():
     edits = [Plain(f"log.{name}[{n}]", "numpy.float64", "float") for name in "ab" for n in range(1000)]
     assert edit_lines([*edits, Plain("best", "numpy.float64", "float")]) == [

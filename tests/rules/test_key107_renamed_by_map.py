@@ -58,6 +58,19 @@ def test_a_map_needs_no_target_and_goes_backwards_by_itself():
     assert all(torch.equal(back[key], value) for key, value in state.items())
 
 
+def test_the_gates_of_a_recurrent_layer_are_joined_and_taken_apart():
+    lstm = nn.LSTM(3, 4)
+    rules = [
+        MapRule(f"cell.{name}_{{i,f,g,o}}.{{weight,bias}}", f"{{weight,bias}}_{of}_l0", ("concat",))
+        for name, of in (("W", "ih"), ("U", "hh"))
+    ]
+    gates, _ = ckptfix.repair_state_dict(lstm.state_dict(), rename_map=with_rule(*rules))
+    assert torch.equal(gates["cell.U_f.weight"], lstm.weight_hh_l0[4:8])
+    done, report = ckptfix.repair_state_dict(gates, nn.LSTM(3, 4), rename_map=with_rule(*rules))
+    assert report.exit_code == 0
+    assert all(torch.equal(done[key], value) for key, value in lstm.state_dict().items())
+
+
 def test_wrappers_go_before_a_map():
     state = {f"module.{key}": value for key, value in fused().items()}
     assert ckptfix.repair_state_dict(state, transformer(*SPLIT), rename_map=VIT)[1].exit_code == 0
