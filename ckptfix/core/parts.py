@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, product
 from math import prod
 from typing import Annotated
 
@@ -101,26 +102,47 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
             if part.numel != prod(extent(part.place)):
                 raise PartsError(key, f"the part of {part.source} has {part.numel} elements, its place another number")
             taken[part.source].append(part.box)
-        _check_cover(key, [part.place for part in pieces], target[key])
+        check_cover(key, [part.place for part in pieces], target[key])
     for key, boxes in taken.items():
-        _check_cover(key, boxes, source[key])
+        check_cover(key, boxes, source[key])
 
 
-def _check_cover(key: str, boxes: list[Bounds], shape: Shape) -> None:
-    for box in boxes:
-        if len(box) != len(shape) or any(
-            not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
-        ):
-            raise PartsError(key, f"a part is outside of its shape {list(shape)}")
-    boxes = sorted(boxes)
-    for at, box in enumerate(boxes):
-        for other in boxes[at + 1 :]:
-            if shape and other[0][0] >= box[0][1]:
-                break
-            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                raise PartsError(key, "two parts overlap: an element would be used twice")
-    if sum(prod(extent(box)) for box in boxes) != prod(shape):
-        raise PartsError(key, "the parts leave elements unused")
+def check_cover(key: str, boxes: Sequence[Bounds], shape: Shape) -> None:
+    """Raise PartsError unless the boxes fill a tensor of this shape, each element once."""
+    if not all(lies_in(box, shape) for box in boxes):
+        raise PartsError(key, f"a part is outside of its shape {list(shape)}")
+    filled = [box for box in boxes if prod(extent(box))]
+    if (count := sum(prod(extent(box)) for box in filled)) != prod(shape):
+        raise PartsError(key, f"the parts have {count} of the {prod(shape)} elements of its shape")
+    if not _are_disjoint(filled, shape):
+        raise PartsError(key, "two parts overlap: an element is used twice")
+
+
+def _are_disjoint(boxes: Sequence[Bounds], shape: Shape) -> bool:
+    """Return whether boxes that have as many elements as a tensor have each of them once.
+
+    In how many boxes an element is follows from their corners, whose signs alternate along each dimension: those of a
+    tiling cancel one another, except at the corners of the whole. The time is in proportion to the number of boxes."""
+    axes = [axis for axis, size in enumerate(shape) if any(box[axis] != (0, size) for box in boxes)]
+    if len(axes) > _MOST_DIVIDED or not axes:
+        return not axes and len(boxes) < 2
+    if len(axes) == 1:  # as of nearly all tensors
+        return all(one[1] == after[0] for one, after in pairwise(sorted(box[axes[0]] for box in boxes)))
+    signs: Counter[tuple[int, ...]] = Counter()
+    for box, first in [(full(shape), -1), *((box, 1) for box in boxes)]:
+        for corner in product(*([(box[axis][0], 1), (box[axis][1], -1)] for axis in axes)):
+            signs[tuple(end for end, _ in corner)] += first * prod(sign for _, sign in corner)
+    return not any(signs.values())
+
+
+_MOST_DIVIDED = 6  # dimensions along which a tensor is divided: a mesh has hardly more
+
+
+def lies_in(box: Bounds, shape: Shape) -> bool:
+    """Return whether a box is inside of a tensor of this shape."""
+    return len(box) == len(shape) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
+    )
 
 
 def shape_of(parts: tuple[Part, ...]) -> Shape:

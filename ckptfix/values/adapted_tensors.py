@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ckptfix.bytes.sources import JoinedBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import PAD_TARGET, Adapt, Fold
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
-from ckptfix.reading.folders.chunks import Box, ChunkedBytes
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, one_thread, torch_dtype
 from ckptfix.values.casting import whole_tensor
 
@@ -134,36 +134,38 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
     has_new = any(row >= old for row in rows)
     if len(rows) != new or (has_new and edit.recipe in _KEPT_ROWS) or (edit.rows and max(rows) > old):
         raise refusal
-    chunks: list[tuple[Box, Any]] = []
+    chunks: list[Any] = []
     # Rows that follow each other are one chunk, and so are all that are new.
     for (is_new, _), run in groupby(
         enumerate(rows), key=lambda at: (at[1] >= old, 0 if at[1] >= old else at[0] - at[1])
     ):
         (place, row), *others = run
-        box = Box((place, *(0,) * (len(spec.shape) - 1)), (1 + len(others), *spec.shape[1:]))
+        shape = (1 + len(others), *spec.shape[1:])
         if is_new:
-            chunks.append((box, _Computed(spec, box.shape, partial(_new_rows, spec, edit, path, fresh, box))))
+            chunks.append(_Computed(spec, shape, partial(_new_rows, spec, edit, path, fresh, place, shape)))
         else:
-            piece = replace(spec, shape=box.shape, offset=spec.offset + row * spec.strides[0])
-            chunks.append((box, RowMajorBytes(piece, path)))
-    return _made(spec, edit, ChunkedBytes(edit.shape, spec.itemsize, chunks))
+            piece = replace(spec, shape=shape, offset=spec.offset + row * spec.strides[0])
+            chunks.append(RowMajorBytes(piece, path))
+    return _made(spec, edit, JoinedBytes(tuple(chunks)))
 
 
-def _new_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, box: Box) -> Tensor:
-    """Return rows that the file does not have."""
+def _new_rows(
+    spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, place: int, shape: tuple[int, ...]
+) -> Tensor:
+    """Return rows that the file does not have, from ``place`` on."""
     if edit.recipe == PAD_TARGET:
         assert fresh is not None, "checked when the edit was applied"
-        rows = whole_tensor(fresh, path)[box.offsets[0] : box.offsets[0] + box.shape[0]]
+        rows = whole_tensor(fresh, path)[place : place + shape[0]]
     elif edit.recipe == "vocab=pad:zeros":
-        rows = torch.zeros(box.shape)
+        rows = torch.zeros(shape)
     else:  # the mean of all rows of the file, in float64
         total = torch.zeros(spec.shape[1:], dtype=torch.float64)
         with one_thread():
             for first in range(0, spec.shape[0], _BLOCK):
-                shape = (min(_BLOCK, spec.shape[0] - first), *spec.shape[1:])
-                block = replace(spec, shape=shape, offset=spec.offset + first * spec.strides[0])
+                some = (min(_BLOCK, spec.shape[0] - first), *spec.shape[1:])
+                block = replace(spec, shape=some, offset=spec.offset + first * spec.strides[0])
                 total += whole_tensor(block, path).double().sum(0)
-        rows = (total / spec.shape[0]).expand(box.shape)
+        rows = (total / spec.shape[0]).expand(shape)
     return rows.to(torch_dtype(spec.dtype))
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import pairwise, product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
+from ckptfix.core.parts import Bounds, PartsError, check_cover
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.boxes import bytes_of_boxes
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
 
@@ -34,146 +34,33 @@ class Box(Struct, frozen=True):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def lies_in(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the box is a part of a tensor of this shape."""
-        return len(self.offsets) == len(self.shape) == len(shape) and all(
-            offset + size <= whole for offset, size, whole in zip(self.offsets, self.shape, shape, strict=True)
-        )
+    @property
+    def bounds(self) -> Bounds:
+        """Where it starts and stops along each dimension."""
+        return tuple((start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
 
 
-def check_tiling(boxes: Sequence[Box], shape: tuple[int, ...], name: str) -> None:
+def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str) -> None:
     """Raise ``UnreadableError`` unless the boxes fill a tensor of this shape, each element once."""
-    if not all(box.lies_in(shape) for box in boxes):
-        raise UnreadableError(f"a chunk of {name} is outside of its shape {list(shape)}")
-    covered = sum(box.numel for box in boxes)
-    if covered != math.prod(shape) or not _are_disjoint([box for box in boxes if box.numel], shape):
-        raise UnreadableError(f"the chunks of {name} have {covered} of the {math.prod(shape)} elements of its shape")
-
-
-def _are_disjoint(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether boxes that have as many elements as a tensor have each of them once.
-
-    In how many boxes an element is follows from their corners, whose signs alternate along each dimension: those of a
-    tiling cancel one another, except at the corners of the whole. The time is in proportion to the number of boxes."""
-    axes = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in boxes)]
-    if len(axes) > _MOST_DIVIDED or not axes:
-        return not axes and len(boxes) < 2
-    if len(axes) == 1:  # as of nearly all tensors
-        spans = sorted((box.offsets[axes[0]], box.shape[axes[0]]) for box in boxes)
-        return all(start + size == after for (start, size), (after, _) in pairwise(spans))
-    signs: dict[tuple[int, ...], int] = {}
-    whole = Box((0,) * len(shape), shape)
-    for box, first in [(whole, -1), *((box, 1) for box in boxes)]:
-        ends = [((box.offsets[axis], 1), (box.offsets[axis] + box.shape[axis], -1)) for axis in axes]
-        for corner in product(*ends):
-            place = tuple(end for end, _ in corner)
-            signs[place] = signs.get(place, 0) + first * math.prod(sign for _, sign in corner)
-    return not any(signs.values())
-
-
-_MOST_DIVIDED = 6  # dimensions along which a tensor is divided: a mesh has hardly more
-
-
-class ChunkedBytes(PartedBytes):
-    """The row-major bytes of a tensor of ``shape`` whose chunks are boxes with sources of their own."""
-
-    def __init__(self, shape: tuple[int, ...], itemsize: int, chunks: Sequence[tuple[Box, ByteSource]]) -> None:
-        self.nbytes = math.prod(shape) * itemsize
-        self._shape, self._itemsize, self._parts = shape, itemsize, chunks
-
-    @cached_property
-    def _chunks(self) -> list[_Placed]:  # on 64 ranks, half the time of a check that reads no tensor
-        return [_Placed(self._shape, self._itemsize, box, source) for box, source in self._parts if box.numel]
-
-    @cached_property
-    def _is_fine(self) -> bool:
-        return any(chunk.run < _LEAST_RUN for chunk in self._chunks)
-
-    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        if self._is_fine:
-            return
-        runs = [
-            (place + number * step, inner + number * length, length, chunk.source)
-            for chunk in self._chunks
-            for place, inner, length, count, step in chunk.runs(start, stop)
-            for number in range(count)
-        ]
-        for _, inner, length, source in sorted(runs, key=lambda found: found[0]):
-            yield source, inner, inner + length
-
-    def read(self, start: int, stop: int) -> memoryview:
-        out = memoryview(bytearray(stop - start))
-        for chunk in self._chunks:
-            for place, inner, length, count, step in chunk.runs(start, stop):
-                data = chunk.source.read(inner, inner + length * count)
-                place -= start
-                for first in range(0, length * count, length):
-                    out[place : place + length] = data[first : first + length]
-                    place += step
-        return out
-
-
-_LEAST_RUN = 64 << 10  # bytes from which a run of a chunk is worth being copied by itself
+    try:
+        check_cover(name, [box.bounds for box in boxes], shape)
+    except PartsError as error:
+        raise UnreadableError(f"the chunks of {name} do not fill it: {error.problem}") from error
 
 
 def tensor_of_chunks(name: str, spec: TensorSpec, parts: Mapping[Box, TensorSpec], path: str) -> TensorSpec:
     """Return the tensor ``spec`` with the bytes of its chunks, whose checksums speak for it."""
-    sources = [(box, RowMajorBytes(part, path)) for box, part in parts.items()]
+    pieces = [(box.bounds, _plain(part, path)) for box, part in parts.items()]
     storages = tuple(storage for part in parts.values() for storage in part.storages)
-    storage = Storage(name, ChunkedBytes(spec.shape, spec.itemsize, sources), parts=storages)
+    storage = Storage(name, bytes_of_boxes(spec.shape, spec.itemsize, pieces), parts=storages)
     return checked(replace(spec, storage=storage), path)
 
 
-class _Placed:
-    """A chunk as runs of bytes that are together both in it and in the whole tensor.
-
-    From the innermost dimension outwards, dimensions that the chunk spans in full are one run; the next one outwards
-    belongs to it too, as far as the chunk goes. The dimensions outside of it count the runs."""
-
-    def __init__(self, shape: tuple[int, ...], itemsize: int, box: Box, source: ByteSource) -> None:
-        self.source = source
-        depth = len(shape)
-        while depth and box.shape[depth - 1] == shape[depth - 1]:
-            depth -= 1
-        outer = max(depth - 1, 0)
-        whole, part = contiguous_strides(shape), contiguous_strides(box.shape)
-        self._first = itemsize * sum(offset * step for offset, step in zip(box.offsets, whole, strict=True))
-        self._counts = box.shape[:outer]
-        self._steps = tuple(step * itemsize for step in whole[:outer])
-        self._inner_steps = tuple(step * itemsize for step in part[:outer])
-        self.run = itemsize * math.prod(box.shape[outer:])
-        # How far the runs below one index of a dimension reach, so that those outside of a range are passed over.
-        self._reach = [self.run] * (outer + 1)
-        for dimension in reversed(range(outer)):
-            self._reach[dimension] = (self._counts[dimension] - 1) * self._steps[dimension] + self._reach[dimension + 1]
-
-    def runs(self, start: int, stop: int, dimension: int = 0, above: int = 0, inner: int = 0) -> Iterator[_Run]:
-        """Yield the runs in a range of the whole that are below an index of each outer dimension: ``above`` bytes
-        further in the whole than the first run, and at ``inner`` in the chunk."""
-        place = self._first + above
-        if dimension == len(self._counts):
-            first, last = max(place, start), min(place + self.run, stop)
-            if first < last:
-                yield first, inner + first - place, last - first, 1, 0
-            return
-        step, reach = self._steps[dimension], self._reach[dimension + 1]
-        low = max((start - place - reach) // step + 1, 0)
-        high = min(-((place - stop) // step), self._counts[dimension])
-        indices = [*range(low, high)]
-        if dimension + 1 == len(self._counts):
-            # Those that are whole, at once: they follow one another in the chunk.
-            first, last = max(-((place - start) // step), low), min((stop - reach - place) // step + 1, high)
-            if last - first > 1:
-                yield place + first * step, inner + first * reach, reach, last - first, step
-                indices = [*range(low, first), *range(last, high)]
-        for index in indices:
-            at = inner + index * self._inner_steps[dimension]
-            yield from self.runs(start, stop, dimension + 1, above + index * step, at)
-
-
-# A number of runs of one length that follow one another in the chunk: place of the first in the whole, place in the
-# chunk, bytes of each, how many, and how far they are apart in the whole.
-_Run = tuple[int, int, int, int, int]
+def _plain(part: TensorSpec, path: str) -> TensorSpec:
+    """Return a part as a strided tensor of plain elements."""
+    if part.storage is None or part.math_bits or part.parts or part.quantizer:
+        return computed(part, "", RowMajorBytes(part, path), ())
+    return part
 
 
 def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[TensorSpec]], path: str) -> TensorSpec:
@@ -181,7 +68,7 @@ def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[Tenso
 
     Raises ``UnreadableError`` unless the parts are of the dtype and fill the shape, each element once. A tensor that
     lacks bytes of a damaged file is torn."""
-    check_tiling(list(copies), spec.shape, name)
+    check_tiling(copies, spec.shape, name)
     parts: dict[Box, TensorSpec] = {}
     for box, same in copies.items():
         if any((part.dtype, part.shape) != (spec.dtype, box.shape) for part in same):

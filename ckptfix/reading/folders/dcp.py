@@ -264,7 +264,7 @@ class _Reading:
         places: dict[Box, list[Location | None]] = {}
         for box, location in item.chunks:
             places.setdefault(box, []).append(location)
-        check_tiling(list(places), item.shape, name)  # before a chunk is opened
+        check_tiling(places, item.shape, name)  # before a chunk is opened
         copies = {box: self._copies(name, item.dtype, box, locations) for box, locations in places.items()}
         for box, (location, *others) in places.items() if len(places) > 1 else ():
             if location is not None and not others and box.numel:

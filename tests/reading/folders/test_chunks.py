@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.bytes.sources import stream
+from ckptfix.core.parts import lies_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, ChunkedBytes, agree, check_tiling
+from ckptfix.reading.folders.chunks import Box, agree, check_tiling, tensor_of_chunks
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_tensor
 from tests.attacks.outcomes import bounded
 
@@ -34,18 +35,16 @@ def test_any_range_of_any_tiling(tiling: tuple[tuple[int, ...], list[Box]], data
     shape, boxes = tiling
     whole = torch.arange(int(torch.Size(shape).numel()), dtype=torch.int16).reshape(shape)
     check_tiling(boxes, shape, "w")
-    chunks = []
-    for box in boxes:
-        part = whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.shape, strict=True))]
-        chunks.append((box, MemoryBytes(part.contiguous().numpy().tobytes())))
-    source = ChunkedBytes(shape, 2, chunks)
+    parts = {box: spec_of_tensor(whole[tuple(slice(*bounds) for bounds in box.bounds)].clone()) for box in boxes}
+    made = tensor_of_chunks("w", spec_of_tensor(whole), parts, "memory")
+    assert made.storage is not None
+    source = made.storage.source
     expected = whole.numpy().tobytes()
     assert source.nbytes == len(expected)
     start = data.draw(st.integers(0, len(expected)))
     stop = data.draw(st.integers(start, len(expected)))
     assert bytes(source.read(start, stop)) == expected[start:stop]
-    source._is_fine = False  # as of chunks that are large enough to be copied by themselves
-    assert b"".join(part.read(first, last) for part, first, last in source.within(start, stop)) == expected[start:stop]
+    assert b"".join(map(bytes, stream(source, start, stop))) == expected[start:stop]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_boxes_that_do_not_are_damage(boxes: list[Box], shape: tuple[int, ...]) 
 @given(st.lists(st.tuples(*[st.integers(0, 2)] * 4), max_size=6))
 def test_boxes_fill_a_shape_if_they_have_each_element_once(parts: list[tuple[int, ...]]) -> None:
     boxes = [Box((row, column), (1 + height, 1 + width)) for row, column, height, width in parts]
-    boxes = [box for box in boxes if box.lies_in((3, 3))]
+    boxes = [box for box in boxes if lies_in(box.bounds, (3, 3))]
     held = torch.zeros(3, 3)
     for box in boxes:
         (row, column), (height, width) = box.offsets, box.shape

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import is_torn
+from ckptfix.core.parts import lies_in
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
@@ -117,13 +118,14 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
 def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:
     copies: dict[Box, list[TensorSpec]] = {}
     for part, places in zip(parts, split.places, strict=True):
-        if sum(own.numel for _, own in places) != part.numel or not all(own.lies_in(part.shape) for _, own in places):
+        own = [box for _, box in places]
+        if sum(box.numel for box in own) != part.numel or not all(lies_in(box.bounds, part.shape) for box in own):
             raise UnreadableError(
                 f"{path}: a part of {name} is {list(part.shape)}, which is not how its ranks are said to divide it"
             )
-        for whole, own in places:
+        for whole, inside in places:
             piece = part
-            for axis, (begin, length) in enumerate(zip(own.offsets, own.shape, strict=True)):
+            for axis, (begin, length) in enumerate(zip(inside.offsets, inside.shape, strict=True)):
                 piece = narrowed(piece, axis, begin, length)
             copies.setdefault(whole, []).append(piece)
     if not all(agree(same, path) for same in copies.values()):
