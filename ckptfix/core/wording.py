@@ -227,7 +227,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.DOUBTFUL_VALUES: _doubtful_values,
     Kind.UNNAMED_LOSS: "{lost}",
     Kind.STRAY_FILE: "holds nothing of this checkpoint",
-    Kind.LAST_SHARD: "is the last shard that is there; no file says how many there should be",
+    Kind.LAST_SHARD: "is the last shard that can be read; no file says how many there should be",
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
     Kind.RANKS_COMPUTED: "is the {rule} of those of {ranks} ranks, as GPT-NeoX has it",
     Kind.RANK_REPEATED: "holds the same values as {other}",

@@ -70,8 +70,8 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
         raise UnreadableError(f"{folder}: {clauses(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
     lacking = bool(missing) or len(read) < len(names)
-    lost = Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there")
-    remarks = [*repeated, lost if lacking else Fact(Kind.LAST_SHARD, names[-1])]
+    lost = [Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there")] if lacking else []
+    remarks = [*repeated, *lost, Fact(Kind.LAST_SHARD, read[-1])]
     return Document(str(folder), NAME, entries, remarks=remarks, damage=damage)
 
 

@@ -101,6 +101,13 @@ def test_a_shard_that_is_cut_short(shards: tuple[Path, Path], tmp_path: Path) ->
     assert sorted(checkpoint.lost) == ["w"]
 
 
+def test_tensors_may_go_on_in_a_last_shard_that_cannot_be_read(shards: tuple[Path, Path], tmp_path: Path) -> None:
+    shards[1].write_bytes(b"not a shard")
+    report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "one.safetensors").report
+    assert any(shards[0].name in finding.message for finding in report.findings)
+    assert report.exit_code == 1
+
+
 def test_a_shard_of_another_save(shards: tuple[Path, Path], tmp_path: Path) -> None:
     write_shard(tmp_path, 2, {"w": ((5, 0), WHOLE["w"][5:].half()), "b": ((0,), WHOLE["b"])})
     checkpoint = ckptfix.open_checkpoint(tmp_path, salvage=True)

@@ -135,12 +135,12 @@ def _settings(tree: Any) -> dict[str, object]:
 def sums_of(specs: Sequence[TensorSpec]) -> tuple[object, ...]:
     """Return the checksums of tensors, with what each views of its storage; nothing if one has none."""
     known = tuple(
-        (storage.crc32, storage.nbytes, spec.offset, spec.shape, spec.strides)
+        (stored.crc32, stored.nbytes, spec.offset, spec.shape, spec.strides)
         for spec in specs
         for storage in spec.storages
-        if storage.crc32 is not None
+        for stored in storage.parts or (storage,)
     )
-    return known if len(known) == sum(len(spec.storages) for spec in specs) else ()
+    return () if None in [crc for crc, *_ in known] else known
 
 
 def are_varied(specs: Sequence[TensorSpec]) -> bool:

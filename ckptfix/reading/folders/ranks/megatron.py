@@ -33,6 +33,7 @@ from ckptfix.reading.folders.ranks.files import (
     MOST_RANKS,
     RankFiles,
     note_copies,
+    sums_of,
     tagged,
     unlike_most,
 )
@@ -325,7 +326,9 @@ class _Reading:
         for name, path in named.items():
             if source is None or not name.endswith(("output_layer.weight", "word_embeddings_for_head.weight")):
                 continue
-            if _have_one_sum(weights[source], weights[path]) or agree([weights[source], weights[path]], self.path):
+            pair = [weights[source], weights[path]]
+            sums = [sums_of([spec]) for spec in pair]  # so that parts that are divided alike need not be read
+            if (sums[0] and sums[0] == sums[1]) or agree(pair, self.path):
                 del weights[path]
             else:
                 self.joining.differing[name] = None
@@ -337,15 +340,6 @@ class _Reading:
             if is_embedding and type(rows) is int and spec.shape[0] != rows:
                 name = ".".join(path)
                 raise UnreadableError(f"{self.path}: {name} has {spec.shape[0]} rows, and its arguments say {rows}")
-
-
-def _have_one_sum(one: TensorSpec, other: TensorSpec) -> bool:
-    """Return whether two tensors that are divided alike have the same checksums, so that they need not be read."""
-    sums = [
-        [(stored.nbytes, stored.crc32) for storage in spec.storages for stored in storage.parts or (storage,)]
-        for spec in (one, other)
-    ]
-    return one.shape == other.shape and sums[0] == sums[1] and None not in [crc for _, crc in sums[0]]
 
 
 def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:
