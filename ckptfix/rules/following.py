@@ -264,12 +264,17 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
         [layout.shapes[key] for key in within(layout.shapes)]
         for layout in layouts
         for within in ORDERS_BY_NAME
-        if are_listed_anew(change, layout.shapes, within)
+        if are_listed_anew(change, layout.shapes, within) and not _has_one_part(layout, within)
     ]
     if not any(may_list(optimizer, shapes) for shapes in orders):
         return False
     recipes = filter(None, (naming.recipe for naming in readings(optimizer, change)))
     return not any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes)
+
+
+def _has_one_part(layout: Layout, within: Order) -> bool:
+    """Return whether parts in reverse are the model's own order, as below one wrapper: no script lists those."""
+    return within is ORDERS_BY_NAME[-1] and within(layout.shapes) == list(layout.shapes)
 
 
 SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
