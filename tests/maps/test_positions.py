@@ -87,7 +87,7 @@ def llama() -> nn.Module:
 
 PEERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "plain": (vit, lambda model: [{"params": list(model.parameters())}]),
-    "timm": (vit, groups_of_timm),
+    "timm with no_weight_decay": (vit, groups_of_timm),
     "timm, layer-wise": (vit, layers_of_timm),
     "hugging face, gpt2": (gpt, groups_of_trainer),
     "hugging face, llama": (llama, groups_of_trainer),

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
 from ckptfix.core.parts import Bounds, PartsError, check_cover
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading.boxes import bytes_of_boxes
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
@@ -94,7 +94,8 @@ class ComparedBytes:
         if not all(are_equal([first], [other]) for other in others):
             raise UnreadableError(
                 f"{self._path}: its ranks hold different values of {self._name}, and no checksum says which are right;"
-                " fetch the files again, or take those of the first rank with --salvage"
+                " fetch the files again, or take those of the first rank with ",
+                Opt("salvage", True),
             )
         return first
 
