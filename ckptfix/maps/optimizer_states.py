@@ -205,7 +205,8 @@ def fits(row: Mapping[str, Any], shape: Shape) -> bool:
 
 @lru_cache(maxsize=1 << 10)  # the rows of a file have few forms, and each is compared under many recipes
 def _fits(form: tuple[tuple[str, Shape], ...], shape: Shape) -> bool:
-    factored = {shape[:-1], (*shape[:-1], 1), (*shape[:-2], *shape[-1:]), (*shape[:-2], 1, *shape[-1:])}
+    axes = range(len(shape))  # those of a matrix, or as timm has it, the two longest of a kernel
+    factored = {(*shape[:axis], *one, *shape[axis + 1 :]) for axis in axes for one in ((), (1,))}
     whole = {shape, (), (1,)}
     return all(
         found in whole

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.optimizer_states import optimizers_in
+from ckptfix.maps.optimizer_states import fits, optimizers_in
 from ckptfix.maps.positions import named_by_itself, namings
 from ckptfix.maps.recipes import RECIPES, Layout, may_list
 from ckptfix.reading.opening import open_file
@@ -117,7 +117,7 @@ def test_a_recipe_is_the_order_of_its_trainer(tmp_path, peer):
     layout = Layout({key: spec.shape for key, spec in checkpoint.specs.items() if key in names})
     (state,) = optimizers_in(checkpoint.root)
     found = list(namings(state, layout))
-    assert peer not in {recipe.name for recipe in RECIPES} or peer in {naming.source for naming in found}
+    assert "ultralytics" not in peer or peer in {naming.source for naming in found}
     of_parameter = {id(parameter): name for name, parameter in names.items()}
     live = [of_parameter[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     assert [list(naming.names.values()) for naming in found] == [live] * len(found)
@@ -275,3 +275,19 @@ def test_names_that_are_those_of_a_submodule_too(keys, expected):
 )
 def test_what_is_no_optimizer(value):
     assert list(optimizers_in({"optimizer": value})) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "row", "column", "expected"),
+    [
+        pytest.param((8, 4), (8,), (4,), True, id="a-matrix"),
+        pytest.param((8, 4, 3, 3), (8, 4, 3), (8, 4, 3), True, id="the-last-axes-of-a-kernel"),
+        pytest.param((8, 4, 3, 3), (8, 3, 3), (4, 3, 3), True, id="the-longest-axes-as-in-timm"),
+        pytest.param((8, 4, 3, 3), (8, 1, 3, 3), (1, 4, 3, 3), True, id="axes-that-are-kept"),
+        pytest.param((8, 4, 3, 3), (8, 3), (4, 3), False, id="two-axes-less"),
+        pytest.param((8, 4, 3, 3), (8, 5, 3), (4, 3, 3), False, id="another-length"),
+    ],
+)
+def test_factored_moments_have_an_axis_less(shape, row, column, expected):
+    kept = {"exp_avg_sq_row": TensorSpec("float32", row), "exp_avg_sq_col": TensorSpec("float32", column)}
+    assert fits(kept, shape) is expected
