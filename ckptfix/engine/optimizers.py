@@ -1,4 +1,7 @@
-"""Gives the parameters of an optimizer other places, and other state: lazily, as it is done with weights."""
+"""Gives the parameters of an optimizer other places, and other state: lazily, as it is done with weights.
+
+In come a checkpoint and the ``Regroup``, ``Moments`` and ``Omit`` edits of ``rules.following``. Out comes the
+checkpoint with the optimizers that they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The states of the optimizers in a container: a row of moments for each parameter, and the groups of them."""
+"""First of five steps for an optimizer: what its state is.
+
+In comes the container of a checkpoint. Out comes an ``Optimizer`` for each in it: a row of moments for each parameter,
+and the groups of them, by numbers or names. What is read of parameters next is in ``rules.origins``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Which position of an optimizer's state is which parameter.
+"""Which position of an optimizer's state is which parameter, for one order of parameters.
 
-``torch.optim`` numbers parameters. Their names are in the file itself (``param_names``, or names in the place of
-numbers), or follow from the order of ``named_parameters()`` and the way in which a trainer puts parameters into groups:
-a recipe (``maps.recipes``). A recipe fits if each group has as many parameters as it says, and each moment the shape of
-its parameter."""
+In comes an ``Optimizer`` and a ``Layout``, parameters in the order of ``named_parameters()``. Out comes a ``Naming``
+for each way to name its positions: by the file itself (``param_names``, or names in the place of numbers), or by a
+recipe (``maps.recipes``), the way in which a trainer puts parameters into groups. A recipe fits if each group has as
+many parameters as it says, and each moment the shape of its parameter. Which orders there may be is
+``rules.evidence``'s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ways in which trainers and scripts put the parameters of a model into the groups of an optimizer."""
+"""The ways in which trainers and scripts put the parameters of a model into the groups of an optimizer.
+
+In comes a ``Layout``, and for scripts of their own the sizes and rows of an ``Optimizer``. Out comes a ``Recipe``,
+which names the group of each parameter; ``maps.positions`` looks whether it fits."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""What a change of the parameters means for an optimizer: where each parameter of the result gets its state from.
+"""Fourth of five steps for an optimizer: what the plan's edits do to it.
 
-``follow`` is given the names of an optimizer's positions, and gives the edits that keep it in step. Nothing is guessed
-here: what cannot be carried exactly starts anew, as it does for a parameter that is new."""
+In comes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``evidence`` has for its positions. Out
+comes ``Followed``, the groups of the result with the place that each parameter gets its state from, and its ``edits``,
+which ``engine.optimizers`` carries out. Nothing is guessed here: what cannot be carried exactly starts anew, as it does
+for a parameter that is new."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -18,9 +20,20 @@ from ckptfix.core.edits import Edit, Moments, Regroup
 from ckptfix.core.parts import Part
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
-from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, fits, logical_shape, values_in
-from ckptfix.maps.positions import NAMED, Naming, named_by_itself, namings, runs_of, stored_names
-from ckptfix.maps.recipes import ORDERS_BY_NAME, OUTER, RECIPES, Layout, Order, Recipe, may_list, number_of, own_groups
+from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, logical_shape, values_in
+from ckptfix.maps.positions import NAMED, Naming, named_by_itself, stored_names
+from ckptfix.maps.recipes import ORDERS_BY_NAME, Layout, Order, Recipe, number_of
+from ckptfix.rules.evidence import (
+    ORDERS,
+    Scope,
+    are_listed_anew,
+    as_live,
+    by_recipe,
+    counted,
+    inside,
+    known_recipes,
+    widths,
+)
 from ckptfix.rules.origins import Change, Shape
 
 STEP = "step"  # the count of steps in a row, which is a tensor of one element since torch 1.12
@@ -108,88 +121,30 @@ class Followed(Struct, frozen=True):
         return self.like, tuple(tuple(step[1:] for step in group) for group in self.groups)
 
 
-class Scope(Struct, frozen=True):
-    """The parameters of the file that an optimizer may have, and which new ones belong to it."""
-
-    layout: Layout
-    takes: Callable[[str], bool]
-    which: str = ""  # which they are if not all, and in whose order if that of the file and that of the model differ
-    is_of_form: bool = False  # whether they are what Muon has, or leaves: of equal shapes, so that any order would fit
-
-
-def scopes(change: Change) -> Iterator[Scope]:
-    """Yield what optimizers are built of: all parameters, the trainable ones, or those of one part of a model."""
-    parameters = change.parameters
-    orders = [("the file's order", list(parameters))] if change.is_ordered else []
-    orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
-    known = change.modules
-    for whose, order in orders:
-        firsts = runs_of(order)
-        chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
-        forms: list[str] = []
-        if change.kinds:  # what the model does not have may have been a buffer of another one
-            chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True, "of what the model has"))
-        for cold in change.cold:
-            keys = [key for key in order if key not in cold]
-            chosen.append((keys, lambda key: key not in change.frozen, "of what learns"))
-        for what, is_in in _MATRICES.items():
-            for is_inside in (True, False):
-                takes = _by_form(is_in, is_inside, change)
-                keys = [key for key in order if is_in(key, parameters[key].shape) is is_inside]
-                if 0 < len(keys) < len(order):
-                    forms.append(f"{'of' if is_inside else 'outside'} the {what}")
-                    chosen.append((keys, takes, forms[-1]))
-        if 1 < len(firsts) <= 16:
-            for name, is_inside in product(firsts, (True, False) if len(firsts) > 2 else (True,)):
-                takes = _in_part(name, is_inside)
-                chosen.append((list(filter(takes, order)), takes, f"{'of' if is_inside else 'outside'} {name}"))
-        for keys, takes, what in chosen:
-            which = " ".join(filter(None, (what, f"in {whose}" if len(dict(orders)) > 1 else "")))
-            layout = Layout({key: parameters[key].shape for key in keys}, known, change.layers)
-            yield Scope(layout, takes, which, what in forms)
-
-
-# Muon is for matrices, and the rest has an optimizer of its own; so have tables and heads in most scripts.
-_MATRICES: dict[str, Callable[[str, Shape], bool]] = {
-    "matrices": lambda key, shape: len(shape) == 2,
-    "hidden matrices": lambda key, shape: len(shape) == 2 and not OUTER.search(key),
-    "kernels": lambda key, shape: len(shape) > 1,
-    "hidden kernels": lambda key, shape: len(shape) > 1 and not OUTER.search(key),
-}
-
-
-def _by_form(is_in: Callable[[str, Shape], bool], is_inside: bool, change: Change) -> Callable[[str], bool]:
-    return lambda key: is_in(key, change.after[key].shape) is is_inside
-
-
-def _in_part(name: str, is_inside: bool) -> Callable[[str], bool]:
-    return lambda key: (bare(key).partition(".")[0] == name) is is_inside
-
-
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
     if optimizer.is_joint and change.touches:
         return []
-    change = _counted(optimizer, change)
+    change = counted(optimizer, change)
     found: dict[Hashable, Followed] = {}
     certain = named_by_itself(optimizer, change.before)
     for naming in certain:
         if len(certain) > 1 and any(cold.issuperset(naming.names.values()) for cold in change.cold):
             continue
-        made = _as_named(optimizer, naming, change, _inside(optimizer, naming) if len(certain) > 1 else "")
+        made = _as_named(optimizer, naming, change, inside(optimizer, naming) if len(certain) > 1 else "")
         if made is None:
             return []
         found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
-    for own in _as_live(optimizer, change):
+    for own in as_live(optimizer, change):
         if (made := follow(optimizer, own, change, Scope(Layout({}), lambda key: True))) is not None:
             found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
-    for read in _widths(change):
-        for scope, naming in _read(optimizer, read):
-            made = follow(optimizer, naming, read, scope)
+    for one in widths(change):
+        for scope, naming in by_recipe(optimizer, one):
+            made = follow(optimizer, naming, one, scope)
             if made is None:
                 return []
             found.setdefault(made.outcome, made)
@@ -201,96 +156,13 @@ def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
     another state; none beside names that are certain."""
     if way.naming.is_certain:
         return []
-    change = _counted(optimizer, change)
+    change = counted(optimizer, change)
     read = (
         (naming, follow(optimizer, naming, one, scope))
-        for one in _widths(change)
-        for scope, naming in _read(optimizer, one, True)
+        for one in widths(change)
+        for scope, naming in by_recipe(optimizer, one, True)
     )
     return list(dict.fromkeys(naming.source for naming, made in read if made is None or made.outcome != way.outcome))
-
-
-def _counted(optimizer: Optimizer, change: Change) -> Change:
-    """Return a change with copies of tied weights as one parameter if the optimizer has as many as the result."""
-    is_tied = bool(change.aliases) and len(optimizer.ids) == len(change.result)
-    return replace(change, is_tied=True) if is_tied else change
-
-
-def _widths(change: Change) -> list[Change]:
-    """Return a change, and that with what is only named like a buffer as a parameter if that is another one."""
-    wide = replace(change, is_wide=True)
-    return [change, wide] if wide.parameters.keys() != change.parameters.keys() else [change]
-
-
-def _read(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[Scope, Naming]]:
-    """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
-    a script's own are not looked for in more orders of a sorted file than can agree. The orders of few scripts count if
-    no recipe with the model's order fits, and the only ones if they are asked for (``is_rare``)."""
-    new = change.of_model({key: spec.shape for key, spec in change.result.items()})
-    known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
-
-    def fitting(of_trainers: bool = False, is_rare: bool = False) -> list[tuple[Scope, Naming]]:
-        return [
-            (scope, naming)
-            for scope in known
-            for naming in namings(optimizer, scope.layout, new, of_trainers or scope.is_of_form, is_rare)
-        ]
-
-    if SIGNS.intersection(change.signs) or len(change.model_orders) > ORDERS:
-        found = fitting(of_trainers=True)
-        signed = [pair for pair in found if pair[1].recipe is not None and pair[1].recipe.sign in change.signs]
-        if signed or len(change.model_orders) > ORDERS:
-            return [] if is_rare else signed or found
-    found = fitting(is_rare=is_rare)
-    if is_rare or not found or any(naming.recipe is not None and naming.recipe.within is None for _, naming in found):
-        return found
-    return found + fitting(is_rare=True)
-
-
-def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
-    """Return whether what is left of some parameters comes in another order if it has the names of the result."""
-    names = {source: key for key in change.result for source in change.origins[key].sources}
-    old = {bare(key): bare(names[key]) for key in keys if key in names}
-    return [old[key] for key in within(old)] != within(list(old.values()))
-
-
-def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
-    """Return whether a script that lists parameters by name, in whatever groups, may have made an optimizer, and lists
-    them in another order under the names of the result. What a trainer has signed is not such a script's."""
-    if stored_names(optimizer) is not None or max(optimizer.sizes) == 1 or not any(map(optimizer.row, optimizer.ids)):
-        return False
-    layouts = [scope.layout for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
-    orders = [
-        [layout.shapes[key] for key in within(layout.shapes)]
-        for layout in layouts
-        for within in ORDERS_BY_NAME
-        if are_listed_anew(change, layout.shapes, within) and not _has_one_part(layout, within)
-    ]
-    if not any(may_list(optimizer, shapes) for shapes in orders):
-        return False
-    recipes = filter(None, (naming.recipe for naming in readings(optimizer, change)))
-    return not any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes)
-
-
-def _has_one_part(layout: Layout, within: Order) -> bool:
-    """Return whether parts in reverse are the model's own order, as below one wrapper: no script lists those."""
-    return within is ORDERS_BY_NAME[-1] and within(layout.shapes) == list(layout.shapes)
-
-
-SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
-ORDERS = 20  # of a sorted file's parameters, tried for groups of a script's own, or if the names are known
-
-
-def readings(optimizer: Optimizer, change: Change) -> list[Naming]:
-    """Return the names that its positions may have had before the change."""
-    return named_by_itself(optimizer, change.before) or [naming for _, naming in _read(optimizer, change)]
-
-
-def _inside(optimizer: Optimizer, naming: Naming) -> str:
-    """Return of which module the names that a state has itself are."""
-    number, key = next(iter(naming.names.items()))
-    prefix = bare(key).removesuffix(bare((stored_names(optimizer) or {})[number]))
-    return f"of {prefix[:-1]}" if prefix else "of the whole model"
 
 
 def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
@@ -301,7 +173,7 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
     recipes: list[Recipe] = []
     for order in [list(known)] if change.is_ordered else change.model_orders[:ORDERS]:
         layout = Layout({key: known[key].shape for key in order if key in known}, change.modules, change.layers)
-        for recipe in _known_recipes(optimizer, naming, layout):
+        for recipe in known_recipes(optimizer, naming, layout):
             recipes.append(recipe)
             made.append(follow(optimizer, replace(naming, recipe=recipe), change, replace(scope, layout=layout)))
     found = {way.outcome: way for way in made if way is not None}
@@ -313,35 +185,6 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
     agree = len({tuple(filter(None, way.groups)) for way in found.values()}) == 1
     is_free = not found and all(recipe.is_own for recipe in recipes) and not (recipes and change.reorders)
     return follow(optimizer, naming, change, scope) if agree or is_free else None
-
-
-def _as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
-    """Name the parameters as those of the optimizer that is to load the state, whose script has made both. If the model
-    has its parameters in another order than the file, those of each group may have been in that of the file."""
-    groups = [[change.origins[key].sources for key in group if key in change.origins] for group in change.live or ()]
-    if tuple(map(len, groups)) != optimizer.sizes or any(len(sources) != 1 for group in groups for sources in group):
-        return
-    order = {key: number for number, name in enumerate(change.result) for key in change.origins[name].sources}
-    live = [key for group in groups for (key,) in group]
-    if not change.parameters.keys() <= order.keys() or not order.keys() >= set(live):
-        return  # an optimizer of a model that had others may have had these
-    readings = [dict(zip(live, live, strict=True))]
-    if change.reorders:  # the script may have met them in the file's order: within its groups, or all in all
-        rank = {key: number for number, key in enumerate(change.before)}
-        for parts in ([[key for (key,) in group] for group in groups], [live]):
-            pairs = (
-                zip(sorted(part, key=order.__getitem__), sorted(part, key=rank.__getitem__), strict=True)
-                for part in parts
-            )
-            readings.append(dict(chain.from_iterable(pairs)))
-    rows = [optimizer.row(number) for number in optimizer.ids]
-    for known in readings:
-        keys = [known[key] for key in live]
-        if all(fits(row, change.before[key].shape) for row, key in zip(rows, keys, strict=True)):
-            names = dict(zip(optimizer.ids, keys, strict=True))
-            yield Naming(names, "the groups of the given optimizer", moments=sum(map(bool, rows)))
-        elif keys == live:
-            return
 
 
 def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:
@@ -661,20 +504,6 @@ def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape])
         if len(set(map(number_of, values))) > 1:
             return False
     return True
-
-
-def _known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
-    """Return the recipes by which names that are certain are grouped: those of trainers, else of a script's own."""
-    if len(optimizer.groups) == 1 or optimizer.is_flat:
-        return []
-    named = set(naming.names.values())
-    layout = replace(layout, shapes={key: shape for key, shape in layout.shapes.items() if key in named})
-    want = [[naming.names[number] for number in group["params"]] for group in optimizer.groups]
-
-    def fitting(recipes: Iterable[Recipe]) -> list[Recipe]:
-        return [recipe for recipe in recipes if [keys for _, keys in recipe.groups(layout)] == want]
-
-    return fitting(RECIPES) or fitting(own_groups(layout, optimizer))
 
 
 def _met(

@@ -68,7 +68,8 @@ from ckptfix.core.plan import Plan
 from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.optimizer_states import Optimizer, logical_shape, optimizers_in
 from ckptfix.maps.positions import Naming, named_by_itself
-from ckptfix.rules.following import Followed, is_listed_anew, readings, rivals, ways
+from ckptfix.rules.evidence import is_listed_anew, readings
+from ckptfix.rules.following import Followed, rivals, ways
 from ckptfix.rules.origins import NEW, Change
 from ckptfix.rules.owners import with_owners
 from ckptfix.rules.rule import Context, Rule
@@ -79,7 +80,10 @@ KEEP = Remedy.of("keeps it as it is", keep_optimizer=True)
 
 
 def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Bring the optimizers in step with the edits, or say which one cannot be."""
+    """Bring the optimizers in step with the edits, or say which one cannot be.
+
+    The last of five steps: ``optimizer_states`` has what the state is, ``origins`` what the plan changes, ``evidence``
+    which name each position has, ``following`` what that does to the state; here it is a finding."""
     optimizers = list(optimizers_in(context.checkpoint.root))
     if context.settings.drop_optimizer:
         yield from _left_out(rule, optimizers)

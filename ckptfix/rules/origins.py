@@ -1,6 +1,8 @@
-"""Where the tensors of a plan's result come from, and what that says of the parameters before and after it.
+"""Second of five steps for an optimizer: what a plan changes of the parameters.
 
-An optimizer knows parameters by their order, so the orders of the file and of the model are here, too."""
+In come the checkpoint before and after a plan, the plan, and the target. Out comes a ``Change``: the parameters before
+and after, where each tensor of the result comes from (``trace``), and in which orders an optimizer may have had them,
+as it knows parameters by their order only: that of the file, and that of the model."""
 
 from __future__ import annotations
 
