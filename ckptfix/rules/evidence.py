@@ -117,9 +117,14 @@ def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> li
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
     """Return whether what is left of some parameters comes in another order if it has the names of the result."""
-    names = {source: key for key in change.result for source in change.origins[key].sources}
-    old = {bare(key): bare(names[key]) for key in keys if key in names}
+    old = _renamed(change, keys)
     return [old[key] for key in within(old)] != within(list(old.values()))
+
+
+def _renamed(change: Change, keys: Iterable[str]) -> dict[str, str]:
+    """Return the names of the result for what is left of some parameters, without the segments of wrappers."""
+    names = {source: key for key in change.result for source in change.origins[key].sources}
+    return {bare(key): bare(names[key]) for key in keys if key in names}
 
 
 def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
@@ -131,8 +136,9 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
     orders = [
         [layout.shapes[key] for key in within(layout.shapes)]
         for layout in layouts
+        if not _is_unwrapped(change, layout)
         for within in ORDERS_BY_NAME
-        if are_listed_anew(change, layout.shapes, within) and not _has_one_part(layout, within)
+        if are_listed_anew(change, layout.shapes, within)
     ]
     if not any(may_list(optimizer, shapes) for shapes in orders):
         return False
@@ -140,9 +146,10 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
     return not any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes)
 
 
-def _has_one_part(layout: Layout, within: Order) -> bool:
-    """Return whether parts in reverse are the model's own order, as below one wrapper: no script lists those."""
-    return within is ORDERS_BY_NAME[-1] and within(layout.shapes) == list(layout.shapes)
+def _is_unwrapped(change: Change, layout: Layout) -> bool:
+    """Return whether all names lose one prefix, as that of a Lightning module: no script lists its one child, and then
+    what was in it, in reverse."""
+    return len({old.removesuffix(new) for old, new in _renamed(change, layout.shapes).items()}) == 1
 
 
 SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
