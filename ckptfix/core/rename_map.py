@@ -94,10 +94,18 @@ class RenameMap(Displayed, Struct, frozen=True):
         if data.get("ckptfix-map") != MAP_VERSION:
             raise UsageError(f"{name}: the map has version {data.get('ckptfix-map')!r:.40}, not {MAP_VERSION}")
         try:
-            file = convert(data, _MapFile)
+            file = convert({**data, "rules": ()}, _MapFile)
         except ValidationError as error:
             raise UsageError(f"{name}: not a map that this ckptfix takes: {error}") from error
-        return cls(file.rules, name, shapes=tuple(file.shapes.items()))
+        rules = tuple(_rule(row, number, name) for number, row in enumerate(data["rules"], 1))
+        return cls(rules, name, shapes=tuple(file.shapes.items()))
+
+
+def _rule(row: object, number: int, name: str) -> MapRule:
+    try:
+        return convert(row, MapRule)
+    except ValidationError as error:
+        raise UsageError(f"{name}: rule {number} {row!r:.100}: {error}") from error
 
 
 def read_map(path: str | os.PathLike[str]) -> RenameMap:

@@ -308,7 +308,9 @@ def _weighted(text: str) -> tuple[str, float]:
     try:
         weight = float(number)
     except ValueError:
-        return text, 1.0  # and opening it says that there is no such file
+        if not Path(path).exists():
+            return text, 1.0  # and opening it says that there is no such file
+        weight = math.nan
     if not math.isfinite(weight):
         raise AdapterError(Opt("adapter", text), ": the weight of an adapter is a finite number, such as 0.5")
     return path, weight

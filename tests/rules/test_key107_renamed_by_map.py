@@ -171,9 +171,9 @@ def test_an_ambiguous_rule_is_not_applied():
         ('{"ckptfix-map": 1, "rules": [], "shapes": [1]}', "Expected `object`, got `array`.*shapes"),
         ('{"ckptfix-map": 1, "rules": [], "shapes": {"a": "x"}}', "Expected `array`, got `str`.*shapes"),
         ('{"ckptfix-map": 1, "rules": [], "rulez": []}', "unknown field `rulez`"),
-        ('{"ckptfix-map": 1, "rules": [{"from": "a"}]}', r"missing required field `to`.*rules\[0\]"),
-        ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "step": "x"}]}', r"unknown field `step`.*rules\[0\]"),
-        ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "steps": "x"}]}', r"got `str`.*rules\[0\].steps"),
+        ('{"ckptfix-map": 1, "rules": [{"from": "a"}]}', r"rule 1 \{'from': 'a'\}: .*missing required field `to`"),
+        ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "step": "x"}]}', "rule 1 .*unknown field `step`"),
+        ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "steps": "x"}]}', r"rule 1 .*got `str`.*steps"),
         ('{"ckptfix-map": 1, "rules": [{"from": "a", "to": "b", "label": "sure"}]}', "the label is 'sure'"),
     ],
 )

@@ -384,6 +384,13 @@ def test_what_does_not_fit_or_is_of_two_types_is_refused(parts, says, tmp_path):
         ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize("weight", ["abc", "nan", ""])
+def test_a_weight_of_an_adapter_that_is_no_number_is_named(weight, tmp_path):
+    save_file({f"lora_unet_q.{key}": torch.ones(shape) for key, shape in PAIR.items()}, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=r"the weight of an adapter is a finite number, such as 0\.5"):
+        ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=f"{tmp_path / 'x.safetensors'}={weight}")
+
+
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf")])
 def test_an_alpha_that_is_not_finite_is_refused(alpha, tmp_path):
     tensors = {f"lora_unet_q.{key}": torch.ones(shape) for key, shape in PAIR.items()}
