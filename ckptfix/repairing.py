@@ -72,12 +72,12 @@ def check(
     ``ckptfix.Settings`` describes the settings."""
     is_unread = is_remote(source) and settings.setdefault("values", False) is False
     checked = checked_settings(settings, model, like, CHECK)
-    told = {"like": like, "model_args": model_args, **settings, **({"values": None} if is_unread else {})}
+    given = {"like": like, "model_args": model_args, **settings, **({"values": None} if is_unread else {})}
     checkpoint = open_source(source, checked)
     goal = Goal(checked, model, like, model_args).for_file(checkpoint)
     checkpoint = with_fitting_set(source, checkpoint, goal.target, checked)
     diagnosis = diagnose(checkpoint, goal.target, checked, goal.donor, goal.measure, twin=goal.twin)
-    report = report_on(checkpoint, goal.target, diagnosis, checked, Call.of(CHECK, source, model, told, checked))
+    report = report_on(checkpoint, goal.target, diagnosis, checked, Call.of(CHECK, source, model, given, checked))
     unread = ("the values were not read: for a URL, --values (values=True) fetches the whole file",)
     return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *(unread if is_unread else ())))
 
@@ -113,7 +113,7 @@ def repair(
     request = Request.of(source, output, beside, in_place, backup, flush, dry_run)
     checked = checked_settings(settings, model, like)
     places = {"output": request.output, "beside": request.beside, "in_place": request.in_place, "backup": backup}
-    told = {**places, "plan": plan, "like": like, "model_args": model_args, **settings}
+    given = {**places, "plan": plan, "like": like, "model_args": model_args, **settings}
     checkpoint = open_source(source, checked)
     destination = request.destination(checkpoint, checked, like)
     shaped = checked if destination is None else replace(checked, format=destination.form)
@@ -126,7 +126,7 @@ def repair(
             )
         else:
             diagnosis = carry_out(plan, checkpoint, goal.target, shaped, goal.donor, goal.measure, drafts.attempt)
-        report = report_on(checkpoint, goal.target, diagnosis, shaped, Call.of(REPAIR, source, model, told, checked))
+        report = report_on(checkpoint, goal.target, diagnosis, shaped, Call.of(REPAIR, source, model, given, checked))
         is_changed = differs(checkpoint, diagnosis.plan, shaped, checked.format is not None)
         if not is_changed and (only_changes or request.output is None):
             destination = None

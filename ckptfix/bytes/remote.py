@@ -30,7 +30,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from msgspec import Struct
 
 from ckptfix.bytes.files import OpenFile
-from ckptfix.core.progress import tell_pause
+from ckptfix.core.progress import report_pause
 from ckptfix.core.wording import typed
 from ckptfix.errors import CkptfixError, UnreadableError, UsageError
 
@@ -197,7 +197,7 @@ def persistently(action: Callable[[], T], where: str, verb: str, patience: Patie
                 later = f"in {math.ceil(asked)} s, as its server asks" if asked else "later"
                 raise TransferError(f"{explained(error, where, verb)} ({tries}); run it again {later}") from error
         seconds = max(patience.pause(tried), asked)
-        tell_pause(f"{where}: its server asks to wait" if asked else f"{where} cannot be {verb} now", seconds)
+        report_pause(f"{where}: its server asks to wait" if asked else f"{where} cannot be {verb} now", seconds)
         time.sleep(seconds)
     raise AssertionError("nothing was tried")
 

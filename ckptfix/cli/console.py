@@ -117,7 +117,7 @@ def handle_signals() -> None:
 class Console(Struct):
     """Where a command writes.
 
-    ``failures`` holds the message of every error that was told, and whether the file is built to run code.
+    ``failures`` holds the message of every error that was shown, and whether the file is built to run code.
     ``is_hopeless`` once something failed that all files need."""
 
     quiet: bool = False
@@ -201,7 +201,7 @@ class Console(Struct):
         except (click.exceptions.Exit, click.ClickException):
             raise
         except KeyboardInterrupt as stop:
-            raise click.exceptions.Exit(self.tell_stop(stop, source)) from None
+            raise click.exceptions.Exit(self.report_stop(stop, source)) from None
         except MemoryError:
             self._fail(_naming(names, "there is not enough memory for this file"))
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours, and is reported as one
@@ -218,7 +218,7 @@ class Console(Struct):
         if len(self.failures) > failed_before:
             raise click.exceptions.Exit(FAILED)
 
-    def tell_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
+    def report_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
         """Tell in one line that a signal ended the work on ``source``; gives the exit code."""
         name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
         from ckptfix.writing.atomic import placed  # nobody else needs it

@@ -179,7 +179,7 @@ def exit_code(words: Sequence[str]) -> int:
         console.usage(error)
         return error.exit_code
     except KeyboardInterrupt as stop:
-        return console.tell_stop(stop)
+        return console.report_stop(stop)
 
 
 @cache

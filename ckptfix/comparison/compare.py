@@ -165,7 +165,7 @@ def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
     )
 
 
-LIMIT = 100_000  # places that are told; nobody reads more
+LIMIT = 100_000  # places that are listed; nobody reads more
 _DEPTH = 64
 
 Text = tuple[str | None, str | None]

@@ -1,7 +1,7 @@
 """What surrounds a state_dict, as JSON for the ``__metadata__`` of a safetensors file, and back.
 
 JSON knows fewer types than a checkpoint. A value of another type is kept as ``{"ckptfix": type, "value": …}``; one that
-JSON cannot hold at all (a tensor of an optimizer) is left out, and the caller is told its place."""
+JSON cannot hold at all (a tensor of an optimizer) is left out, and the caller gets its place."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ckptfix.errors import UsageError
 
 
 class Watcher(Protocol):
-    """Who is told. Both are called often: in every few megabytes of work."""
+    """Who watches long work. Both are called often: in every few megabytes of work."""
 
     def advanced(self, task: Task) -> None:
         """Some more of a task is done."""
@@ -106,7 +106,7 @@ class _Bars(Struct):
             bar.close()
 
 
-def tell_pause(reason: str, seconds: float) -> None:
+def report_pause(reason: str, seconds: float) -> None:
     """Say that nothing is done for some seconds, and why."""
     if (watcher := _watcher.get()) is not None:
         watcher.waits(reason, seconds)

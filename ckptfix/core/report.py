@@ -166,7 +166,7 @@ class Report(Displayed, Struct, frozen=True):
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
         """Return the report as plain JSON data, the same that ``--output-format json`` prints.
 
-        Without ``fixes`` the findings are told without theirs, which the edits repeat where they are applied."""
+        Without ``fixes`` the findings come without theirs, which the edits repeat where they are applied."""
         fixed, coverage = set(map(id, self.applied)), self.coverage
         return {
             "version": REPORT_VERSION,

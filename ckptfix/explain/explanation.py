@@ -169,7 +169,7 @@ def explain(text: str, subject: Subject | None = None) -> Explanation | None:
 
 
 def _by_frames(text: str, parts: list[Message], subject: Subject) -> Explanation | None:
-    """Return what is told of a message by the lines of code that it came through, or by the file that it is about."""
+    """Return what is known of a message by the lines of code that it came through, or by the file that it is about."""
     whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
     found = [
         (record, said)

@@ -383,7 +383,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice("writes a copy with the names that the model wants, and _metadata along", "ckptfix repair {FILE}")
     else:
         yield Advice(
-            "compares names and shapes with your model, says what can be mended, and which command does it",
+            "compares names and shapes with your model, shows what can be repaired, and the command for it",
             "ckptfix check {FILE} --model {MODEL}",
         )
     if len(missing) == len(unexpected) > 3:
@@ -398,7 +398,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         )
     elif named and not is_prefix_alone:
         yield Advice(
-            "mends the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
+            "repairs the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
         )
     for said in filter(None, map(narrowed, _cases(mismatch))):
         yield Advice(f"{_capital(said)}.")

@@ -25,7 +25,7 @@ class Verdict(Struct, frozen=True):
     """Whether the file has what the message tells of.
 
     ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.
-    ``command`` mends what can be mended, and is empty if there is none; ``price`` is what it leaves untrained."""
+    ``command`` repairs what can be repaired, and is empty if there is none; ``price`` is what it leaves untrained."""
 
     sentence: str
     confirming: tuple[Finding, ...] = ()

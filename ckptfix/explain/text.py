@@ -147,7 +147,7 @@ def _end(log: str) -> str:
 
 
 def _message_lines(part: str) -> list[str]:
-    """Return the lines from the exception on; all lines where no traceback is told."""
+    """Return the lines from the exception on; all lines if there is no traceback."""
     lines = part.split("\n")
     if not _HEADER.search(part):
         return lines

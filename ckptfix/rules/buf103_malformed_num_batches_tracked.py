@@ -53,7 +53,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     zeros: list[Edit] = []
     for key, spec in context.checkpoint.specs.items():
         if not key.endswith(NUM_BATCHES_TRACKED) or split_key(key)[1] != NUM_BATCHES_TRACKED:
-            continue  # most are told by the end of the text alone
+            continue  # most are ruled out by the end of the text
         slot = context.target.slots.get(key) if context.target else None
         dtype, shape = (slot.dtype, slot.shape) if slot is not None else _DEFAULT
         if not (cure := _cure(key, spec, dtype, shape)):

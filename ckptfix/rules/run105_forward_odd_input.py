@@ -5,8 +5,8 @@ Two things about an input that the user gave; one that was derived is random noi
 
 - A channel that holds one and the same value while others vary: scaled by the wrong figures, or never filled.
 - Values of another scale than in training. The first BatchNorm that runs compares the mean square of what it gets with
-  its running statistics; from 20 times as large or as small, it is told. That is the trace of an image of 0 … 255 in a
-  model that saw 0 … 1. A model without a trained BatchNorm shows nothing of it.
+  its running statistics; from 20 times as large or as small, it is reported. That is the trace of an image of
+  0 … 255 in a model that saw 0 … 1. A model without a trained BatchNorm shows nothing of it.
 
 NaN and infinities in the input end the test before anything is said of the model, and so does a channel that is NaN
 throughout, as a division by a range of 0 makes it. -Inf beside zeros is a mask, and allowed.

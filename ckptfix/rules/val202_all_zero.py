@@ -124,7 +124,7 @@ def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> lis
 
 
 def _excused(suspects: list[str], matrices: list[str], context: Context, is_trained: bool) -> list[str]:
-    """Return those that may be buffers, or zero because nothing was trained yet. A model has told already."""
+    """Return those that may be buffers, or zero because nothing was trained yet. With a model it is known already."""
     if not suspects or context.initial:
         return []
     excused = {key for key in suspects if not is_layers_own(key)}

@@ -63,7 +63,7 @@ class Job(Struct, frozen=True):
 
 
 class Progress:
-    """How far the test is: told to the caller as it goes, and kept for whoever asks after an error.
+    """How far the test is: reported to the caller as it goes, and kept for whoever asks after an error.
 
     ``stage`` is what is running, ``so_far`` the outcome up to there."""
 
@@ -103,7 +103,7 @@ def _examine(job: Job, progress: Progress) -> Outcome:
     guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(subject.model)
     with torch.no_grad():
         tried = _try_in_turn(subject, guesses, progress)
-        run = _settling(tried) or redraw(subject, tried, progress.so_far)
+        run = _deciding(tried) or redraw(subject, tried, progress.so_far)
         if run is not None and run.outcome.derived and run.outcome.non_finite:
             run = redraw(subject, tried[-1:], progress.so_far) or run
         if run is None:
@@ -186,7 +186,7 @@ def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> 
     return tried
 
 
-def _settling(tried: Tried) -> Pass | None:
+def _deciding(tried: Tried) -> Pass | None:
     """Return the pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
 
     None if all that failed are guesses."""

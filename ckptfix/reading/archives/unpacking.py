@@ -208,9 +208,9 @@ class Compression(Struct, frozen=True):
     def blocks(self, content: Content, damage: list[Fact]) -> Iterator[tuple[bytes, int]]:
         """Yield the expanded bytes in blocks, each with the count of compressed bytes taken so far.
 
-        Several streams one after the other are one file, and what is after them is padding, as for gzip(1). Where a
-        stream is damaged or ends early, ``damage`` is told. Zeros at the end
-        of the content are padding, or space that was never filled: a decoder would make something of them."""
+        Several streams one after the other are one file, and what is after them is padding, as for gzip(1). If a
+        stream is damaged or ends early, ``damage`` gets the fact. Zeros at the end of the content are padding, or space
+        that was never filled: a decoder would make something of them."""
         position, before, streams = 0, 0, 0
         end = filled_end(content)
         while True:

@@ -245,7 +245,7 @@ class _Merge:
     def _root(self) -> Any:
         """Return the merged state_dict, in the container that every shard has around its part, where it is the same.
 
-        Raises ``UnreadableError`` if it is not: which of them is meant cannot be told."""
+        Raises ``UnreadableError`` if it is not: which of them is meant is unknown."""
         first, *others = self.opened.values()
         around = surroundings(first)
         if around is None or any(

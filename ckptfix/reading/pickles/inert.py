@@ -88,7 +88,7 @@ def _handed(args: tuple[Any, ...]) -> Iterator[Global]:
                 value = made[0] if made else None
             else:
                 value = Global("functools", "partial()")  # more of them hide what they wrap
-            if isinstance(value, Global) and value.module != "torch":  # torch.strided; torch.load is told by its name
+            if isinstance(value, Global) and value.module != "torch":  # torch.strided; torch.load goes by its name
                 yield value
 
 

@@ -176,9 +176,11 @@ def _outcome(report: Report, presentation: Presentation) -> str:
     if report.exit_code == 0:
         return "can be repaired" if report.edits else "already fine"
     left = [finding for finding in report.remaining if finding.level > Level.NOTE]
-    is_mendable = left and all(finding.is_fixable and not finding.needs_unsafe for finding in left)
+    is_repairable = left and all(finding.is_fixable and not finding.needs_unsafe for finding in left)
     return (
-        "can be repaired" if is_mendable and not report.obstacles and not report.failed_forward else "needs a decision"
+        "can be repaired"
+        if is_repairable and not report.obstacles and not report.failed_forward
+        else "needs a decision"
     )
 
 

@@ -100,9 +100,9 @@ def latest_of(
     return None
 
 
-def unlike_most(told: Mapping[_Rank, object]) -> list[_Rank]:
-    """Return the ranks of which other facts are told than of most."""
-    shown = {rank: repr(facts)[:_FACTS] for rank, facts in told.items()}
+def unlike_most(of_rank: Mapping[_Rank, object]) -> list[_Rank]:
+    """Return the ranks whose facts differ from those of most."""
+    shown = {rank: repr(facts)[:_FACTS] for rank, facts in of_rank.items()}
     usual = Counter(shown.values()).most_common(1)
     return [rank for rank, facts in shown.items() if facts != usual[0][0]]
 
@@ -229,11 +229,11 @@ class RankFiles:
             if (sums := sums_of(specs)) and (other := seen.setdefault(sums, name)) != name and are_varied(specs):
                 self.remarks[Fact.of(Kind.RANK_REPEATED, name, other=other)] = None
 
-    def note_foreign(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+    def note_foreign(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Note files that were saved with other settings than most: they are of another run at the same step."""
         said = {
             name: _settings({key: value for key, value in parts.items() if value is not None})
-            for name, parts in told.items()
+            for name, parts in saved.items()
         }
         tops = {name: {path.partition(".")[0] for path in settings} for name, settings in said.items()}
         odd: dict[str, list[str]] = {}
@@ -244,12 +244,12 @@ class RankFiles:
                 odd.setdefault(name, []).append(path)
         self.remarks.update({Fact.of(Kind.RANK_FOREIGN, name, names=tuple(paths)): None for name, paths in odd.items()})
 
-    def note_order(self, told: Mapping[str, tuple[int, ...]], words: Mapping[str, object]) -> None:
+    def note_order(self, numbers_of: Mapping[str, tuple[int, ...]], words: Mapping[str, object]) -> None:
         """Note files that do not stand in the order of the numbers that they say themselves; ``words`` show these.
 
         What was renumbered, and kept its order, is well."""
         last: tuple[str, tuple[int, ...]] | None = None
-        for name, numbers in told.items():
+        for name, numbers in numbers_of.items():
             if last is not None and numbers <= last[1]:
                 fact = Fact.of(Kind.RANK_RENAMED, name, other=str(words[name]), before=last[0])
                 self.remarks[fact] = None

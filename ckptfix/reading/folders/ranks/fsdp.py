@@ -257,7 +257,7 @@ class _Merge:
         self.counters: dict[_Path, dict[int, Any]] = {}
         self.kinds: set[str] = set()
         self.left_out: set[_Path] = set()
-        self.told: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self.world = ranks.world
         self.places: dict[int, Path] = {}  # of flat parameters
 
@@ -279,7 +279,7 @@ class _Merge:
                 parts = root.values() if isinstance(root, dict) else ()
                 groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
                 leaves = [(path, _read(path, leaf, file)) for path, leaf in _leaves(root, (), set())]
-            self.told[file.name] = {"param_groups": groups}
+            self.settings[file.name] = {"param_groups": groups}
             known = len(self.found) if first is not None else None
             self._collect(rank, file, leaves)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
@@ -292,7 +292,7 @@ class _Merge:
             return None
         self.kinds = self.kinds or {_DTENSOR}
         self._check_counters()
-        self.files.note_foreign(self.told)
+        self.files.note_foreign(self.settings)
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         self._leave_out(first, lacking)

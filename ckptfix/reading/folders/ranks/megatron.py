@@ -73,7 +73,7 @@ _LEFT_OUT = frozenset(
     ("optimizer", "rng_state", "opt_param_scheduler", "rerun_state_machine", "num_floating_point_ops")
 )
 # What all ranks of a run say alike.
-_TOLD = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
+_SETTINGS = ("args", "opt_param_scheduler", "num_floating_point_operations_so_far")
 _NEMO_CONFIG = "model_config.yaml"
 _NEMO_SIZE = re.compile(r"^\s*((?:tensor|pipeline)_model_parallel_size):\s*(\d{1,7})\s*$", re.MULTILINE)
 _CONFIG_LIMIT = 1 << 20
@@ -164,8 +164,10 @@ class _Reading:
         steps = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
         if odd := [found[numbers].parent.name for numbers in unlike_most(steps)]:
             raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
-        told = {found[numbers].parent.name: {key: root.get(key) for key in _TOLD} for numbers, root in roots.items()}
-        self.files.note_foreign(told)
+        settings = {
+            found[numbers].parent.name: {key: root.get(key) for key in _SETTINGS} for numbers, root in roots.items()
+        }
+        self.files.note_foreign(settings)
         self.files.note_repeated({found[numbers].parent.name: roots[numbers] for numbers in roots})
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         grid = self._grid(found, sizes)
@@ -214,10 +216,12 @@ class _Reading:
     ) -> None:
         """Note ranks whose arguments say that they are others: the numbers of processes rise with the tensor-parallel
         rank, and with the stage of the pipeline. A conversion in one process leaves the same number in all."""
-        told = {place: rank for place in sorted(roots) if type(rank := _arguments(roots[place]).get("rank")) is int}
-        for axis in (0, 1) if len(set(told.values())) == len(roots) else ():
+        own_ranks = {
+            place: rank for place in sorted(roots) if type(rank := _arguments(roots[place]).get("rank")) is int
+        }
+        for axis in (0, 1) if len(set(own_ranks.values())) == len(roots) else ():
             lines: dict[tuple[int, ...], dict[str, int]] = {}
-            for place, rank in told.items():
+            for place, rank in own_ranks.items():
                 lines.setdefault((*place[:axis], *place[axis + 1 :]), {})[files[place].parent.name] = rank
             for line in lines.values():
                 words = {name: f"process {rank}" for name, rank in line.items()}

@@ -73,7 +73,7 @@ PARTITION = frozenset(
 )
 
 # What the model states of all ranks of a run say alike.
-_TOLD = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_samples", "skipped_steps")
+_SETTINGS = ("ds_config", "ds_version", "lr_scheduler", "dp_world_size", "global_samples", "skipped_steps")
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -337,8 +337,8 @@ class Merging:
         self._check_alike()
         named = {self.present[rank].name: made for rank, made in self.states.items()}
         self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
-        told = {name: made.settings for name, made in named.items()}
-        self.files.note_foreign({**told, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
+        settings = {name: made.settings for name, made in named.items()}
+        self.files.note_foreign({**settings, "*_model_states.pt": {"ds_config": root.get("ds_config")}})
         prefix = next(iter(named)).partition("zero_pp_rank")[0]
         self.files.note_missing(self.first.world, self.present, prefix + self._name)
         groups: list[dict[str, tuple[int, ...]]] = [
@@ -378,12 +378,12 @@ class Merging:
 
     def _check_alike(self) -> None:
         """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
-        told = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in self.states.items()}
-        odd = [self.present[rank].name for rank in unlike_most(told)]
+        facts = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in self.states.items()}
+        odd = [self.present[rank].name for rank in unlike_most(facts)]
         if odd:
             raise UnreadableError(
                 f"{self.path}: its ranks are of different saves: {first_names(odd)} differ from the other"
-                f" {len(told) - len(odd)} in stage, number of ranks or step; put the files of one save together"
+                f" {len(facts) - len(odd)} in stage, number of ranks or step; put the files of one save together"
             )
 
     def _partitions(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
@@ -490,14 +490,14 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
 
     Raises ``UnreadableError`` if there are none, or if they are of different steps."""
     roots: dict[int, Any] = {}
-    steps, told, fragments = {}, {}, {}
+    steps, settings, fragments = {}, {}, {}
     for rank, file in found.items():
         if rank and not roots.get(0, {}).get("frozen_param_shapes"):
             break
         root = files.root(file)
         if isinstance(root, dict):
             steps[rank] = root.get("global_steps")
-            told[file.name], fragments[file.name] = {key: root.get(key) for key in _TOLD}, root.get(_FRAGMENTS)
+            settings[file.name], fragments[file.name] = {key: root.get(key) for key in _SETTINGS}, root.get(_FRAGMENTS)
             roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
     if not isinstance(roots.get(0, {}).get("module"), dict):
         if files.damage:
@@ -507,7 +507,7 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
         )
     if odd := [found[rank].name for rank in unlike_most(steps)]:
         raise UnreadableError(f"{files.folder}: its ranks are of different saves: {first_names(odd)} have other steps")
-    files.note_foreign(told)
+    files.note_foreign(settings)
     files.note_repeated(fragments)
     return roots
 

@@ -27,39 +27,39 @@ _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can mak
 
 
 def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Splits:
-    """Return how tensor-parallel ranks divide a model: as DeepSpeed's own converter is told, or by the table.
+    """Return how tensor-parallel ranks divide a model: by the rules for DeepSpeed's own converter, or by the table.
 
-    What the converter is told nothing of is divided by rows. ``state`` is a state_dict of one rank."""
+    What has no rule is divided by rows. ``state`` is a state_dict of one rank."""
     info = root.get("universal_checkpoint_info")
     if not isinstance(info, dict):
         version = root.get("checkpoint_version")
         by_name = megatron.splits_of(state, table)
         in_thirds = not isinstance(version, (int, float)) or version < 1
         return _of_parameters(partial(_split_in_thirds, by_name, state) if in_thirds else by_name)
-    literal: dict[str, _Told] = {}
-    patterns: list[tuple[re.Pattern[str], _Told]] = []
-    for text, told in _told(info):
+    literal: dict[str, _Rule] = {}
+    patterns: list[tuple[re.Pattern[str], _Rule]] = []
+    for text, rule in _rules(info):
         if not _PATTERN.fullmatch(text) or sum(map(text.count, "*+")) > _QUANTIFIERS:
             raise ValueError(f"{shown(text)} in the place of a pattern of names")
         if re.escape(name := re.sub(r"\\(.)", r"\1", text[1:-1])) == text[1:-1] and text[0] + text[-1] == "^$":
-            literal.setdefault(name, told)  # as AutoTP writes one for every parameter
+            literal.setdefault(name, rule)  # as AutoTP writes one for every parameter
         else:
-            patterns.append((re.compile(text), told))
+            patterns.append((re.compile(text), rule))
     trained = {str(name) for group in root["param_shapes"] for name in group}
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:
-        found = (told for pattern, told in patterns if name in trained and pattern.match(name))
-        told = literal.get(name) or next(found, None)
-        return told(name, parts) if told is not None else Split(0) if name in trained else None
+        found = (rule for pattern, rule in patterns if name in trained and pattern.match(name))
+        rule = literal.get(name) or next(found, None)
+        return rule(name, parts) if rule is not None else Split(0) if name in trained else None
 
     return _of_parameters(split_of)
 
 
-_Told = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
+_Rule = Callable[[str, Sequence[TensorSpec]], Split]  # says how a tensor is divided into these parts
 
 
-def _told(info: Mapping[str, Any]) -> Iterator[tuple[str, _Told]]:
-    """Yield what DeepSpeed's converter is told of tensors by patterns of their names, the most exact first.
+def _rules(info: Mapping[str, Any]) -> Iterator[tuple[str, _Rule]]:
+    """Yield the rules of DeepSpeed's converter by patterns of names, the most exact first.
 
     What has neither a map nor a category would be taken for rows, and some of it is not."""
     for text, reason in (info.get("autotp_unsupported_parameter_patterns") or {}).items():
