@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 import ckptfix
 from ckptfix.core.config import parse_toml
-from ckptfix.zoo.listing import Looks, by_name
+from ckptfix.zoo.items import Looks, by_name
 from tests.cli.programs import environment, parse
 
 ROOT = Path(__file__).resolve().parents[1]

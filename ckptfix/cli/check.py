@@ -64,7 +64,7 @@ def _checkpoints(path: str) -> Iterable[str]:
         pass
     except CkptfixError:  # it is one, and the check says what is wrong with it
         return [path]
-    from ckptfix.zoo.listing import Kind, list_zoo
+    from ckptfix.zoo.items import Kind, list_zoo
     from ckptfix.zoo.places import open_place
 
     items = [item for item in list_zoo(open_place(path)) if item.kind is not Kind.OTHER and not item.is_doubtful]

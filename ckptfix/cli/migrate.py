@@ -52,8 +52,8 @@ def _migrate(
 ) -> int:
     from ckptfix.cli.zoo_output import MigrationMeter, closing_lines, save_page, write_json
     from ckptfix.report.page import page_file
+    from ckptfix.zoo.items import read_list
     from ckptfix.zoo.job import Others
-    from ckptfix.zoo.listing import read_list
     from ckptfix.zoo.migrating import migrate as run
     from ckptfix.zoo.places import split_source
 
@@ -183,7 +183,7 @@ def tables(
 def draft(console: Console, source: str, destination: str | None, goal: Path, choices: Mapping[str, Any]) -> int:
     """Draft the table of a zoo: which files belong to which model, as far as the files themselves show it."""
     from ckptfix.zoo.drafting import draft_table
-    from ckptfix.zoo.listing import list_zoo
+    from ckptfix.zoo.items import list_zoo
     from ckptfix.zoo.places import open_place, split_source
 
     if goal.exists():

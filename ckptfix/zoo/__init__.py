@@ -1,7 +1,7 @@
 """Batch migration of old model zoos: ``ckptfix migrate``. The story is in ``migrating``.
 
 places      where a zoo is: folders and URLs
-listing     what is in it: files that are checkpoints, alone or together, and others
+items       what is in it: files that are checkpoints, alone or together, and others
 naming      patterns of names, and the names of the outputs
 zoo_toml    what is to be done with what; ``survey`` and ``drafting`` write the first one
 planning    the jobs of a run

@@ -30,7 +30,7 @@ from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_text
 from ckptfix.report.style import elements
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.items import Item, Kind
 from ckptfix.zoo.naming import literal
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.survey import Group, Sight, gather, survey

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptfix.zoo.listing import Item, Kind
+from ckptfix.zoo.items import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
 from ckptfix.zoo.zoo_toml import Treatment
 

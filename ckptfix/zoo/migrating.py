@@ -1,6 +1,6 @@
 """The story of a migration, from an old zoo to one that loads. Start reading here.
 
-    list      listing     what is in the zoo: files and folders that are checkpoints, and others
+    list      items       what is in the zoo: files and folders that are checkpoints, and others
     plan      planning    what zoo.toml wants of each, under which name, and what an earlier run has done
     run       engine      the jobs, the largest first, each in a process that may crash
     (a job)   performing  repair or copy, digests, into a scratch folder
@@ -25,8 +25,8 @@ from msgspec import Struct, field
 from ckptfix.errors import UsageError
 from ckptfix.zoo.committing import Committer
 from ckptfix.zoo.engine import Engine, LocalEngine, check_models
+from ckptfix.zoo.items import ABSENT, Item, list_zoo
 from ckptfix.zoo.job import Done, Others
-from ckptfix.zoo.listing import ABSENT, Item, list_zoo
 from ckptfix.zoo.manifest import Outcome, Record, read_manifest
 from ckptfix.zoo.places import Place, open_place, walk_if_there
 from ckptfix.zoo.planning import Plan

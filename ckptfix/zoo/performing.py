@@ -31,8 +31,8 @@ from ckptfix.report.page.data import weights_to_json
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_files
+from ckptfix.zoo.items import Item, Kind, on_this_machine
 from ckptfix.zoo.job import SOURCE, Done, Job, Others, Staged, Workplace, failed
-from ckptfix.zoo.listing import Item, Kind, on_this_machine
 from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
 from ckptfix.zoo.naming import name_with_hash, wrong_hash
 from ckptfix.zoo.places import Place, open_place

@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
+from ckptfix.zoo.items import Item, Kind
 from ckptfix.zoo.job import Job, Others
-from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import OWN_NAMES, Journal, Outcome, Record, free_name, version
 from ckptfix.zoo.zoo_toml import Table, Treatment, with_decision
 

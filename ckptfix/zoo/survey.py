@@ -29,7 +29,7 @@ from ckptfix.known.recognition import Shapes, modern_name
 from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import module_parts
-from ckptfix.zoo.listing import Item, Kind, fetch_item
+from ckptfix.zoo.items import Item, Kind, fetch_item
 from ckptfix.zoo.naming import compile_patterns, literal
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at

@@ -19,7 +19,7 @@ from ckptfix.zoo.drafting import (
     quoted,
     texts,
 )
-from ckptfix.zoo.listing import list_zoo
+from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.zoo_toml import Table, read_table
 from tests.zoo.structures import STRUCTURES

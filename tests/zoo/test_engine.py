@@ -17,8 +17,8 @@ from torch import nn
 from ckptfix.errors import UsageError
 from ckptfix.zoo import engine as local
 from ckptfix.zoo.engine import LocalEngine, Worker, check_models
+from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.job import Done, Job
-from ckptfix.zoo.listing import list_zoo
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.planning import Plan

@@ -12,7 +12,7 @@ import pytest
 
 from ckptfix.bytes.remote import AbsentError
 from ckptfix.errors import CkptfixError
-from ckptfix.zoo.listing import Item, Kind, list_zoo, on_this_machine
+from ckptfix.zoo.items import Item, Kind, list_zoo, on_this_machine
 from ckptfix.zoo.places import Entry, Place, open_place
 from ckptfix.zoo.survey import each_on_this_machine
 

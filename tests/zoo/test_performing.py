@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptfix
 from ckptfix.zoo import performing
+from ckptfix.zoo.items import Item, Kind, list_zoo
 from ckptfix.zoo.job import Done, Job, Workplace
-from ckptfix.zoo.listing import Item, Kind, list_zoo
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.performing import perform

@@ -359,7 +359,7 @@ def test_remote_sources(memory: str, tmp_path: Path):
 
 
 def test_the_pattern_of_one_file_means_that_file(tmp_path: Path):
-    from ckptfix.zoo.listing import list_zoo
+    from ckptfix.zoo.items import list_zoo
 
     for name in ("m*.pth", "mx.pth"):
         (tmp_path / name).touch()

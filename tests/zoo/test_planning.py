@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from ckptfix.zoo.items import Item, Kind
 from ckptfix.zoo.job import Job
-from ckptfix.zoo.listing import Item, Kind
 from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Entry
 from ckptfix.zoo.planning import Plan

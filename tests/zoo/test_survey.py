@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.zoo.listing import list_zoo
+from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import open_place
 from ckptfix.zoo.survey import Layout, Sight, gather, layout_of, plain_names, survey

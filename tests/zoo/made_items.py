@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ckptfix.zoo.listing import Item, Kind, list_zoo
+from ckptfix.zoo.items import Item, Kind, list_zoo
 from ckptfix.zoo.places import LocalPlace, Place
 
 FILE, FOLDER, OTHER = Kind.FILE, Kind.FOLDER, Kind.OTHER

@@ -27,10 +27,10 @@ from safetensors.torch import save
 
 from ckptfix.bytes.remote import ForbiddenError
 from ckptfix.reading.opening import open_file
-from ckptfix.zoo.listing import ABSENT, HEAD, Item, Looks, by_bytes, by_name, is_surely_other, list_zoo, read_list
+from ckptfix.zoo.items import ABSENT, HEAD, Item, Looks, by_bytes, by_name, is_surely_other, list_zoo, read_list
 from ckptfix.zoo.places import Entry, LocalPlace, Place, open_place
 from tests.reading.folders.ranks.genuine import unpacked as unpack_sample
-from tests.zoo.listings import FILE, FOLDER, OTHER, SHARDED, fill, index, kinds, parts, pickled, the_folder, weights
+from tests.zoo.made_items import FILE, FOLDER, OTHER, SHARDED, fill, index, kinds, parts, pickled, the_folder, weights
 
 
 def test_an_empty_zoo(tmp_path: Path):
