@@ -571,7 +571,7 @@ def follow_at_random(
     again = torch.optim.AdamW(saved.groups(resumed))
     if saved.is_named:
         set_optimizer_state_dict(resumed, again, state, options=StateDictOptions(strict=False))
-    elif len(again.param_groups) != len(state["param_groups"]):
+    elif sizes(again.state_dict()) != sizes(state):
         assert "if your script makes others" in str(report)
         return "other groups", report
     else:
@@ -583,6 +583,11 @@ def follow_at_random(
         if moment.any() if how == "new" else not torch.equal(moment, FOLLOWS[how](marks[f"{origin}.{leaf}"], leaf)):
             return "wrong", report
     return "followed" if report.edits else "nothing to do", report
+
+
+def sizes(state: Mapping[str, Any]) -> list[int]:
+    """Return how many parameters each group has: torch refuses other sizes."""
+    return [len(group["params"]) for group in state["param_groups"]]
 
 
 def random_runs(folder: Path, ways: Mapping[str, Saved], may_move: bool = True) -> Counter[str]:
