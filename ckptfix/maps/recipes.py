@@ -382,12 +382,21 @@ def own_groups(
 
 def _differing(layout: Layout, new: Layout | None, orders: Mapping[str, Order]) -> Iterator[tuple[str, Order]]:
     """Yield the orders that differ from that of the model, and from each other, on one of two layouts."""
+    if new is not None and have_lost_a_prefix(layout.shapes, new.shapes):
+        new = None
     layouts = [list(each.shapes) for each in (layout, new) if each is not None]
     known = [layouts]
     for name, within in orders.items():
         if (order := list(map(within, layouts))) not in known:
             known.append(order)
             yield name, within
+
+
+def have_lost_a_prefix(old: Iterable[str], new: Iterable[str]) -> bool:
+    """Return whether the new names are the old ones without one prefix, as that of a Lightning module. No script lists
+    the one child of that, and then what was in it, in reverse."""
+    before, after = list(map(bare, old)), list(map(bare, new))
+    return len(before) == len(after) and len(set(map(str.removesuffix, before, after))) == 1
 
 
 def may_list(optimizer: Optimizer, shapes: Iterable[Shape]) -> bool:

@@ -16,7 +16,17 @@ from msgspec.structs import replace
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.optimizer_states import Optimizer, fits
 from ckptfix.maps.positions import Naming, named_by_itself, namings, runs_of, stored_names
-from ckptfix.maps.recipes import ORDERS_BY_NAME, OUTER, RECIPES, Layout, Order, Recipe, may_list, own_groups
+from ckptfix.maps.recipes import (
+    ORDERS_BY_NAME,
+    OUTER,
+    RECIPES,
+    Layout,
+    Order,
+    Recipe,
+    have_lost_a_prefix,
+    may_list,
+    own_groups,
+)
 from ckptfix.rules.origins import Change, Shape
 
 
@@ -136,7 +146,7 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
     orders = [
         [layout.shapes[key] for key in within(layout.shapes)]
         for layout in layouts
-        if not _is_unwrapped(change, layout)
+        if not have_lost_a_prefix((names := _renamed(change, layout.shapes)), names.values())
         for within in ORDERS_BY_NAME
         if are_listed_anew(change, layout.shapes, within)
     ]
@@ -144,12 +154,6 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
         return False
     recipes = filter(None, (naming.recipe for naming in readings(optimizer, change)))
     return not any(recipe.sign in change.signs or recipe.signs(optimizer) for recipe in recipes)
-
-
-def _is_unwrapped(change: Change, layout: Layout) -> bool:
-    """Return whether all names lose one prefix, as that of a Lightning module: no script lists its one child, and then
-    what was in it, in reverse."""
-    return len({old.removesuffix(new) for old, new in _renamed(change, layout.shapes).items()}) == 1
 
 
 SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
