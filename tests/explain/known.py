@@ -58,11 +58,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'layers.0.mlp.experts.gate_up_proj'",
         "AssertionError: Checkpoint does not contain key: model.embed_tokens.weight",
     ),
-    "opened-by-h5py": (
+    "opened-as-arrays": (
+        "OSError: Unable to open file (file signature not found)",
         "OSError: Unable to synchronously open file (file signature not found)",
         "OSError: Unable to open file (truncated file: eof = 9434, sblock->base_addr = 0, stored_eof = 94341)",
-    ),
-    "opened-by-numpy": (
         "_pickle.UnpicklingError: This file contains pickled (object) data. If you trust the file you can load it",
     ),
     "no-such-model-type": (
@@ -404,7 +403,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'Conv2d' object has no attribute '_padding_repeated_twice'",
         "torch.nn.modules.module.ModuleAttributeError: 'BatchNorm2d' object has no attribute 'num_batches_tracked'",
     ),
-    "zero-dim-index": (
+    "zero-dim": (
+        "TypeError: iteration over a 0-d tensor",
+        "TypeError: len() of a 0-d tensor",
         "IndexError: invalid index of a 0-dim tensor. Use tensor.item() to convert a 0-dim tensor to a Python number",
     ),
     "old-ffi": ("ModuleNotFoundError: No module named 'torch.utils.ffi'",),
@@ -485,8 +486,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " use torch.load with map_location=torch.device('cpu') to map your storages to the CPU.",
         "safetensors_rust.SafetensorError: device cuda:3 is invalid",
     ),
-    "no-cuda-build": (),
-    "cuda-symbol-missing": ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",),
+    "no-cuda-build": (
+        "AttributeError: module 'torch._C' has no attribute '_cuda_getDevice'",
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
+    ),
     "no-gpu": (
         "RuntimeError: cuda runtime error (38) : no CUDA-capable device is detected at torch/csrc/cuda/Module.cpp:51",
         "RuntimeError: cuda runtime error (10) : invalid device ordinal at torch/csrc/cuda/Module.cpp:32",
@@ -527,7 +530,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: module must have its parameters and buffers on device cuda:1 (device_ids[0]) but found"
         " one of them on device: cuda:0",
     ),
-    "numpy-of-cuda": (
+    "not-for-numpy": (
+        "TypeError: Got unsupported ScalarType BFloat16",
+        "TypeError: Got unsupported ScalarType Float8_e4m3fn",
         "TypeError: can't convert CUDA tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
         "RuntimeError: Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.",
     ),
@@ -590,14 +595,16 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "HCCachingHostAllocator.cpp:265",
         "RuntimeError: CUDA error: unspecified launch failure",
     ),
-    "cudnn": (
+    "cuda-library": (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k,"
+        " &alpha, a, lda, b, ldb, &beta, c, ldc)`",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
         "RuntimeError: cuDNN version incompatibility: PyTorch was compiled against (8, 9, 2) but found runtime"
         " version (8, 5, 0).",
         "RuntimeError: CUDNN_STATUS_EXECUTION_FAILED",
         "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
         "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution",
     ),
-    "cublas": ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",),
     "extension-out-of-date": (
         "error: 'THCudaMalloc' was not declared in this scope",
         'lib/nms.cpp:4:35: error: identifier "AT_CHECK" is undefined',
@@ -697,7 +704,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: load_state_dict() got an unexpected keyword argument 'assign'",
         "TypeError: Module.load_state_dict() got an unexpected keyword argument 'assign'",
     ),
-    "zero-dim-iteration": ("TypeError: len() of a 0-d tensor",),
     "no-backend": (
         "RuntimeError: PyTorch is not linked with support for mps devices",
         "RuntimeError: Could not run 'aten::empty_strided' with arguments from the 'CUDA' backend. This"
@@ -710,7 +716,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'DistributedDataParallel' object has no attribute 'fc'",
         "torch.nn.modules.module.ModuleAttributeError: 'DataParallel' object has no attribute 'features'",
     ),
-    "numpy-of-bfloat16": ("TypeError: Got unsupported ScalarType Float8_e4m3fn",),
     "no-arithmetic-in-float8": ("NotImplementedError: \"sum_cpu\" not implemented for 'Float8_e5m2'",),
     "no-process-group": (
         "RuntimeError: Need to initialize default process group using `init_process_group` before loading ShardedTen"
@@ -761,7 +766,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "unknown-quantization": (),
     "gguf-of-unknown-architecture": (),
     "model-of-another-type": (),
-    "embedding-of-another-encoder": (),
     "other-root-in-archive": ("KeyError: \"There is no item named 'consolidated.00/data.pkl' in the archive\"",),
     "distributed-checkpoint-of-ranks": (),
     "image-size-of-model": ("AssertionError: Input height (224) doesn't match model (384).",),
@@ -772,12 +776,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " for those keys",
     ),
     "textual-inversion": (
+        "shape mismatch when trying to apply embedding, embedding will be ignored 768 != 1280",
         "ValueError: Loaded embeddings are of incorrect shape. Expected each textual inversion embedding to be of shape"
         " 768, but are 1024",
         "ValueError: You are trying to load a textual inversion embedding that has been saved as a PyTorch tensor. Make"
         " sure to pass the name of the corresponding token in this case: `token=...`.",
     ),
-    "no-known-model-in-file": (
+    "unknown-model-type": (
+        "ERROR: Could not detect model type of: /models/flux1-dev.safetensors",
+        "ValueError: The provided checkpoint does not seem to contain a valid CLIP model.",
         "ValueError: load_jax did not find a supported JAX/Flax parameter layout in model.npz. Native PyTorch and"
         " safetensors weights must use the factory/checkpoint loader.",
     ),
@@ -812,7 +819,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "No LoRA keys associated to UNet2DConditionModel found with the prefix='unet'.",
         "Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",
     ),
-    "unknown-model-type": ("ERROR: Could not detect model type of: /models/flux1-dev.safetensors",),
     "entry-that-is-no-tensor": ("ValueError: Unsupported type found in checkpoint! optimizer: <class 'dict'>",),
     "gradient-of-integers": ("RuntimeError: Only Tensors of floating point dtype can require gradients",),
     "half-prefixed-keys": (
