@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import DOUBTS
 from ckptfix.core.lazy import nn
-from ckptfix.core.options import CHECK, REPAIR
+from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.report import Call, Repair, Report
 from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, report_on, with_fitting_set

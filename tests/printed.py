@@ -14,7 +14,8 @@ import click
 
 import ckptfix
 from ckptfix.core import wording as shell
-from ckptfix.core.options import CHECK, REPAIR, settings_of
+from ckptfix.core.option import CHECK, REPAIR
+from ckptfix.core.options import settings_of
 from ckptfix.core.report import Call
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
-from ckptfix.core.options import CHECK, library_settings
+from ckptfix.core.option import CHECK
+from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
 from ckptfix.report.advice import Mode, Presentation

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run
-from ckptfix.core.options import CHECK, flag_text, library_settings, option_words
+from ckptfix.core.option import CHECK
+from ckptfix.core.options import flag_text, library_settings, option_words
 from ckptfix.errors import Opt, UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run
-from ckptfix.core.options import Scope, option_words, scope_of
+from ckptfix.core.option import Scope
+from ckptfix.core.options import option_words, scope_of
 from ckptfix.core.settings import parse_size
 from ckptfix.core.wording import no_option, typed
 from ckptfix.errors import Opt, UsageError

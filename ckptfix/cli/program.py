@@ -20,7 +20,7 @@ from ckptfix.errors import Opt, UsageError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from ckptfix.core.options import Option
+    from ckptfix.core.option import Option
 
 # The commands in the order of `--help`. Each is the function of its name in this module.
 COMMANDS = {
@@ -229,7 +229,8 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
 
     Raises ``UsageError`` for given options that exclude each other, or that
     have no meaning without a model."""
-    from ckptfix.core.options import MAP, options_of, without_model
+    from ckptfix.core.option import MAP
+    from ckptfix.core.options import options_of, without_model
 
     configured = {}
     for option in options_of(command) if configuration.values else ():
@@ -262,7 +263,7 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
 
 
 def _click_option(option: Option) -> click.Option:
-    from ckptfix.core.options import LISTS, Kind
+    from ckptfix.core.option import LISTS, Kind
 
     flags = [f"{option.long}/{option.no}" if option.no else option.long, *([option.short] if option.short else [])]
     kinds: Mapping[Kind, Any] = {Kind.WHOLE: click.INT, Kind.NUMBER: click.FLOAT}
@@ -283,7 +284,7 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
     from click.shell_completion import CompletionItem
 
     from ckptfix.core.adaptations import RECIPES
-    from ckptfix.core.options import Kind
+    from ckptfix.core.option import Kind
 
     if option.name in ("select", "ignore", "accept"):
         before, comma, code = begun.rpartition(",")

@@ -50,9 +50,7 @@ def repair_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         **library_settings(choices),
-        "output": output,
         "beside": output is None and not in_place,
-        "in_place": in_place,
         "backup": in_place and choices.get("backup", False),
         "dry_run": choices.get("dry_run", False),
     }

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckptfix.cli.console import write_output
 from ckptfix.cli.program import Argument, Run, rule_codes
+from ckptfix.core.option import DIFF, INSPECT, MAP
+from ckptfix.core.options import library_settings
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, UsageError
 from ckptfix.report.style import Line, Span
@@ -56,8 +58,7 @@ def inspect(run: Run, path: str) -> int:
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 
         form = choices.get("output_format", "full")
-        names = ("weights", "member", "salvage")
-        checkpoint = ckptfix.open_checkpoint(path, **{name: choices[name] for name in names if name in choices})
+        checkpoint = ckptfix.open_checkpoint(path, **library_settings(choices, INSPECT))
         size = None if is_url(path) else size_on_disk(Path(path))
         if form == "json":
             write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")
@@ -80,9 +81,7 @@ def diff(run: Run, a: str, b: str) -> int:
         from ckptfix.comparison import diff as compare_files
         from ckptfix.comparison.difference import difference_lines, difference_to_json
 
-        names = ("weights", "other_weights", "salvage", "values", "atol", "rtol")
-        settings = {name: choices[name] for name in names if name in choices}
-        difference = compare_files(a, b, **settings)
+        difference = compare_files(a, b, **library_settings(choices, DIFF))
         if choices.get("output_format") == "json":
             write_output(json.dumps(difference_to_json(difference), indent=2, allow_nan=False) + "\n")
         elif not (console.quiet and difference.is_empty):
@@ -104,8 +103,7 @@ def map(run: Run, a: str, b: str) -> int:
         import ckptfix
         from ckptfix.core.rename_map import AMBIGUOUS
 
-        names = ("weights", "other_weights", "prove", "input", "timeout")
-        found = ckptfix.infer_map(a, b, **{name: choices[name] for name in names if name in choices})
+        found = ckptfix.infer_map(a, b, **library_settings(choices, MAP))
         is_unproved = found.proof is not None and not found.proof.is_proved
         form = choices.get("output_format", "full")
         if form == "json":

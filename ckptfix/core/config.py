@@ -66,6 +66,7 @@ def parse_toml(path: Path, word: str = "") -> dict[str, Any]:
 
 
 def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
-    from ckptfix.core.options import Scope, from_toml, toml_keys  # a folder without a configuration needs no table
+    from ckptfix.core.option import Scope
+    from ckptfix.core.options import from_toml, toml_keys  # a folder without a configuration needs no table
 
     return Configuration(from_toml(str(path), path.parent, table, toml_keys(Scope.CONFIG, Scope.REPAIR)), path)

@@ -1,16 +1,30 @@
 """The settings of a check or a repair as the code reads them, and as the library's functions take them.
 
-Each is an option with ``is_setting`` in the table of options; ``tests/core/test_options.py`` holds them together."""
-
-from __future__ import annotations
+``Settings`` holds the rows of the table of options that are settings. ``CheckSettings`` and ``RepairSettings`` have the
+same names for editors and type checkers; ``tests/core/test_options.py`` holds them to it."""
 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from ckptfix.core.option import (
+    CHECK,
+    DIFF,
+    EXPLAIN,
+    INSPECT,
+    MAP,
+    READS,
+    REPAIR,
+    REPAIRS,
+    WRITES,
+    Kind,
+    Option,
+    Scope,
+)
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
 
@@ -89,54 +103,124 @@ class RepairSettings(CheckSettings, total=False):
     compare: str | None
 
 
+def _row(kind: Kind, commands: tuple[str, ...], **rest: Any) -> Option:
+    """Return the option of a setting, which gets the name of its field."""
+    return Option("", kind, commands, **{"scope": Scope.REPAIR, "is_setting": True, **rest})
+
+
+# fmt: off
 class Settings(Struct, frozen=True):
     """What the user asked for.
 
-    Each field is the option of its name, whose help in ``core.options`` says what it does. None stands for what happens
-    without the option: ``format`` is that of the source, and ``smoke`` runs the forward test if there is a factory.
-    ``source_model`` may be an ``nn.Module``, and ``rename_map`` a ``RenameMap``."""
+    A field has the form that the code reads, the group of the help, and the row of the table of options. None stands
+    for what happens without the option: ``format`` is that of the source, and ``smoke`` runs the forward test if there
+    is a factory. ``source_model`` may be an ``nn.Module``, and ``rename_map`` a ``RenameMap``."""
 
-    weights: str | None = None
-    member: str | None = None
-    salvage: bool = False
-    disarm: bool = False
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    accept: tuple[str, ...] = ()
-    unsafe_fixes: bool = False
-    rename_layers: bool = False
-    source_model: Any = None
-    rename_map: RenameMap | str | None = None
-    rename: tuple[str, ...] = ()
-    fill: str | None = None
-    adapter: tuple[str, ...] = ()
-    unmerge: bool = False
-    drop_mismatched: bool = False
-    adapt: tuple[str, ...] = ()
-    allow_untrained: bool = False
-    replace: tuple[str, ...] = ()
-    reset_running_stats: bool = False
-    recalibrate: str | None = None
-    zero_non_finite: bool = False
-    flush_subnormals: bool = False
-    optimizer_positions: bool = False
-    drop_optimizer: bool = False
-    keep_optimizer: bool = False
-    dtype: str | None = None
-    for_torch: str | None = None
-    values: bool = True
-    seed: int = 0
-    format: str | None = None
-    shard_size: str | None = None
-    untie: bool = False
-    force: bool = False
-    smoke: bool | None = None
-    input: tuple[str, ...] = ()
-    device: str = "auto"
-    timeout: float = 300.0
-    train_mode: bool = False
-    backward: bool = False
-    compare: str | None = None
+    weights: Annotated[str | None, "Reading", _row(Kind.TEXT, (*READS, MAP, EXPLAIN), metavar="NAME",
+        help="Which state_dict of the file, by the name that `ckptfix inspect` shows; or the prefix of one of"
+        " several sets of keys (teacher).")] = None
+    member: Annotated[str | None, "Reading", _row(Kind.TEXT, (*REPAIRS, INSPECT, EXPLAIN), metavar="NAME",
+        scope=Scope.ONE_FILE,
+        help="Which checkpoint to read from an archive (.zip, .tar.gz) with several.")] = None
+    salvage: Annotated[bool, "Reading", _row(Kind.SWITCH, READS, scope=Scope.ONE_FILE,
+        help="Open a damaged file, and use the tensors that are complete.")] = False
+    values: Annotated[bool, "Reading", _row(Kind.SWITCH, (*REPAIRS, DIFF, EXPLAIN), default="values",
+        no="--no-values",
+        help="Read the tensors' values; --no-values looks at names and shapes only.")] = True
+    select: Annotated[tuple[str, ...], "Rules", _row(Kind.NAMES, REPAIRS, metavar="CODES",
+        help="Run only these rules: codes or their beginnings, such as KEY,BUF101.")] = ()
+    ignore: Annotated[tuple[str, ...], "Rules", _row(Kind.NAMES, REPAIRS, metavar="CODES",
+        help="Skip these rules.")] = ()
+    accept: Annotated[tuple[str, ...], "Rules", _row(Kind.NAMES, WRITES, metavar="CODES", scope=Scope.ONE_FILE,
+        help="Accept the findings of these rules as they are; they stay in the report.")] = ()
+    unsafe_fixes: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS, no="--no-unsafe-fixes",
+        help="Also apply the fixes that invent, drop or change a value, or that nothing confirms.")] = False
+    rename_layers: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS,
+        help="Rename the layers of another implementation by the inferred map, even if it is not certain.")] = False
+    source_model: Annotated[Any, "Repairs", _row(Kind.TEXT, REPAIRS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY",
+        needs_model=True,
+        help="The model that the file was saved from. Copies of it and of --model run with the same random"
+        " weights, and a map of layers that gives equal outputs is applied.")] = None
+    rename_map: Annotated[RenameMap | str | None, "Repairs", _row(Kind.FILE, REPAIRS, metavar="FILE",
+        help="Rename, split and fuse tensors as this map says; `ckptfix map A B` infers one.")] = None
+    rename: Annotated[tuple[str, ...], "Repairs", _row(Kind.INPUTS, REPAIRS, metavar="OLD=NEW",
+        help="Rename keys by patterns: 'encoder.*=backbone.*', 'blocks.{n}.ln.*=layer.{n}.norm.*'.")] = ()
+    fill: Annotated[str | None, "Repairs", _row(Kind.FILE, REPAIRS, metavar="target|FILE|twin",
+        words=("target", "twin"),
+        help="Fill missing tensors from the model's initial values (untrained), or from another checkpoint; with"
+        " --replace broken ones too, also from the file's other set of weights (twin).")] = None
+    adapter: Annotated[tuple[str, ...], "Repairs", _row(Kind.FILES, REPAIRS, metavar="PATH[=WEIGHT]",
+        help="Merge an adapter (LoRA, DoRA, IA3) into the weights, as peft's merge_and_unload() does: its folder,"
+        " its file, or the adapter_config.json of one inside of the checkpoint. Several are merged in order.")] = ()
+    unmerge: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS, no="--no-unmerge",
+        help="Remove an adapter that was merged before, up to the rounding of the stored sum.")] = False
+    drop_mismatched: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS, no="--keep-mismatched",
+        help="Treat tensors of the wrong shape as missing, so that --fill fills them.")] = False
+    adapt: Annotated[tuple[str, ...], "Repairs", _row(Kind.PAIRS, REPAIRS, metavar="NAME=RECIPE",
+        help="Make tensors of another shape from the file's, by the formula of a library: pos_embed=timm,"
+        " window_bias=swin, patch_embed=timm, in_chans=timm, vocab=pad:mean, inflate=mean, head=MAP.txt,"
+        " depth=0-5. FIT103 names those that fit.")] = ()
+    allow_untrained: Annotated[bool, "Repairs", _row(Kind.SWITCH, WRITES, scope=Scope.ONE_FILE,
+        help="Write the result even if most parameters were filled and are untrained.")] = False
+    replace: Annotated[tuple[str, ...], "Repairs", _row(Kind.NAMES, REPAIRS, metavar="CODES|KEYS",
+        help="Replace broken values by those of --fill: the findings of these rules, or these keys (layer4.*).")] = ()
+    reset_running_stats: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS, no="--keep-running-stats",
+        help="Set broken running statistics of norms to those of a fresh layer.")] = False
+    recalibrate: Annotated[str | None, "Repairs", _row(Kind.FILE, WRITES, metavar="FILE", needs_model=True,
+        help="Measure broken running statistics again on this data (.npy, .pt, .safetensors; samples first).")] = None
+    zero_non_finite: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS, no="--keep-non-finite",
+        help="Set NaN and infinite weights to zero. A last resort.")] = False
+    flush_subnormals: Annotated[bool, "Repairs", _row(Kind.SWITCH, REPAIRS, no="--keep-subnormals",
+        help="Set subnormal values, which are slow, to zero.")] = False
+    optimizer_positions: Annotated[bool, "Repairs", _row(Kind.SWITCH, (CHECK, REPAIR), flag="--optimizer",
+        scope=Scope.RUN, is_for_once=True,
+        help="Show which state of the optimizer belongs to which parameter, and how sure that is.")] = False
+    drop_optimizer: Annotated[bool, "Repairs", _row(Kind.SWITCH, WRITES,
+        help="Leave the optimizer out: training continues from the weights, with new moments and step counts.")] = False
+    keep_optimizer: Annotated[bool, "Repairs", _row(Kind.SWITCH, WRITES,
+        help="Keep the optimizer as it is, even if it no longer fits the weights.")] = False
+    dtype: Annotated[str | None, "Repairs", _row(Kind.TEXT, REPAIRS, metavar="DTYPE",
+        words=CAST_DTYPES,
+        help="Cast floats to float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, except tensors that"
+        " overflow.")] = None
+    for_torch: Annotated[str | None, "Repairs", _row(Kind.TEXT, REPAIRS, metavar="VERSION",
+        help="Write a file that this release of torch can load, such as 0.4.0.")] = None
+    disarm: Annotated[bool, "Repairs", _row(Kind.SWITCH, WRITES, scope=Scope.ONE_FILE,
+        help="For a file that is built to run code: write only the tensors of its state_dict.")] = False
+    seed: Annotated[int, "Repairs", _row(Kind.WHOLE, REPAIRS, metavar="N", default="0",
+        help="Seed of initial values and derived inputs.")] = 0
+    smoke: Annotated[bool | None, "Forward test", _row(Kind.SWITCH, WRITES, default="with --model", no="--no-smoke",
+        needs_model=True,
+        help="Load the result into the model and run a forward pass, in a process of its own.")] = None
+    input: Annotated[tuple[str, ...], "Forward test", _row(Kind.INPUTS, (*WRITES, MAP), metavar="SPEC",
+        default="derived from the model", needs_model=True,
+        help="Input of the forward test, once for each argument: 2x3x224x224, input_ids=2x16:int:0:1000, or a file"
+        " (.npy, .pt, .safetensors).")] = ()
+    device: Annotated[str, "Forward test", _row(Kind.TEXT, WRITES, metavar="auto|cpu|cuda|cuda:1|mps", default="auto",
+        needs_model=True,
+        help="The device that the forward test runs on.")] = "auto"
+    timeout: Annotated[float, "Forward test", _row(Kind.NUMBER, (*REPAIRS, MAP), metavar="SECONDS", default="300",
+        needs_model=True,
+        help="Time limit of the forward test, and of the proof of a map.")] = 300.0
+    train_mode: Annotated[bool, "Forward test", _row(Kind.SWITCH, WRITES, needs_model=True,
+        help="Also run the model in training mode, with a batch of at least 2.")] = False
+    backward: Annotated[bool, "Forward test", _row(Kind.SWITCH, WRITES, needs_model=True,
+        help="Also run it in training mode with a backward pass, and check the gradients.")] = False
+    compare: Annotated[str | None, "Forward test", _row(Kind.FILE, WRITES, metavar="FILE|source", words=(SOURCE,),
+        needs_model=True,
+        help="Also run it with the weights of another checkpoint, or with those of the source, and report how far"
+        " apart the outputs are.")] = None
+    force: Annotated[bool, "Output", _row(Kind.SWITCH, (REPAIR,), scope=Scope.RUN,
+        help="Replace a file that is already at OUT.")] = False
+    format: Annotated[str | None, "Output", _row(Kind.TEXT, REPAIRS,
+        default="that of the output's suffix, else of the source", choices=FORMATS,
+        help="The format to write; `universal` is the folder from which DeepSpeed resumes on any number of GPUs."
+    )] = None
+    shard_size: Annotated[str | None, "Output", _row(Kind.TEXT, WRITES, metavar="SIZE", default="one file",
+        help="Write numbered shards of at most this size (5GB, 500MB) with an index.")] = None
+    untie: Annotated[bool, "Output", _row(Kind.SWITCH, WRITES, no="--no-untie",
+        help="In safetensors, write a tied tensor under each of its keys, for plain load_file.")] = False
+    # fmt: on
 
     def selects(self, code: str) -> bool:
         """Return whether the rule of this code is to run."""
@@ -182,3 +266,9 @@ class Settings(Struct, frozen=True):
             return Version(self.for_torch) < Version(release)
         except InvalidVersion as error:
             raise UsageError(Opt("for_torch", self.for_torch), ": not a version; write it like 0.4.0") from error
+
+
+# Each setting as an option, with its group.
+SETTINGS: tuple[tuple[str, Option], ...] = tuple(
+    (form.__metadata__[0], replace(form.__metadata__[1], name=name)) for name, form in Settings.__annotations__.items()
+)

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.core.adaptations import adaptation
-from ckptfix.core.options import CHECK, LISTS, OPTIONS, REPAIR, settings_of
+from ckptfix.core.option import CHECK, LISTS, REPAIR
+from ckptfix.core.options import OPTIONS, settings_of
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.core.settings import FORMATS, UNIVERSAL, Settings
 from ckptfix.core.wording import nearest

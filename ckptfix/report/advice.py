@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Dequantise, Drop, Fill, Fold, Rename, RenameModule, Replace
 from ckptfix.core.finding import Blocks, Finding, Level, Placeholder, Remedy, counted
-from ckptfix.core.options import CHECK, REPAIR, command_words, flag_text, option_words
+from ckptfix.core.option import CHECK, REPAIR
+from ckptfix.core.options import command_words, flag_text, option_words
 from ckptfix.core.report import Call, Report
 from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.core.wording import first_names, typed

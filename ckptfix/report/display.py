@@ -10,7 +10,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Form, Row, show_as
 from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Blocks, Level, Subject, counted
-from ckptfix.core.options import CHECK
+from ckptfix.core.option import CHECK
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.report import Call, Repair, Report

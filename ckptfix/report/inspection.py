@@ -12,7 +12,7 @@ from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, tensors_in
-from ckptfix.core.options import CHECK
+from ckptfix.core.option import CHECK
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.core.wording import clause

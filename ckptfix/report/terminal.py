@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace, Tie
 from ckptfix.core.finding import Finding, counted
-from ckptfix.core.options import REPAIR
+from ckptfix.core.option import REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.finding import Level, Placeholder, Remedy, Subject
-from ckptfix.core.options import CHECK, Scope, flag_text, option_words, scope_of, settings_of
+from ckptfix.core.option import CHECK, Scope
+from ckptfix.core.options import flag_text, option_words, scope_of, settings_of
 from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
 from ckptfix.engine.delivery import refusal

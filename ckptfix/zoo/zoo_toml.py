@@ -27,9 +27,8 @@ from msgspec.structs import asdict, replace
 from ckptfix.core.adaptations import adaptation
 from ckptfix.core.config import parse_toml
 from ckptfix.core.likeness import KNOWN
+from ckptfix.core.option import REPAIR, Scope
 from ckptfix.core.options import (
-    REPAIR,
-    Scope,
     command_words,
     from_toml,
     is_texts,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.core.options import LISTS, OPTIONS
+from ckptfix.core.option import LISTS
+from ckptfix.core.options import OPTIONS
 from ckptfix.core.settings import Settings
 from ckptfix.engine.validation import LONGEST_TIMEOUT, checked_settings
 from ckptfix.errors import UsageError

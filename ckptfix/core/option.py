@@ -1,0 +1,86 @@
+"""What an option is: its name, what it takes, which commands have it, and where it may be written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum, auto
+
+from msgspec import Struct
+
+CHECK, REPAIR, MIGRATE, INSPECT, DIFF, MAP, RULE, EXPLAIN = "check repair migrate inspect diff map rule explain".split()
+
+WRITES = (REPAIR, MIGRATE)
+REPAIRS = (CHECK, *WRITES)
+READS = (*REPAIRS, INSPECT, DIFF)
+FITS = (*REPAIRS, EXPLAIN)
+ALL = (*READS, MAP, RULE, EXPLAIN)
+
+
+class Kind(Enum):
+    """What an option takes."""
+
+    SWITCH = auto()
+    TEXT = auto()
+    FILE = auto()
+    NAMES = auto()  # a list of names; one text may hold several, separated by commas or spaces
+    INPUTS = auto()  # a list of shapes and files
+    FILES = auto()  # a list of files, each perhaps with `=NUMBER` after it
+    PAIRS = auto()  # a table of texts; on the command line NAME=TEXT, once for each
+    WHOLE = auto()
+    NUMBER = auto()
+    ARGUMENTS = auto()  # the arguments of a function: a mapping or a list
+
+
+LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)  # kinds of options that can be given several times
+
+
+class Scope(Enum):
+    """Where an option may be written down."""
+
+    RUN = auto()  # on the command line only
+    CONFIG = auto()  # in `ckptfix.toml` too
+    REPAIR = auto()  # in `ckptfix.toml`, and in any table of `zoo.toml`
+    # In `[[files]]` of `zoo.toml`: it gives something of a file up, so it is decided for files by name.
+    ONE_FILE = auto()
+
+
+class Option(Struct, frozen=True):
+    """An option of one or more commands.
+
+    ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.
+    ``no`` is the long flag that turns a switch off. ``words`` are completed; of a FILE they name no file, and
+    ``prefixes`` begin such values. ``default`` describes the default value in the help. ``is_setting``: the library
+    takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out."""
+
+    name: str
+    kind: Kind
+    commands: tuple[str, ...]
+    help: str
+    metavar: str = ""
+    default: str = ""
+    choices: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    flag: str = ""
+    no: str = ""
+    short: str = ""
+    scope: Scope = Scope.RUN
+    is_setting: bool = False
+    needs_model: bool = False
+    is_for_once: bool = False
+
+    @property
+    def long(self) -> str:
+        """The long flag: ``--unsafe-fixes``."""
+        return self.flag or f"--{self.name.replace('_', '-')}"
+
+    def is_word(self, value: str) -> bool:
+        """Return whether a value of a FILE is not the name of a file."""
+        return value in self.words or value.startswith(self.prefixes)
+
+    @property
+    def keys(self) -> Iterator[tuple[str, bool]]:
+        """The keys of a configuration file for this option, and whether each turns a switch off."""
+        yield self.long.removeprefix("--"), False
+        if self.no:
+            yield self.no.removeprefix("--"), True
