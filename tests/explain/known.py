@@ -99,6 +99,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "not-a-tar": (
         "gzip.BadGzipFile: Not a gzipped file (b'PK')",
         "tarfile.ReadError: not a gzip file",
+        "tarfile.ReadError: not an lzma file",
         "ValueError: model.pth.tar is not a tar archive",
     ),
     "hub-wants-one-file": ("RuntimeError: Only one file(not dir) is allowed in the zipfile",),
@@ -130,6 +131,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: an integer is required (got type bytes)",
         "TypeError: code() argument 13 must be str, not int",
         "TypeError: code expected at most 16 arguments, got 18",
+        "XXX lineno: 12, opcode: 0",
+        "SystemError: unknown opcode",
     ),
     "source-changed": (
         "serialization.py:868: SourceChangeWarning: source code of class 'models.resnet.ResNet' has changed.",
@@ -215,6 +218,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'meta'",
         "KeyError: 'optimizer'",
         "KeyError: 'optimizer_states'",
+        "KeyError: 'param_groups'",
         "KeyError: 'epoch'",
         "KeyError: 'Trying to restore training state but checkpoint contains only the model. This is prob"
         "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",
@@ -730,6 +734,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "scheduler-before-optimizer": (
         "KeyError: \"param 'initial_lr' is not specified in param_groups[0] when resuming scheduler with"
         ' last_epoch >= 0."',
+        "KeyError: 'initial_lr'",
     ),
     "unequal-sizes": (
         "RuntimeError: The size of tensor a (8) must match the size of tensor b (7) at non-singleton dimension 3",
