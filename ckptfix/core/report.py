@@ -71,10 +71,11 @@ class Report(Displayed, Struct, frozen=True):
     beside the weights that no rule examines, except for checksums and values that are not finite. ``figures`` are the
     statistics of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and
     shape of each of these; ``place`` is the path of the state_dict in the container of the result, and
-    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``). ``accepted`` are the
-    rules, or beginnings of their codes, whose findings the user accepts. ``is_refused`` says that the result must not
-    be written, ``is_dry_run`` that nothing was to be; ``call`` is how the library was called. The figures and what
-    follows them are no part of the JSON form."""
+    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``), ``tied`` the keys that
+    a plain read of it lacks, as it has their tensors under another key. ``accepted`` are the rules, or beginnings of
+    their codes, whose findings the user accepts. ``is_refused`` says that the result must not be written,
+    ``is_dry_run`` that nothing was to be; ``call`` is how the library was called. The figures and what follows them are
+    no part of the JSON form."""
 
     source: str
     format: str
@@ -96,6 +97,7 @@ class Report(Displayed, Struct, frozen=True):
     layout: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     place: tuple[str | int, ...] = ()
     written_as: str = ""
+    tied: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
     is_refused: bool = False
     is_dry_run: bool = False

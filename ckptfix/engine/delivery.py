@@ -114,7 +114,8 @@ def deliver(
             deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
         draft.put_in_place()
     remarks = tuple(f"written beside it: {goal}" for goal in files.values())
-    return replace(_delivered(report, draft.output, smoke, findings, remarks), written_as=draft.form)
+    tied = tuple(tied_keys(draft.result)) if draft.form == SAFETENSORS else ()
+    return replace(_delivered(report, draft.output, smoke, findings, remarks), written_as=draft.form, tied=tied)
 
 
 class Draft(Struct, frozen=True):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace, Tie
+from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, counted
 from ckptfix.core.option import REPAIR
 from ckptfix.core.report import Report, plain
@@ -90,13 +90,13 @@ WEIGHTS_ONLY_SINCE = "1.13"  # the first release of torch whose torch.load has w
 
 def loading_code(report: Report, choices: Mapping[str, Any]) -> str:
     """Return the Python expression that gives the state_dict of the file that was written, or loads it if a plain read
-    of the file would not give the keys that a repair has tied."""
+    of the file would lack tied keys."""
     if report.written_as == "pth":
         steps = "".join(f"[{step!r}]" for step in report.place)
         is_old = Settings(for_torch=choices.get("for_torch")).is_for_torch_before(WEIGHTS_ONLY_SINCE)
         return f"torch.load({report.output!r}{'' if is_old else ', weights_only=True'}){steps}"
     if report.written_as == "safetensors":
-        if any(isinstance(edit, Tie) for edit in report.edits) and not choices.get("untie"):
+        if report.tied:
             return f"safetensors.torch.load_model(model, {report.output!r})"
         return f"safetensors.torch.load_file({report.output!r})"
     if report.written_as == "universal":

@@ -40,6 +40,7 @@ from ckptfix.core.options import (
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import nearest
 from ckptfix.errors import CkptfixError, Opt, UsageError
+from ckptfix.known.table import known_target
 from ckptfix.modules.named import configuration_files
 from ckptfix.reading.adapters import adapter_paths
 from ckptfix.zoo.naming import MIRRORED, check_template, compile_patterns, output_name
@@ -296,6 +297,8 @@ def treatment_of_choices(
             )
         if not Path(file).exists():
             raise UsageError(f"{name} = {file!r}: there is no such file; check the path")
+    if like is not None and like.startswith(KNOWN):
+        known_target(like.removeprefix(KNOWN))  # raises for an unknown model
     _ = checked_settings(treatment.settings, model, like).cast_dtype  # raises for an unknown dtype
     return treatment
 

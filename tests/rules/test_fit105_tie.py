@@ -98,13 +98,14 @@ def test_values_are_not_read_without_leave():
 
 
 @pytest.mark.parametrize("untie", [False, True])
-def test_the_line_on_loading_loads_a_tie_in_safetensors(tmp_path, untie):
-    """A plain read lacks the key that was tied, as the file stores the tensor once."""
-    model = Language()
-    safetensors.torch.save_file({"embed.weight": torch.ones(5, 4)}, tmp_path / "a.safetensors")
-    report = ckptfix.repair(tmp_path / "a.safetensors", model, beside=True, untie=untie).report
-    code = loading_code(report, {"untie": untie})
-    loaded = eval(code, {"safetensors": safetensors, "model": model})
+@pytest.mark.parametrize("is_tied_before", [False, True], ids=["tied by the repair", "tied in the file"])
+def test_the_line_on_loading_loads_a_tie_in_safetensors(tmp_path, untie, is_tied_before):
+    """A plain read lacks the key that is tied, as the file stores the tensor once."""
+    model, embed = Language(), torch.ones(5, 4)
+    state = {"embed.weight": embed} | ({"head.weight": embed} if is_tied_before else {})
+    torch.save(state, tmp_path / "a.pth")
+    report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.safetensors", untie=untie).report
+    loaded = eval(loading_code(report, {}), {"safetensors": safetensors, "model": model})
     if untie:
         model.load_state_dict(loaded)
     assert torch.equal(model.state_dict()["head.weight"], torch.ones(5, 4))

@@ -165,6 +165,8 @@ def test_the_command_line_wins(tmp_path):
             "[[files]]\nmatch='a'\nmodel='m:f'\nlike='zoo.toml'", "model and like exclude each other", id="two targets"
         ),
         pytest.param("[[files]]\nmatch='a'\nlike='nowhere.pth'", "there is no such file", id="no file"),
+        pytest.param("[[files]]\nmatch='a'\nlike='known:timm/resnet5O'", "did you mean timm/resnet50", id="no model"),
+        pytest.param("[defaults]\nlike='known:timm/resnet50[classes=2]'", "is not an argument of", id="no argument"),
         pytest.param("[[files]]\nmatch='a'\nlike='s3://b/x.pth'", "like = 's3://b/x.pth': is a URL", id="a URL"),
         pytest.param("[[files]]\nmatch='a'\ninput=['1x3']", "input has no meaning without a model", id="no model"),
         pytest.param("[[files]]\nmatch='a'\nfill='target'", 'fill = "target" takes values from', id="no target"),
