@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, one_thread, torch_dtype
-from ckptfix.values.casting import whole_tensor
+from ckptfix.values.casting import KeptBytes, whole_tensor
 
 if TYPE_CHECKING:
     Tensor = torch.Tensor
@@ -44,7 +44,7 @@ def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | N
         return _of_rows(spec, edit, path, fresh, refusal)
     if edit.recipe not in FORMULAS:
         raise refusal
-    return _made(spec, edit, _Computed(spec, edit.shape, lambda: _adapted(spec, edit, path)))
+    return _made(spec, edit, _whole(spec, edit.shape, lambda: _adapted(spec, edit, path)))
 
 
 def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
@@ -75,7 +75,7 @@ def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path
         return weight / torch.dot(left, torch.mv(weight.movedim(edit.dim, 0).reshape(len(left), -1), right))
 
     storages = (storage for each in (spec, *beside) for storage in each.storages)
-    return computed(spec, edit.form, _Computed(spec, edit.shape, compute), storages)
+    return computed(spec, edit.form, _whole(spec, edit.shape, compute), storages)
 
 
 def is_adaptable(spec: TensorSpec) -> bool:
@@ -88,27 +88,16 @@ def _made(spec: TensorSpec, edit: Adapt, source: Any) -> TensorSpec:
     return computed(spec, edit.recipe, source, spec.storages, shape=edit.shape)
 
 
-class _Computed:
-    """The bytes of a tensor that a formula gives."""
+def _whole(spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> KeptBytes:
+    """Return the bytes of a tensor of this shape that a formula gives."""
 
-    def __init__(self, spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> None:
-        self.compute = compute
-        self.nbytes = replace(spec, shape=shape).nbytes
+    def made(first: int, last: int) -> memoryview:
+        # A copy: one row that was expanded to one row counts as contiguous with a stride of 0.
+        whole = compute().clone(memory_format=torch.contiguous_format)
+        return bytes_of(whole.flatten().view(torch.uint8))
 
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the result."""
-        return _result(self)[start:stop]
-
-
-@lru_cache(maxsize=2)
-def _result(computed: _Computed) -> memoryview:
-    """Return the bytes of the whole result; the last ones are kept, as they are read in pieces."""
-    return _bytes_of(computed.compute())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    # A copy: one row that was expanded to one row counts as contiguous with a stride of 0.
-    return bytes_of(tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8))
+    nbytes = replace(spec, shape=shape).nbytes
+    return KeptBytes(nbytes, max(nbytes, 1), made)
 
 
 # ---- rows that stay as they are
@@ -142,7 +131,7 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
         (place, row), *others = run
         shape = (1 + len(others), *spec.shape[1:])
         if is_new:
-            chunks.append(_Computed(spec, shape, partial(_new_rows, spec, edit, path, fresh, place, shape)))
+            chunks.append(_whole(spec, shape, partial(_new_rows, spec, edit, path, fresh, place, shape)))
         else:
             piece = replace(spec, shape=shape, offset=spec.offset + row * spec.strides[0])
             chunks.append(RowMajorBytes(piece, path))

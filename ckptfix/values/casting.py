@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache, partial
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.dtypes import DTYPES
@@ -12,7 +15,7 @@ from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.errors import WriteError
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
-from ckptfix.values.decode import Array, encoding
+from ckptfix.values.decode import encoding
 from ckptfix.values.tally import magnitudes
 
 _BLOCK = 1 << 18  # numbers that are compared at a time
@@ -23,29 +26,35 @@ def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
 
 
-class CastBytes:
-    """The bytes of a tensor in another dtype, converted when they are read."""
+class ComputedBytes(Struct, frozen=True, eq=False):
+    """Bytes that are worked out when they are read. ``compute`` gives those of the units ``first`` to ``last``, each of
+    ``size`` bytes."""
 
-    def __init__(self, spec: TensorSpec, dtype: str, path: str) -> None:
-        self.spec, self.dtype, self.path = spec, dtype, path
-        self.nbytes = spec.numel * DTYPES[dtype].itemsize
-        self._stored = RowMajorBytes(spec, path)
+    nbytes: int
+    size: int
+    compute: Callable[[int, int], memoryview]
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the converted tensor."""
-        size, width = DTYPES[self.dtype].itemsize, self.spec.itemsize
-        first, last = start // size, -(-stop // size)
-        raw = self._stored.read(first * width, last * width)
-        if not raw:
+        """Return bytes ``start`` to ``stop``."""
+        if start >= stop:
             return memoryview(b"")
-        values = torch.frombuffer(bytearray(raw), dtype=torch_dtype(self.spec.dtype))
-        converted = values.to(torch_dtype(self.dtype))
-        if values.is_floating_point() and not _are_within(values, converted.dtype):
-            raise WriteError(
-                f"{self.path}: a NaN, an infinity or a number out of its range cannot become {self.dtype}; keep the "
-                "tensor as it is"
-            )
-        return bytes_of(converted.view(torch.uint8))[start - first * size : stop - first * size]
+        first, last = start // self.size, -(-stop // self.size)
+        return self.compute(first, last)[start - first * self.size : stop - first * self.size]
+
+
+class KeptBytes(ComputedBytes, frozen=True, eq=False):
+    """The same of large units, such as a whole tensor: the last ones are kept, as they are read in pieces."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``."""
+        size, numbers = self.size, range(start // self.size, -(-stop // self.size)) if stop > start else ()
+        parts = [_unit(self, at)[max(start - at * size, 0) : stop - at * size] for at in numbers]
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+@lru_cache(maxsize=2)
+def _unit(source: KeptBytes, number: int) -> memoryview:
+    return source.compute(number, number + 1)
 
 
 def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -64,7 +73,21 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     """Return the spec of a tensor converted to another dtype; the values are converted when they are read."""
-    return computed(spec, f"cast {dtype}", CastBytes(spec, dtype, path), spec.storages, dtype=dtype)
+    stored, width, size = RowMajorBytes(spec, path), spec.itemsize, DTYPES[dtype].itemsize
+
+    def cast(first: int, last: int) -> memoryview:
+        raw = bytearray(stored.read(first * width, last * width))
+        values = torch.frombuffer(raw, dtype=torch_dtype(spec.dtype))
+        converted = values.to(torch_dtype(dtype))
+        if values.is_floating_point() and not _are_within(values, converted.dtype):
+            raise WriteError(
+                f"{path}: a NaN, an infinity or a number out of its range cannot become {dtype}; keep the tensor as it "
+                "is"
+            )
+        return bytes_of(converted.view(torch.uint8))
+
+    content = ComputedBytes(spec.numel * size, size, cast)
+    return computed(spec, f"cast {dtype}", content, spec.storages, dtype=dtype)
 
 
 INT8, BLOCKS = "bitsandbytes int8", "scaled codes"
@@ -122,13 +145,16 @@ def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, pat
     """Return the tensor of codes times their scales, which are multiplied when it is read; None if they do not fit."""
     if any(each.storage is None or each.parts or each.quantizer is not None for each in (spec, scales)):
         return None
-    content: ScaledBytes | UnpackedBytes
+    size = DTYPES[edit.dtype].itemsize
+    content: ComputedBytes
     if edit.scheme in (MXFP4, MXFP4_TURNED) and (shape := unpacked_shape(spec, scales)):
         experts, rows, columns = shape
         shape = (experts, columns, rows) if edit.scheme == MXFP4_TURNED else shape
-        content = UnpackedBytes(spec, scales, edit, path)
+        unit = rows * columns * size
+        content = KeptBytes(experts * unit, unit, lambda at, _: _unpacked(spec.at(at), scales.at(at), edit, path))
     elif edit.scheme in FACTORS and scale_steps(spec.shape, scales.shape) is not None:
-        shape, content = spec.shape, ScaledBytes(spec, scales, edit, path)
+        shape = spec.shape
+        content = ComputedBytes(spec.numel * size, shape[1] * size, partial(_scaled, spec, scales, edit, path))
     else:
         return None
     storages = (*spec.storages, *scales.storages)
@@ -142,59 +168,31 @@ def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
     return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
 
 
-class ScaledBytes:
-    """The bytes of a matrix of codes times their scales, in row-major order."""
-
-    def __init__(self, spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> None:
-        self.spec, self.scales, self.edit, self.path = spec, scales, edit, path
-        self.nbytes = spec.numel * DTYPES[edit.dtype].itemsize
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the product, worked out in float32 as the formats' own readers do."""
-        rows, columns = self.spec.shape
-        across, along = scale_steps(self.spec.shape, self.scales.shape) or (1, 1)
-        width = columns * DTYPES[self.edit.dtype].itemsize
-        first, last = start // width, -(-stop // width)
-        row = self.spec.strides[0] * first
-        part = replace(self.spec, shape=(last - first, columns), offset=self.spec.offset + row)
-        codes, scales = (whole_tensor(spec, self.path).float() for spec in (part, self.scales))
-        steps = scales.reshape(-(-rows // across), -(-columns // along))
-        steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
-        product = (codes * steps * FACTORS[self.edit.scheme]).to(torch_dtype(self.edit.dtype)).flatten()
-        return bytes_of(product.view(torch.uint8))[start - first * width : stop - first * width]
+def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, first: int, last: int) -> memoryview:
+    """Return rows of the product, worked out in float32 as the formats' own readers do."""
+    rows, columns = spec.shape
+    across, along = scale_steps(spec.shape, scales.shape) or (1, 1)
+    part = replace(spec, shape=(last - first, columns), offset=spec.offset + spec.strides[0] * first)
+    codes, factors = (whole_tensor(each, path).float() for each in (part, scales))
+    steps = factors.reshape(-(-rows // across), -(-columns // along))
+    steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
+    product = (codes * steps * FACTORS[edit.scheme]).to(torch_dtype(edit.dtype)).flatten()
+    return bytes_of(product.view(torch.uint8))
 
 
-class UnpackedBytes:
-    """The bytes of the matrices of MXFP4's experts, unpacked one expert at a time."""
-
-    def __init__(self, spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> None:
-        self.spec, self.scales, self.edit, self.path = spec, scales, edit, path
-        self.nbytes = 2 * spec.numel * DTYPES[edit.dtype].itemsize
-        self._kept: tuple[int, memoryview] = (-1, memoryview(b""))  # replaced and never changed: threads read it
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``, the same as ``convert_moe_packed_tensors`` of transformers makes."""
-        size = self.nbytes // max(self.spec.shape[0], 1)
-        parts = []
-        for expert in range(start // size, -(-stop // size)) if stop > start else ():
-            kept = self._kept
-            if kept[0] != expert:
-                kept = self._kept = expert, self._expert(expert)
-            parts.append(kept[1][max(start - expert * size, 0) : stop - expert * size])
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-    def _expert(self, expert: int) -> memoryview:
-        codes, scales = (whole_tensor(spec.at(expert), self.path) for spec in (self.spec, self.scales))
-        dtype = torch_dtype(self.edit.dtype)
-        numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
-        made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
-        for first in range(0, len(made), _ROWS):
-            rows = codes[first : first + _ROWS].int()
-            pairs = torch.stack((numbers[rows & 15], numbers[rows >> 4]), -1).flatten(-2)
-            powers = scales[first : first + _ROWS].int().sub(127).unsqueeze(-1)
-            made[first : first + _ROWS] = torch.ldexp(pairs, powers).flatten(1)
-        made = made.T.contiguous() if self.edit.scheme == MXFP4_TURNED else made
-        return memoryview(bytes_of(made.view(torch.uint8)))
+def _unpacked(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> memoryview:
+    """Return the matrix of an expert of MXFP4, the same as ``convert_moe_packed_tensors`` of transformers makes."""
+    codes, powers = (whole_tensor(each, path) for each in (spec, scales))
+    dtype = torch_dtype(edit.dtype)
+    numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
+    made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
+    for first in range(0, len(made), _ROWS):
+        rows = codes[first : first + _ROWS].int()
+        pairs = torch.stack((numbers[rows & 15], numbers[rows >> 4]), -1).flatten(-2)
+        shifts = powers[first : first + _ROWS].int().sub(127).unsqueeze(-1)
+        made[first : first + _ROWS] = torch.ldexp(pairs, shifts).flatten(1)
+    made = made.T.contiguous() if edit.scheme == MXFP4_TURNED else made
+    return bytes_of(made.view(torch.uint8)).cast("B")
 
 
 NON_FINITE, SUBNORMAL = "non-finite", "subnormal"
@@ -211,31 +209,18 @@ def can_be_zeroed(spec: TensorSpec) -> bool:
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
     """Return the tensor with its non-finite or its subnormal numbers zero; they are changed when they are read."""
-    return computed(spec, f"without {which}", ZeroedBytes(spec, which, path), spec.storages)
+    form, stored = encoding(spec.dtype), RowMajorBytes(spec, path)
+    assert form is not None, f"{spec.dtype} holds no numbers"
 
-
-class ZeroedBytes:
-    """The bytes of a tensor in row-major order, in which the numbers of one kind are zero."""
-
-    def __init__(self, spec: TensorSpec, which: str, path: str) -> None:
-        stored = encoding(spec.dtype)
-        assert stored is not None, f"{spec.dtype} holds no numbers"
-        self.which, self.nbytes = which, spec.nbytes
-        self._encoding, self._stored = stored, RowMajorBytes(spec, path)
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of the changed tensor."""
-        size = self._encoding.itemsize
-        first = start // size * size
-        units = np.frombuffer(self._stored.read(first, stop + -stop % size), dtype=self._encoding.unit).copy()
+    def zeroed(first: int, last: int) -> memoryview:
+        units = np.frombuffer(stored.read(first * form.itemsize, last * form.itemsize), dtype=form.unit).copy()
         with np.errstate(all="ignore"):  # NaN and infinities are what we look for
-            units[self._chosen(self._encoding.decode(units))] = 0
-        return memoryview(units.view(np.uint8))[start - first : stop - first]
+            values = form.decode(units)
+            magnitude = magnitudes(values)
+            infinity, normal = (
+                magnitudes(np.asarray(bound, values.dtype)) for bound in (math.inf, form.smallest_normal)
+            )
+            units[magnitude >= infinity if which == NON_FINITE else (magnitude > 0) & (magnitude < normal)] = 0
+        return memoryview(units.view(np.uint8))
 
-    def _chosen(self, values: Array) -> Array:
-        magnitude = magnitudes(values)
-        infinity, normal = (
-            magnitudes(np.asarray(bound, values.dtype)) for bound in (math.inf, self._encoding.smallest_normal)
-        )
-        chosen: Array = magnitude >= infinity if self.which == NON_FINITE else (magnitude > 0) & (magnitude < normal)
-        return chosen
+    return computed(spec, f"without {which}", ComputedBytes(spec.nbytes, form.itemsize, zeroed), spec.storages)

@@ -5,9 +5,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfix.core.edits import Adapt, Dequantise
+from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
 from ckptfix.reading.tensors import build_tensor, spec_of_tensor
-from ckptfix.values.casting import NON_FINITE, SUBNORMAL, can_be_zeroed, cast_spec, is_cast_of, zeroed_spec
+from ckptfix.values.adapted_tensors import adapted_spec
+from ckptfix.values.casting import (
+    BLOCKS,
+    MXFP4,
+    MXFP4_TURNED,
+    NON_FINITE,
+    SUBNORMAL,
+    can_be_zeroed,
+    cast_spec,
+    dequantised_spec,
+    is_cast_of,
+    zeroed_spec,
+)
 from tests.checks import bytes_of
 
 
@@ -96,6 +110,41 @@ def test_a_piece_can_be_read(tensor):
     whole = torch.tensor([1.0, 0.0, 2.0, 0.0] if tensor.dtype == torch.float32 else [1.0, 0.0, 0.0, 2.0])
     assert bytes(source.read(0, 16)) == bytes_of(whole)
     assert all(bytes(source.read(a, b)) == bytes_of(whole)[a:b] for a in range(17) for b in range(a, 17))
+
+
+def _of_codes(scheme: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> TensorSpec:
+    codes = torch.randint(0, 127, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    steps = torch.full(scales, 127, dtype=torch.uint8) if scheme != BLOCKS else torch.arange(scales[0]).float()
+    edit = Dequantise("w", "uint8" if scheme != BLOCKS else "int8", "bfloat16", "scales", scheme)
+    codes = codes if scheme != BLOCKS else codes.char()
+    made = dequantised_spec(spec_of_tensor(codes), spec_of_tensor(steps), edit, "f")
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(_of_codes(MXFP4, (3, 5, 2, 16), (3, 5, 2)), id="experts of four bits"),
+        pytest.param(_of_codes(MXFP4_TURNED, (3, 5, 2, 16), (3, 5, 2)), id="turned experts"),
+        pytest.param(_of_codes(BLOCKS, (7, 6), (7,)), id="codes times scales"),
+        pytest.param(
+            adapted_spec(
+                spec_of_tensor(torch.randn(4, 3, 2, 2)),
+                Adapt("w", "w", "in_chans=timm", "float32", (4, 3, 2, 2), (4, 5, 2, 2)),
+                "f",
+            ),
+            id="a formula",
+        ),
+    ],
+)
+def test_a_computed_tensor_is_the_same_in_any_pieces(spec: TensorSpec) -> None:
+    source, whole = spec.storages[0].source, bytes_of(build_tensor(spec))
+    assert len(whole) == spec.nbytes
+    for step in (1, 7, 64, 100, spec.nbytes - 1):
+        ends = [(at, min(at + step, spec.nbytes)) for at in range(0, spec.nbytes, step)]
+        assert [bytes(source.read(*each)) for each in ends] == [whole[start:stop] for start, stop in ends]
+    assert not len(source.read(5, 5))
 
 
 @pytest.mark.parametrize(
