@@ -24,16 +24,7 @@ _NEAR, _AROUND, _LONGEST = 100, 60, 160
 
 
 class Record(Struct, frozen=True, dict=True):
-    """What is known of one message.
-
-    ``example`` is a genuine message. A message is this one if one of ``patterns`` is found in it; case does not matter,
-    and a space matches any white space. The named groups fill ``cause`` and ``advice``; ``unknown`` stands in for
-    groups that the message lacks. ``codes`` are the rules, or the beginnings of their codes, that find the cause. A
-    ``general`` record, of a message that others come wrapped in, counts only if no other is found. ``frames`` are
-    patterns of traceback lines, for messages that say too little by themselves, and ``beside_file`` patterns that count
-    only if a checkpoint is named too. ``about_file``: the cause is what the file is or holds, though no rule finds
-    anything wrong with it. ``held`` is the cause if the file has the entry
-    ``{key}`` that the message misses. ``read`` names the reader that looks at the keys of the message."""
+    """What is known of one message: a table of ``messages.toml``, which says at its top what each field is."""
 
     name: str
     example: str
@@ -46,7 +37,7 @@ class Record(Struct, frozen=True, dict=True):
     general: bool = False
     about_file: bool = False
     held: str = ""
-    read: str = ""
+    reads_keys: bool = False
     frames: tuple[str, ...] = ()
     beside_file: tuple[str, ...] = ()
 
@@ -215,10 +206,8 @@ def _explanation(
     subject: Subject,
 ) -> Explanation:
     (record, captured), *rest = found
-    reading = read_fit(message) if record.read == "keys" else None
+    own_causes, own_advice = read_fit(message) if record.reads_keys else ((), ())
     is_held = record.held != "" and captured.get("key") in subject.place[:1]
-    own_causes = reading.causes if reading else ()
-    advice = (*(reading.advice if reading else ()), *record.advice)
     path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
     values = {
         **{name: one_line(text) for name, text in captured.items()},
@@ -229,7 +218,7 @@ def _explanation(
         name=record.name,
         said=record.said(message),
         causes=((_filled(record.held if is_held else record.cause, values), ()), *own_causes),
-        advice=tuple(_filled_advice(advice, values, subject)),
+        advice=tuple(_filled_advice((*own_advice, *record.advice), values, subject)),
         source=record.source,
         codes=record.codes,
         others=tuple(dict.fromkeys(n for n in (*(other.name for other, _ in rest), *others) if n != record.name)),

@@ -184,24 +184,18 @@ class Advice(Struct, frozen=True):
     code: str = ""
 
 
-class Reading(Struct, frozen=True):
-    """What the keys and shapes in a message say beyond the record: sentences, each with the keys that it is about, and
-    the advice that follows from them."""
-
-    causes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    advice: tuple[Advice, ...] = ()
+Cause = tuple[str, tuple[str, ...]]  # a sentence, and the keys that it is about
 
 
-def read_fit(message: Message) -> Reading:
-    """Return what the keys and shapes in a message about a state_dict say."""
+def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
+    """Return what the keys and shapes in a message about a state_dict say, and the advice that follows from them."""
     mismatch = read_mismatch(message)
     if name := _container_key(mismatch):
-        return Reading(
-            ((f"load_state_dict got the whole container; the weights stand in it under {name!r}.", ()),),
-            (
-                Advice("takes the weights out of the container", code=f'model.load_state_dict(checkpoint["{name}"])'),
-                Advice("shows what the container holds, and where its weights are", command="ckptfix inspect {FILE}"),
-            ),
+        said = f"load_state_dict got the whole container; the weights stand in it under {name!r}."
+        take = Advice("takes the weights out of the container", code=f'model.load_state_dict(checkpoint["{name}"])')
+        return ((said, ()),), (
+            take,
+            Advice("shows what the container holds, and where its weights are", "ckptfix inspect {FILE}"),
         )
     if cut := _characters_cut(mismatch):
         said = (
@@ -210,20 +204,15 @@ def read_fit(message: Message) -> Reading:
         )
         code = 'state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}'
         check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
-        return Reading(((said, ()),), (Advice("takes a prefix off only where there is one", code=code), check))
+        return ((said, ()),), (Advice("takes a prefix off only where there is one", code=code), check)
     findings = _diagnose(mismatch)
     causes = [*_named_causes(findings, mismatch), *_shape_causes(mismatch.shapes), *_left_causes(findings, mismatch)]
     if mismatch.is_cut:
         causes.append(("The list of keys is cut short in this text; with all of it the answer would be surer.", ()))
-    if mismatch.running_statistics:
-        causes.append(
-            (
-                f"{counted(len(mismatch.running_statistics), 'running statistic')} of an InstanceNorm: torch before"
-                " 0.4.0 saved them, and the layer does not use them now.",
-                mismatch.running_statistics,
-            )
-        )
-    return Reading(tuple(causes), tuple(_advice(findings, mismatch)))
+    if running := mismatch.running_statistics:
+        said = f"{counted(len(running), 'running statistic')} of an InstanceNorm: torch before 0.4.0 saved them, and"
+        causes.append((f"{said} the layer does not use them now.", running))
+    return tuple(causes), tuple(_advice(findings, mismatch))
 
 
 def _container_key(mismatch: Mismatch) -> str | None:
@@ -282,7 +271,7 @@ def _is_counter(key: str) -> bool:
     return split_key(key)[1] == NUM_BATCHES_TRACKED
 
 
-def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
     """Yield what the rules on names recognise."""
     if finding := findings.get("wrapper-segment"):
         parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
@@ -336,7 +325,7 @@ def _wrapper_names(parts: Iterable[str]) -> str:
     return ", ".join(f"`{part}` of {WRAPPERS.get(part, 'a wrapper')}" for part in sorted(parts))
 
 
-def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
     """Yield what no rule on names explains."""
     unexpected = _left(findings, "unexpected-key")
     missing = tuple(key for key in _left(findings, "missing-key") if not is_transient(key, ()))
@@ -473,7 +462,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[Cause]:
     """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
     empty = tuple(key for key, (stored, _) in shapes.items() if stored == (0,))
     if empty:

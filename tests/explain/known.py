@@ -4,6 +4,8 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        "the strict load found 2 missing keys, 1 size mismatch",
+        "the strict load passed over 1 parameter that the file does not supply",
         " | > Layer dimention missmatch between model definition and checkpoint: text_encoder.ffn_layers.1.conv_2.bias",
         "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
         "KeyError: 'missing keys in state_dict: \"{\\'conv1.weight\\', \\'bn1.weight\\'}\"'",
@@ -208,6 +210,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "adapter-config-of-newer-peft": (),
     "no-lora-keys": (
+        "lora key not loaded: lora_unet_down_blocks_0_attentions_0_proj_in.alpha",
+        "No LoRA keys associated to UNet2DConditionModel found with the prefix='unet'.",
+        "Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",
         "ValueError: `state_dict` should be empty at this point but has state_dict.keys()=dict_keys([])",
         "ValueError: Checkpoint not supported because layer lora_unet_foo not supported.",
         "ValueError: Missing lora_B weight for transformer.q",
@@ -763,10 +768,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "Out of memory: Killed process 4242 (python3) total-vm:9000000kB, anon-rss:8000000kB",
     ),
     "no-answer": ("no answer within 0.5 s",),
-    "strict-load-of-ckptfix": (
-        "the strict load found 12 unexpected keys",
-        "the strict load passed over 1 parameter that the file does not supply",
-    ),
     "quantized-twice": ("ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8",),
     "unknown-quantization": (),
     "gguf-of-unknown-architecture": (),
@@ -819,10 +820,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "not-picklable": (
         "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f>: attribute lookup <lambda> on __main__ failed",
         "TypeError: cannot pickle '_thread.lock' object",
-    ),
-    "lora-not-matched": (
-        "No LoRA keys associated to UNet2DConditionModel found with the prefix='unet'.",
-        "Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",
     ),
     "entry-that-is-no-tensor": ("ValueError: Unsupported type found in checkpoint! optimizer: <class 'dict'>",),
     "gradient-of-integers": ("RuntimeError: Only Tensors of floating point dtype can require gradients",),

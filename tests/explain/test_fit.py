@@ -38,7 +38,7 @@ def size(key: str, stored: list[int], wanted: list[int]) -> str:
 
 def causes(message: str) -> str:
     (read,) = messages(message)
-    return " ".join(sentence for sentence, _ in read_fit(read).causes)
+    return " ".join(sentence for sentence, _ in read_fit(read)[0])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
     message = text(names, sorted(set(cut([*names, *counters], characters))))
     assert f"without their first {characters} characters" in causes(message)
     (read,) = messages(message)
-    assert not [advice.command for advice in read_fit(read).advice if advice.command.startswith("ckptfix repair")]
+    assert not [advice.command for advice in read_fit(read)[1] if advice.command.startswith("ckptfix repair")]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ RECIPES = [
 @pytest.mark.parametrize(("message", "option"), RECIPES)
 def test_a_recipe_for_a_shape(message: str, option: str):
     (read,) = messages(text(None, None, message))
-    commands = [advice.command for advice in read_fit(read).advice if advice.command]
+    commands = [advice.command for advice in read_fit(read)[1] if advice.command]
     assert commands[1:] == [f"ckptfix repair {{FILE}} --model {{MODEL}} {option}"]
 
 
 def test_recipes_beside_a_head():
     (read,) = messages(text(None, None, RECIPES[0][0], RECIPES[5][0], size("head.weight", [10, 8], [2, 8])))
-    commands = [advice.command for advice in read_fit(read).advice if advice.command]
+    commands = [advice.command for advice in read_fit(read)[1] if advice.command]
     assert commands[1].endswith("--model {MODEL} --adapt pos_embed=timm --adapt in_chans=timm")
     assert commands[2].endswith("--drop-mismatched --fill target")
 
@@ -191,14 +191,14 @@ def test_the_two_shapes_in_every_wording(sentence: str):
 
 def test_as_many_missing_as_unexpected_keys_point_to_a_map():
     (read,) = messages(text(under(), [f"{name}.kernel" for name in ("a", "b.0", "b.1", "c.0", "d")]))
-    assert "ckptfix map {FILE} {MODEL}" in [advice.command for advice in read_fit(read).advice]
+    assert "ckptfix map {FILE} {MODEL}" in [advice.command for advice in read_fit(read)[1]]
     (read,) = messages(text(under(), [f"{name}.kernel" for name in ("a", "b.0", "b.1", "c.0")]))
-    assert "ckptfix map {FILE} {MODEL}" not in [advice.command for advice in read_fit(read).advice]
+    assert "ckptfix map {FILE} {MODEL}" not in [advice.command for advice in read_fit(read)[1]]
 
 
 def test_the_advice_for_a_prefix_alone_needs_no_model():
     (message,) = messages(text(under(), under("module.module.")))
-    advice = read_fit(message).advice
+    advice = read_fit(message)[1]
     assert [each.command for each in advice if each.command] == ["ckptfix repair {FILE}"]
     assert [each.code for each in advice if each.code] == [
         'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.module.")'
@@ -259,14 +259,14 @@ def test_random_weights_are_advised_only_for_what_is_new(said, is_advised):
 
 def test_what_a_policy_normalises_with_is_no_key_to_be_ignored():
     (message,) = messages(text(unexpected=["normalize_inputs.buffer_observation_state.mean"]))
-    assert any("strict=False drops keys that are needed" in one.text for one in read_fit(message).advice)
+    assert any("strict=False drops keys that are needed" in one.text for one in read_fit(message)[1])
 
 
 def test_scales_of_codes_are_no_keys_to_be_ignored():
     """All keys of the model are in the file, and what is under them are not weights."""
     (message,) = messages(text(unexpected=["scaled_fp8", *under(leaf="scale_weight")]))
-    reading = read_fit(message)
-    assert reading.causes[0][0].startswith("5 keys of quantised weights")
-    assert [one.text for one in reading.advice if "strict=False" in one.text] == [
+    causes, advice = read_fit(message)
+    assert causes[0][0].startswith("5 keys of quantised weights")
+    assert [one.text for one in advice if "strict=False" in one.text] == [
         "strict=False is no way out: it loads the codes as if they were the weights."
     ]
