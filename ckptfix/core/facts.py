@@ -124,6 +124,7 @@ class Kind(Enum):
     NON_STRING_KEY = "non-string-key"
     UNINITIALIZED = "uninitialized"
     WEIGHTS_BESIDE = "weights-beside"
+    LISTED_AVERAGE = "listed-average"
     MOST_UNREAD = "most-unread"
     FROZEN = "frozen"
     CONSTANTS = "constants"

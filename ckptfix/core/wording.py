@@ -265,6 +265,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.WEIGHTS_BESIDE: lambda fact: (
         f"{counted(fact.data['tensors'], 'tensor')}, {counted(fact.data['numel'], 'element')}"
     ),
+    Kind.LISTED_AVERAGE: "a list of the parameters of {names} in their order, as averages are",
     Kind.MOST_UNREAD: "most of the file was not read: {unread} tensors beside the {read} of the state_dict",
     Kind.FROZEN: _constants,
     Kind.CONSTANTS: _constants,

@@ -7,8 +7,8 @@ beside a discriminator, a student beside a teacher.
 A note if the two sets are in one state_dict, with keys that begin with `student.` and `teacher.`, `encoder_q.` and
 `encoder_k.`, or with nothing and `ema_model.`, and no model is named: a model may well have both. Another note names
 what is beside the weights in fewer tensors: a smaller network, or other parts of a model whose state_dict is nested, as
-of Megatron-LM. A warning if most tensors of the file are in no set of weights and in no optimizer: these were not
-checked.
+of Megatron-LM; and an average that is a list, as of `torch_ema` (`ema.shadow_params`). A warning if most tensors of the
+file are in no set of weights and in no optimizer: these were not checked.
 
 ## Why it matters
 The wrong set loads without an error and gives poor results (MeanFlow#12). Nothing in the file says which one the
@@ -70,6 +70,7 @@ def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
     elif context.settings.weights is None:
         yield from _in_container(rule, context)
         yield from _in_state_dict(rule, context)
+        yield from _in_lists(rule, context)
         yield from _beside(rule, context)
         yield from _unread(rule, context)
 
@@ -122,6 +123,12 @@ def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{' or '.join(f'--weights {name}' for name in names)} takes one of them",
             evidence={"sets": list(names)},
         )
+
+
+def _in_lists(rule: Rule, context: Context) -> Iterator[Finding]:
+    for fact in context.checkpoint.remarked(Kind.LISTED_AVERAGE):
+        said = f"{fact.place} is {clause(fact)}: --weights {fact.place} takes it, under these names"
+        yield rule.finding(Level.NOTE, said, evidence={"sets": [fact.place]})
 
 
 def _unread(rule: Rule, context: Context) -> Iterator[Finding]:

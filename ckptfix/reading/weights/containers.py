@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name, value_at
 from ckptfix.core.facts import Fact, Kind
@@ -20,9 +22,10 @@ from ckptfix.reading.foreign.weightless import NAME_THEM, is_of_training, is_opt
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document, doubtful_remarks, split_entries, without_torn
+from ckptfix.reading.weights.listed_sets import listed_sets, names_in_order, with_listed
 from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
-from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed, with_pick
+from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed
 from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
 
 SEARCH_DEPTH = 64  # containers around each other that are searched; `NODE_LIMIT` bounds how many there are in all
@@ -72,10 +75,10 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         candidates.append(Candidate(place, _count_tensors(mapping), numel))
     ranked = sorted(candidates, key=rank)
     if weights is not None:
-        path, value, prefix = _pick(document, found, [candidate.path for candidate in ranked], weights)
+        path, value, picked = _pick(document, found, [candidate.path for candidate in ranked], weights)
     elif ranked:
         path = ranked[0].path
-        value, prefix = found[path], None
+        value, picked = found[path], None
     else:
         if document.damage:
             raise UnreadableError(f"{document.path}: {clauses(document.damage)}; fetch the file again")
@@ -89,7 +92,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         )
     entries, lost = split_entries(document, entries, salvage)
     root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
-    metadata = getattr(value, "__dict__", {}).get("_metadata") if isinstance(value, dict) else None
+    metadata = getattr(found.get(path, value), "__dict__", {}).get("_metadata")
     specs = [spec for spec in entries.values() if isinstance(spec, TensorSpec)]
     if specs and not any(spec.has_data for spec in specs):
         raise UnreadableError(
@@ -120,13 +123,16 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
             *loose_remarks(document.root, path, entries),
             *(beside(ranked, found, path) if weights is None else ()),
             *(_unread(document.root, path, ranked, found) if may_be_unread else ()),
+            *(_averages_in_lists(document.root, path, value) if weights is None else ()),
         ),
         damage=(*document.damage, *(Fact(Kind.EXTRAS_LOST, path_name(name)) for name in left_out)),
         lost=lost,
         copies=document.copies,
         reader=LazyTensors(),
     )
-    return checkpoint if prefix is None else with_pick(checkpoint, prefix)
+    if picked is None:
+        return checkpoint
+    return replace(checkpoint, picked={key: name for key, name in picked.items() if key in entries})
 
 
 def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> bool:
@@ -283,8 +289,9 @@ def _packs_several(value: Any) -> bool:
 
 def _pick(
     document: Document, found: Mapping[tuple[PathPart, ...], Any], ranked: list[tuple[PathPart, ...]], name: str
-) -> tuple[tuple[PathPart, ...], Any, str | None]:
-    """Return the state_dict of this name, and None; or the one with a set of keys under this prefix, and the prefix."""
+) -> tuple[tuple[PathPart, ...], Any, dict[str, str] | None]:
+    """Return the place of the state_dict of this name, the state_dict, and None; or of the one with a set of keys under
+    this prefix or with the names of a list of tensors, and the keys of that set with their names."""
     for path, value in found.items():
         if name in (path_name(path), "/".join(map(str, path))):
             return path, value, None
@@ -296,8 +303,12 @@ def _pick(
             return (name,), inner, None
     for path in ranked:
         for prefix in (name, name.removeprefix(f"{path_name(path)}.")):
-            if keys_of_set([key for key in found[path] if isinstance(key, str)], prefix):
-                return path, found[path], prefix
+            picked = keys_of_set([key for key in found[path] if isinstance(key, str)], prefix)
+            if any(_is_tensor(found[path][key]) for key in picked):
+                return path, found[path], picked
+    for path in ranked:
+        if (listed := with_listed(document.root, name, found[path])) is not None:
+            return path, *listed
     first = name.partition(".")[0]
     part = None if any(path[:1] == (first,) for path in found) else (root or {}).get(first)
     if not isinstance(part, TensorSpec) and (unnamed := sum(spec.numel > 1 for spec in tensors_in(part))):
@@ -404,6 +415,13 @@ def _unread(
     if len(left) > max(len(read), FEW) and sum(left.values()) > sum(read.values()):
         others = [candidate.name for candidate in ranked if candidate.path != taken]
         yield Fact.of(Kind.MOST_UNREAD, path_name(taken), unread=len(left), read=len(found[taken]), others=others[:1])
+
+
+def _averages_in_lists(root: Any, path: tuple[PathPart, ...], state_dict: Mapping[Any, Any]) -> Iterator[Fact]:
+    """Yield a fact for each average of a state_dict that is a list of its parameters."""
+    for place, tensors in listed_sets(root):
+        if any(mark in place.lower() for mark in _AVERAGED) and names_in_order(tensors, state_dict):
+            yield Fact.of(Kind.LISTED_AVERAGE, place, names=path_name(path))
 
 
 def _sizes(root: Any) -> dict[int, int]:

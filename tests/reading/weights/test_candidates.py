@@ -117,7 +117,9 @@ def test_weights_are_read_at_any_depth(tmp_path, beside, levels):
 
 
 @pytest.mark.parametrize("name", ["ema", "ema.shadow_params"])
-@pytest.mark.parametrize("beside", [{"model": dict(_LAYERS)}, {}], ids=["beside a model", "on its own"])
+@pytest.mark.parametrize(
+    "beside", [{"model": {"bias": torch.zeros(9)}}, {}], ids=["beside another model", "on its own"]
+)
 def test_a_set_without_names_is_described(tmp_path, beside, name):
     """What torch_ema keeps, a list of parameters: the error says what is there, and how it gets names."""
     torch.save({**beside, "ema": {"decay": 0.9, "shadow_params": [*_LAYERS.values()]}}, tmp_path / "f.pth")

@@ -1,0 +1,75 @@
+"""Sets of weights without names: a list of tensors that are a model's parameters in their order.
+
+``torch_ema``, ``diffusers`` and score-based models keep an average as ``{"shadow_params": [tensor, …]}``, made of
+``model.parameters()``. The state_dict beside it has the same parameters in the same order, with buffers between them:
+if their shapes leave only one way to tell which is which, the tensors of the list get their names from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptfix.core.buffers import RUNNING_STATISTICS, split_key
+from ckptfix.core.checkpoint import PathPart, is_inside, path_name
+from ckptfix.core.spec import TensorSpec, ties
+from ckptfix.reading.foreign.weightless import is_optimizer
+
+DEPTH = 4  # dicts around each other that are searched
+
+
+def listed_sets(value: Any, path: tuple[PathPart, ...] = ()) -> Iterator[tuple[str, Sequence[TensorSpec]]]:
+    """Yield the lists of tensors in nested dicts, with their places; not those of optimizers."""
+    if isinstance(value, dict) and len(path) <= DEPTH and not is_optimizer(value):
+        for name, child in value.items():
+            if isinstance(name, str) and isinstance(child, (dict, list, tuple)):
+                yield from listed_sets(child, (*path, name))
+    elif isinstance(value, (list, tuple)) and len(value) > 1 and all(isinstance(each, TensorSpec) for each in value):
+        yield path_name(path), value
+
+
+def with_listed(root: Any, name: str, state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]] | None:
+    """Return a state_dict with the tensors of the list at a place, or of the first in what is there, each under a key
+    of its own beside the one whose name it gets; and that set: these keys and those of the buffers, with the names of
+    their tensors. None if there is no such list."""
+    for place, tensors in listed_sets(root):
+        parameters = names_in_order(tensors, state_dict) if is_inside(place, name) else None
+        if parameters is not None:
+            number_of = {key: number for number, key in enumerate(parameters)}
+            for first, *aliases in ties(_specs(state_dict)):
+                number_of |= dict.fromkeys(aliases, number_of[first]) if first in number_of else {}
+            entries: dict[Any, Any] = {}
+            names: dict[str, str] = {}
+            for key, value in state_dict.items():
+                own = f"{place}[{number_of[key]}] as {key}" if key in number_of else key
+                entries |= {own: tensors[number_of[key]], key: value} if key in number_of else {key: value}
+                names[own] = key
+            return entries, names
+    return None
+
+
+def names_in_order(tensors: Sequence[TensorSpec], state_dict: Mapping[Any, Any]) -> list[str] | None:
+    """Return the name of each tensor of a list in a state_dict, by the order of the parameters and their shapes; None
+    if these leave several ways or none, or if most parameters are not in the list."""
+    specs = _specs(state_dict)
+    aliases = {key for group in ties(specs) for key in group[1:]}
+    parameters = [
+        (key, spec.shape)
+        for key, spec in specs.items()
+        if key not in aliases and not spec.dtype.startswith("int") and split_key(key)[1] not in RUNNING_STATISTICS
+    ]
+    shapes = [tensor.shape for tensor in tensors]
+    if not len(parameters) < 2 * len(shapes):
+        return None
+    first, last = _matched(shapes, parameters), _matched(reversed(shapes), reversed(parameters))
+    return first if first == last[::-1] and len(first) == len(shapes) else None
+
+
+def _matched(shapes: Iterable[tuple[int, ...]], parameters: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Return the first parameter of each shape in turn, as far as there is one."""
+    rest = iter(parameters)
+    found = (next((key for key, own in rest if own == shape), None) for shape in shapes)
+    return [key for key in found if key is not None]
+
+
+def _specs(state_dict: Mapping[Any, Any]) -> dict[str, TensorSpec]:
+    return {key: value for key, value in state_dict.items() if isinstance(key, str) and isinstance(value, TensorSpec)}

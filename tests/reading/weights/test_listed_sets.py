@@ -1,0 +1,87 @@
+"""A list of a model's parameters in their order, as torch_ema keeps an average."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ckptfix
+from ckptfix.core.finding import Level
+from ckptfix.errors import UsageError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def saved(path, model, place=("ema", "shadow_params"), prefix="", frozen=()):
+    """Save a model with its average, in which each parameter has half of its value."""
+    listed = [each.detach() / 2 for name, each in model.named_parameters() if name not in frozen]
+    state = model.state_dict()
+    beside = listed
+    for step in place[:0:-1]:
+        beside = {step: beside, "decay": 0.999}
+    torch.save({"model": {prefix + key: value for key, value in state.items()}, place[0]: beside}, path)
+    averaged = {name: each.detach() / (1 if name in frozen else 2) for name, each in model.named_parameters()}
+    return {
+        prefix + key: averaged.get(key, averaged["embed.weight"] if key == "head.weight" else state[key])
+        for key in state
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"place": ("ema_params",)},
+        {"place": ("callbacks", "EMA", "averaged")},
+        {"prefix": "module."},
+        {"frozen": ("body.weight",)},
+    ],
+    ids=["torch_ema", "a bare list", "deeper", "wrapped", "without a frozen layer"],
+)
+def test_the_tensors_get_the_names_of_the_parameters(tmp_path, options):
+    expected = saved(tmp_path / "a.pth", Tied(), **options)
+    place = ".".join(options.get("place", ("ema", "shadow_params")))
+    (note,) = ckptfix.check(tmp_path / "a.pth", select=("FIL101",)).findings
+    assert (note.level, note.evidence) == (Level.NOTE, {"sets": [place]})
+    ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "b.pth", weights=place, select=("FIL101",))
+    written = torch.load(tmp_path / "b.pth", weights_only=True)["model"]
+    assert list(written) == list(expected)
+    assert all(torch.equal(value, expected[key]) for key, value in written.items())
+    head, embed = (next(key for key in written if key.endswith(name)) for name in ("head.weight", "embed.weight"))
+    assert written[head].data_ptr() == written[embed].data_ptr()
+    opened = ckptfix.open_checkpoint(tmp_path / "a.pth", weights=place).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in opened.items())
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        [torch.ones(4, 4), torch.ones(4, 4)],
+        [torch.ones(3, 4), torch.ones(4, 4)],
+        [torch.ones(4, 4)],
+        [torch.ones(4, 4)] * 4,
+        [torch.ones(4, 4)] * 2 + [None],
+    ],
+    ids=["any two of three", "another shape", "too few", "too many", "not only tensors"],
+)
+def test_no_name_is_guessed(tmp_path, listed):
+    state = {f"layers.{at}.weight": torch.rand(4, 4) for at in range(3)}
+    torch.save({"model": state, "ema": {"shadow_params": listed}}, tmp_path / "a.pth")
+    assert ckptfix.check(tmp_path / "a.pth", select=("FIL101",)).findings == ()
+    with pytest.raises(UsageError, match=r"have no names|no weights under"):
+        ckptfix.open_checkpoint(tmp_path / "a.pth", weights="ema")
+
+
+def test_other_lists_are_not_called_averages(tmp_path):
+    state = {f"layers.{at}.weight": torch.rand(4, at + 1) for at in range(3)}
+    torch.save({"model": state, "gradients": [*state.values()]}, tmp_path / "a.pth")
+    assert ckptfix.check(tmp_path / "a.pth", select=("FIL101",)).findings == ()
