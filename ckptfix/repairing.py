@@ -28,7 +28,7 @@ from ckptfix.core.report import Call, Repair, Report
 from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, report_on, with_fitting_set
 from ckptfix.engine.validation import checked_settings
-from ckptfix.errors import DamageWarning, one_line
+from ckptfix.errors import DamageWarning, UsageError, one_line
 from ckptfix.goal import Goal
 from ckptfix.reading.opening import Source, is_remote, open_file, open_source
 from ckptfix.report.display import log_choice, log_edits, refuse_misfit
@@ -108,14 +108,23 @@ def repair(
     load would still fail, if the forward test fails, or if the file is built as an attack, nothing is written
     and ``report.exit_code`` is 1."""
     from ckptfix.engine.delivery import Drafts, deliver, weighed
-    from ckptfix.engine.destination import Request, differs
+    from ckptfix.engine.destination import Destination, differs, state_of
 
-    request = Request.of(source, output, beside, in_place, backup, flush, dry_run)
+    if is_remote(source) and (output is not None or beside or in_place):
+        if not dry_run:
+            from ckptfix.bytes.remote import download_advice
+
+            raise UsageError(f"{source}: only a file on this machine can be repaired; {download_advice(str(source))}")
+        output, beside, in_place = None, False, False
+    before = state_of(source) if in_place else None
     checked = checked_settings(settings, model, like)
-    places = {"output": request.output, "beside": request.beside, "in_place": request.in_place, "backup": backup}
+    places = {"output": output, "beside": beside, "in_place": in_place, "backup": backup}
     given = {**places, "plan": plan, "like": like, "model_args": model_args, **settings}
     checkpoint = open_source(source, checked)
-    destination = request.destination(checkpoint, checked, like)
+    destination = Destination.of(checkpoint, checked, output, beside, in_place, backup)
+    if destination is not None:
+        destination.refuse(checked, like, dry_run)
+        destination = replace(destination, flush=flush, before=before)
     shaped = checked if destination is None else replace(checked, format=destination.form)
     goal = Goal(shaped, model, like, model_args).for_file(checkpoint)
     checkpoint = with_fitting_set(source, checkpoint, goal.target, shaped)
@@ -128,7 +137,7 @@ def repair(
             diagnosis = carry_out(plan, checkpoint, goal.target, shaped, goal.donor, goal.measure, drafts.attempt)
         report = report_on(checkpoint, goal.target, diagnosis, shaped, Call.of(REPAIR, source, model, given, checked))
         is_changed = differs(checkpoint, diagnosis.plan, shaped, checked.format is not None)
-        if not is_changed and (only_changes or request.output is None):
+        if not is_changed and (only_changes or output is None):
             destination = None
         if is_changed or destination is not None:
             report = weighed(report)

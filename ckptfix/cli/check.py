@@ -16,7 +16,7 @@ from ckptfix.core.option import CHECK
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
 from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
-from ckptfix.report.advice import Mode, Presentation
+from ckptfix.report.advice import Presentation
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -34,7 +34,7 @@ def check(run: Run, paths: Sequence[str]) -> int:
         arguments = library_settings(choices, CHECK)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
-        presentation = Presentation(Mode.CHECK, console.verbose, choices)
+        presentation = Presentation(CHECK, console.verbose, choices)
         found = [each for path in paths for each in _checkpoints(path)]
         with _checking(found, arguments, choices.get("jobs", 1)) as reports:
             for number, (path, report) in enumerate(zip(found, reports, strict=True), 1):

@@ -54,7 +54,7 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     from ckptfix.explain import Subject, Verdict, judge, nearest
     from ckptfix.explain import explain as explain_text
     from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
-    from ckptfix.report.advice import Mode, Presentation
+    from ckptfix.report.advice import Presentation
 
     report = _report(file, choices, console) if file is not None else None
     subject = Subject(
@@ -68,7 +68,7 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     if isinstance(report, str):
         verdict = Verdict(report)
     elif report is not None:
-        verdict = judge(explanation, report, Presentation(Mode.CHECK, console.verbose, choices))
+        verdict = judge(explanation, report, Presentation(CHECK, console.verbose, choices))
     if form == "json":
         write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
     elif explanation is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfix.cli.console import Console, write_output
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.option import Scope
-from ckptfix.core.options import option_words, scope_of
+from ckptfix.core.options import BY_NAME, option_words
 from ckptfix.core.settings import parse_size
 from ckptfix.core.wording import no_option, typed
 from ckptfix.errors import Opt, UsageError
@@ -141,7 +141,7 @@ def _size(option: str, text: str | None) -> int | None:
 
 def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that say how files are repaired, which a table may have too."""
-    return {name: value for name, value in choices.items() if scope_of(name) in (Scope.REPAIR, Scope.ONE_FILE)}
+    return {name: value for name, value in choices.items() if BY_NAME[name].scope in (Scope.REPAIR, Scope.ONE_FILE)}
 
 
 def table_name() -> str:
@@ -174,7 +174,7 @@ def tables(
 
     if not choices.get("only") or not given:
         for name in given:
-            if scope_of(name) is Scope.ONE_FILE:
+            if BY_NAME[name].scope is Scope.ONE_FILE:
                 raise UsageError(Opt(name), " is a decision about single files; name them with ", Opt("only"))
         return made(everything), None
     common = {name: value for name, value in everything.items() if name not in given}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptfix.cli.output import ReportWriter, page_writer
 from ckptfix.cli.program import Argument, Run
+from ckptfix.core.option import REPAIR
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
-from ckptfix.errors import Opt, PlanError, UsageError, Words
-from ckptfix.report.advice import Mode, Presentation
+from ckptfix.errors import Opt, PlanError, UsageError
+from ckptfix.report.advice import Presentation
 from ckptfix.writing.atomic import OwnFile
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def repair(run: Run, path: str) -> int:
         if "backup" in run.given and not choices.get("in_place"):
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         arguments = repair_arguments(choices)
-        presentation = Presentation(Mode.REPAIR, console.verbose, choices)
+        presentation = Presentation(REPAIR, console.verbose, choices)
         page = page_writer(choices)
         writer = ReportWriter(console, choices.get("output_format", "full"), page)
         console.progress(f"repairing {path}")
@@ -103,15 +104,9 @@ def _plan_file(file: str | Path) -> OwnFile:
     return OwnFile(Path(file), "plan", b'"ckptfix-plan"')
 
 
-def _read_files(choices: Mapping[str, Any]) -> dict[Words, str | None]:
-    """Return the files that are read beside the source, by the option that names them."""
-    fill, compare = choices.get("fill"), choices.get("compare")
-    from ckptfix.reading.adapters import adapter_paths
+def _read_files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the files that are read beside the source, each with the option that names it."""
+    from ckptfix.engine.destination import files_read
 
-    return {
-        **{Opt("adapter", path): path for path in adapter_paths(choices.get("adapter") or ())},
-        Opt("like"): choices.get("like"),
-        Opt("fill"): None if fill in ("target", "twin") else fill,
-        Opt("apply"): choices.get("apply"),
-        Opt("compare"): None if compare == "source" else compare,
-    }
+    yield from files_read(library_settings(choices))
+    yield from ((name, choices[name]) for name in ("apply",) if name in choices)

@@ -136,19 +136,15 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
 }
 OPTIONS = tuple(option for group in GROUPS.values() for option in group)
 
-_BY_NAME: dict[str, Option] = {}
+# Each option by its name; of the three output formats the first, which has every form.
+BY_NAME: dict[str, Option] = {}
 for _option in OPTIONS:
-    _BY_NAME.setdefault(_option.name, _option)  # of the three output formats the first, which has every form
+    BY_NAME.setdefault(_option.name, _option)
 
 
 def options_of(command: str) -> list[Option]:
     """Return the options of a command, in the order of its help."""
     return [option for option in OPTIONS if command in option.commands]
-
-
-def scope_of(name: str) -> Scope:
-    """Return where the option of this name may be written down."""
-    return _BY_NAME[name].scope
 
 
 def settings_of(command: str) -> frozenset[str]:
@@ -166,8 +162,8 @@ def flag_text(option: Opt) -> str:
 
 def key_text(option: Opt) -> str:
     """Return an option as it is written in a TOML file: ``fill = "target"``."""
-    key = _BY_NAME[option.name].long.removeprefix("--") if option.name in _BY_NAME else option.name
-    if option.name in _BY_NAME and _BY_NAME[option.name].kind is Kind.PAIRS and option.value is not None:
+    key = BY_NAME[option.name].long.removeprefix("--") if option.name in BY_NAME else option.name
+    if option.name in BY_NAME and BY_NAME[option.name].kind is Kind.PAIRS and option.value is not None:
         pairs = (text.partition("=") for text in _pairs(option.value))
         return f"{key} = {{ {', '.join(f'{json.dumps(name)} = {json.dumps(text)}' for name, _, text in pairs)} }}"
     return key if option.value is None else f"{key} = {json.dumps(option.value)}"
@@ -182,11 +178,11 @@ def command_words(command: str, source: str, choices: Mapping[str, Any]) -> tupl
 
 def option_words(choices: Mapping[str, Any]) -> tuple[str, ...]:
     """Return these options as words of a command, in the order of the table."""
-    return tuple(word for name in _BY_NAME if name in choices for word in _words(name, choices[name]))
+    return tuple(word for name in BY_NAME if name in choices for word in _words(name, choices[name]))
 
 
 def _words(name: str, value: object) -> list[str]:
-    option = _BY_NAME.get(name)
+    option = BY_NAME.get(name)
     if option is None or value is None:
         return [option.long] if option is not None else []
     if option.kind is Kind.SWITCH:
@@ -208,7 +204,7 @@ def _words(name: str, value: object) -> list[str]:
 def library_settings(choices: Mapping[str, Any], command: str = REPAIR) -> dict[str, Any]:
     """Return the arguments of the library's function for a command among these choices, in the library's form."""
     names = {option.name for option in options_of(command) if option.is_setting or not option.is_for_once}
-    return {name: _library_form(_BY_NAME[name], value) for name, value in choices.items() if name in names}
+    return {name: _library_form(BY_NAME[name], value) for name, value in choices.items() if name in names}
 
 
 def _pairs(value: Any) -> tuple[str, ...]:
@@ -258,7 +254,7 @@ def is_texts(value: object) -> bool:
 
 def toml_keys(*scopes: Scope) -> dict[str, tuple[Option, bool]]:
     """Return the keys that a TOML file may have for options of these scopes; True marks one that turns a switch off."""
-    known = (option for option in _BY_NAME.values() if option.scope in scopes)
+    known = (option for option in BY_NAME.values() if option.scope in scopes)
     return {key: (option, is_off) for option in known for key, is_off in option.keys}
 
 
@@ -311,4 +307,4 @@ INPUT_SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 
 def without_model(choices: Iterable[str]) -> list[str]:
     """Return those of the options that have no meaning without a model."""
-    return [name for name in choices if _BY_NAME[name].needs_model]
+    return [name for name in choices if BY_NAME[name].needs_model]

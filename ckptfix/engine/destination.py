@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict
 
+from ckptfix.core.adaptations import adaptation
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.facts import Kind
+from ckptfix.core.option import Kind as OptionKind
+from ckptfix.core.options import BY_NAME, INPUT_SUFFIXES
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
-from ckptfix.errors import Opt, UsageError, Words, WriteError
+from ckptfix.errors import Opt, UsageError, WriteError
 from ckptfix.reading.adapters import adapter_paths
 from ckptfix.reading.folders import sharded
-from ckptfix.reading.opening import Source, is_remote
 from ckptfix.reading.torch_files import torch_zip
 from ckptfix.writing.atomic import backup_of, refuse_name, refuse_output
 from ckptfix.writing.output import FIRST_ZIP, ShardNames, output_format
 from ckptfix.writing.safetensors import lost_extras
 
-Inputs = Mapping[Words, str | os.PathLike[str] | None]  # the files that are read, by what names each
 SUFFIXES = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".ckpt": PTH, ".bin": PTH, ".tar": PTH}
 
 
@@ -134,8 +136,12 @@ class Destination(Struct, frozen=True):
         form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
         return cls(goal.resolve() if goal.is_symlink() else goal, form, None if form == UNIVERSAL else source)
 
-    def refuse(self, settings: Settings) -> None:
-        """Raise an error if the result could not be put in place: before the work, and not after it."""
+    def refuse(self, settings: Settings, like: str | os.PathLike[str] | None, dry_run: bool) -> None:
+        """Raise an error if the result would replace a file that is read, or could not be put in place: before the
+        work, and not after it."""
+        refuse_inputs(self.output, files_read({"like": like, **asdict(settings)}))
+        if dry_run:
+            return
         refuse_name(self.output)
         if self.output != self.like:
             refuse_output(self.output, settings.force)
@@ -159,60 +165,31 @@ class Destination(Struct, frozen=True):
             )
 
 
-class Request(Struct, frozen=True):
-    """What the caller of a repair wants to have written. ``before`` is the state of the file to be replaced."""
-
-    output: str | os.PathLike[str] | None
-    beside: bool
-    in_place: bool
-    backup: bool
-    flush: bool
-    dry_run: bool
-    before: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        source: Source,
-        output: str | os.PathLike[str] | None,
-        beside: bool,
-        in_place: bool,
-        backup: bool,
-        flush: bool,
-        dry_run: bool,
-    ) -> Request:
-        """Return the request for a source that is not open yet. Of a URL there is only a dry run, which has no file."""
-        if is_remote(source) and (output is not None or beside or in_place):
-            if not dry_run:
-                from ckptfix.bytes.remote import download_advice
-
-                raise UsageError(
-                    f"{source}: only a file on this machine can be repaired; {download_advice(str(source))}"
-                )
-            output, beside, in_place = None, False, False
-        return cls(output, beside, in_place, backup, flush, dry_run, state_of(source) if in_place else None)
-
-    def destination(
-        self, checkpoint: Checkpoint, settings: Settings, like: str | os.PathLike[str] | None
-    ) -> Destination | None:
-        """Return where the result goes, None if nothing is to be written. Raises an error if it cannot go there, or
-        would replace a file that is read."""
-        found = Destination.of(checkpoint, settings, self.output, self.beside, self.in_place, self.backup)
-        if found is None:
-            return None
-        others: Inputs = {Opt("like"): like, Opt("fill"): settings.fill_file, Opt("compare"): settings.compare_file}
-        adapters: Inputs = {Opt("adapter", path): path for path in adapter_paths(settings.adapter)}
-        refuse_inputs(found.output, {**others, **adapters})
-        if not self.dry_run:
-            found.refuse(settings)
-        return replace(found, flush=self.flush, before=self.before)
+def files_read(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the files that a check or a repair with these arguments reads beside its source, each with the argument
+    that names it."""
+    for name, value in arguments.items():
+        option = BY_NAME.get(name)
+        if option is None or not value or not (option.is_setting or name == "like"):
+            continue
+        if option.kind is OptionKind.FILE and isinstance(value, (str, os.PathLike)):
+            path = os.fspath(value)
+            is_name = option.is_word(path) or (name == "rename_map" and not Path(path).exists())  # of a map that ships
+            yield from () if is_name else ((name, path),)
+        elif option.kind is OptionKind.FILES:
+            yield from ((name, path) for path in adapter_paths(value))
+        elif option.kind is OptionKind.PAIRS:
+            yield from ((name, file) for text in value for file in adaptation(text).files())
+        elif option.kind is OptionKind.INPUTS:
+            files = (text.rpartition("=")[2] for text in value)
+            yield from ((name, file) for file in files if file.endswith(INPUT_SUFFIXES) and Path(file).is_file())
 
 
-def refuse_inputs(output: str | os.PathLike[str], inputs: Inputs) -> None:
+def refuse_inputs(output: str | os.PathLike[str], inputs: Iterable[tuple[str, str]]) -> None:
     """Raise ``UsageError`` if an output is one of the files that are read, or a part of one, by whatever name."""
-    for option, given in inputs.items():
-        if given is not None and _is_part(Path(output), Path(given)):
-            raise UsageError(f"{output}: is the file of ", option, ", which is only read; name another output")
+    for name, given in inputs:
+        if _is_part(Path(output), Path(given)):
+            raise UsageError(f"{output}: is the file of ", Opt(name), ", which is only read; name another output")
 
 
 def _is_part(file: Path, given: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,14 @@ from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
 
 
-class Mode(Enum):
-    """What the user asked for."""
-
-    CHECK = "check"
-    REPAIR = "repair"
-
-
 class Presentation(Struct, frozen=True):
     """How to show a report.
 
-    ``verbose`` shows every key and all evidence. ``choices`` are the options that the user gave, by their Python
-    names; the commands of the advice repeat them. ``call`` is what the user called in Python, where no command is of
-    use: the model may be an object."""
+    ``mode`` is the command, ``check`` or ``repair``. ``verbose`` shows every key and all evidence. ``choices`` are the
+    options that the user gave, by their Python names; the commands of the advice repeat them. ``call`` is what the user
+    called in Python, where no command is of use: the model may be an object."""
 
-    mode: Mode = Mode.CHECK
+    mode: str = CHECK
     verbose: bool = False
     choices: Mapping[str, Any] = field(default_factory=dict)
     call: Call | None = None
@@ -95,7 +87,7 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     if not remaining:
         if accepted := dict.fromkeys(finding.code for finding in report.remaining if report.is_accepted(finding)):
             yield (Span(f"left as you asked: {', '.join(accepted)}", "warning"),)
-        elif report.exit_code == 0 and presentation.mode is not Mode.CHECK:
+        elif report.exit_code == 0 and presentation.mode != CHECK:
             command = next_command(report, presentation)
             yield ("run: ", Span(command, "command")) if command else (Span("nothing left to do", "good"),)
         elif not report.is_open and report.coverage is not None and report.exit_code:
@@ -170,7 +162,7 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in open_ones)
     is_blocked = is_blocked or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
     is_undone = report.is_dry_run and bool(report.edits)
-    if presentation.mode is Mode.CHECK:
+    if presentation.mode == CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
@@ -244,8 +236,7 @@ def comparing(
     """Return what makes the command that compares a file, or what was written of it, with a known model, and the
     options of it."""
     if report.output is None:
-        command = CHECK if presentation.mode is Mode.CHECK else REPAIR
-        return partial(presentation.command, command, report.source), presentation.choices
+        return partial(presentation.command, presentation.mode, report.source), presentation.choices
     is_kept = report.written_as == "pth" and presentation.choices.get("weights") == report.container
     after = replace(presentation, call=presentation.call and Call(CHECK, (report.output,)))
     return partial(after.command, CHECK, report.output), {"weights": report.container} if is_kept else {}

@@ -10,7 +10,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.display import Form, Row, show_as
 from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Blocks, Level, Subject, counted
-from ckptfix.core.option import CHECK
+from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.core.report import Call, Repair, Report
@@ -36,12 +36,12 @@ def report_lines(report: Report) -> list[str]:
 
 
 def _presentation_of(report: Report) -> Presentation:
-    from ckptfix.report.advice import Mode, Presentation
+    from ckptfix.report.advice import Presentation
 
     call = report.call
     if call is None:
-        return Presentation(Mode.REPAIR if report.edits or report.output else Mode.CHECK)
-    return Presentation(Mode.CHECK if call.function == CHECK else Mode.REPAIR, choices=call.given, call=call)
+        return Presentation(REPAIR if report.edits or report.output else CHECK)
+    return Presentation(CHECK if call.function == CHECK else REPAIR, choices=call.given, call=call)
 
 
 def report_rows(report: Report) -> Iterator[Row]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfix.core.edits import Adapt, Cast, Drop, Edit, Fill, MergeAdapter, Moments, Plain, Rename, Replace
 from ckptfix.core.finding import Finding, counted
-from ckptfix.core.option import REPAIR
+from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.report import Report, plain
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import first_names
-from ckptfix.report.advice import Mode, Presentation, advice_lines, comparing, mark, message_with_count
+from ckptfix.report.advice import Presentation, advice_lines, comparing, mark, message_with_count
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
@@ -46,7 +46,7 @@ def full_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     if report.coverage is None:
         yield f"coverage: unknown without a target ({presentation.target})"
     else:
-        yield _coverage_line(report.coverage, presentation.mode is Mode.REPAIR and not report.is_withheld)
+        yield _coverage_line(report.coverage, presentation.mode == REPAIR and not report.is_withheld)
     if report.smoke is not None:
         yield _smoke_line(report.smoke)
         yield from (f"  {check}" for check in report.smoke.checks)
@@ -54,7 +54,7 @@ def full_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
         yield ("written: ", Span(report.output, "strong"))
     elif report.is_dry_run:
         yield "written: nothing (dry run)"
-    elif presentation.mode is Mode.REPAIR and (presentation.call is None or presentation.call.function == REPAIR):
+    elif presentation.mode == REPAIR and (presentation.call is None or presentation.call.function == REPAIR):
         is_clean = report.exit_code == 0 and not report.edits and not report.is_refused
         way = "-o FILE" if presentation.call is None else "output=FILE"
         reason = f", as there is nothing to repair; {way} writes it anyway" if is_clean else ""
@@ -121,7 +121,7 @@ def headline(report: Report, presentation: Presentation | None = None) -> Line:
     source = Span(f"{report.source}: ", "strong")
     left = report.left
     written = f" → {report.output}" if report.output is not None else ""
-    if presentation.mode is Mode.CHECK or (left and not report.edits):
+    if presentation.mode == CHECK or (left and not report.edits):
         return (source, *(_defects(left) if left else _sound(report, presentation)))
     done = _done_text(report)
     if report.exit_code == 0 and report.edits:

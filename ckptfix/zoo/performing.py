@@ -20,7 +20,7 @@ from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
 from ckptfix.core.finding import Level, Placeholder, Remedy, Subject
 from ckptfix.core.option import CHECK, Scope
-from ckptfix.core.options import flag_text, option_words, scope_of, settings_of
+from ckptfix.core.options import BY_NAME, flag_text, option_words, settings_of
 from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
 from ckptfix.engine.delivery import refusal
@@ -370,7 +370,8 @@ def first_command(decisions: Iterable[Mapping[str, Any]]) -> str | None:
 
 def decisions_after_error(job: Job, error: CkptfixError) -> list[dict[str, Any]]:
     """Return what an error advises for a single file: all options together, or one way for each value of an option."""
-    named = [option for option in error.options if scope_of(option.name) is Scope.ONE_FILE and option.value is not None]
+    of_one_file = (option for option in error.options if BY_NAME[option.name].scope is Scope.ONE_FILE)
+    named = [option for option in of_one_file if option.value is not None]
     names = dict.fromkeys(option.name for option in named)
     if len(names) < len(named):
         ways: list[dict[str, Any]] = [{option.name: option.value} for option in named]

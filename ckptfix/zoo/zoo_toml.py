@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
-from ckptfix.core.adaptations import adaptation
 from ckptfix.core.config import parse_toml
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.option import REPAIR, Scope
@@ -39,10 +38,10 @@ from ckptfix.core.options import (
 )
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import nearest
+from ckptfix.engine.destination import files_read
 from ckptfix.errors import CkptfixError, Opt, UsageError
 from ckptfix.known.table import known_target
 from ckptfix.modules.named import configuration_files
-from ckptfix.reading.adapters import adapter_paths
 from ckptfix.zoo.naming import MIRRORED, check_template, compile_patterns, output_name
 
 FILE_NAME = "zoo.toml"  # what the table is called by default
@@ -98,36 +97,24 @@ class Treatment(Struct, frozen=True, dict=True):
 
     @cached_property
     def _fingerprint(self) -> str:
-        settings = Settings(**self.settings)
-        bare = replace(
-            settings,
-            adapter=tuple(Path(text).name for text in settings.adapter),
-            fill=settings.fill if settings.fill_file is None else "file",
-            recalibrate=settings.recalibrate and "file",
-            compare=settings.compare and ("source" if settings.compare == "source" else "file"),
-        )
+        files = list(self.files())
+        read = {name for name, _ in files}
+        settings = asdict(Settings(**self.settings))
+        bare = {name: "file" if name in read and isinstance(value, str) else value for name, value in settings.items()}
+        bare["adapter"] = [Path(text).name for text in settings["adapter"]]
         facts = {
             "model": self.model,
             "model_args": self.arguments.get("model_args", ()),
-            "settings": asdict(bare),
+            "settings": bare,
             "output": self.output,
             **({"like": self.like} if self.like is not None and self.like.startswith(KNOWN) else {}),
-            "files": [[name, stamp_of(file)] for name, file in self.files()],
+            "files": [[name, stamp_of(file)] for name, file in files],
         }
         return json.dumps(facts, sort_keys=True, default=str)
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yield what is read beside the source: the settings' names and their files."""
-        settings = Settings(**self.settings)
-        known = self.like is not None and self.like.startswith(KNOWN)
-        named = {"like": None if known else self.like, "fill": settings.fill_file, "recalibrate": settings.recalibrate}
-        named["compare"] = None if settings.compare == "source" else settings.compare
-        yield from ((name, file) for name, file in named.items() if file is not None)
-        yield from (("adapter", path) for path in adapter_paths(settings.adapter))
-        yield from (("adapt", file) for text in settings.adapt for file in adaptation(text).files())
-        for text in settings.input:
-            if Path(file := text.rpartition("=")[2]).is_file():
-                yield "input", file
+        """Yield what is read beside the source: the names of the arguments and their files."""
+        yield from files_read(self.arguments)
         if self.model is not None:
             # The code of the model, if it is in the working directory: its author works on it. Or its configuration.
             file = self.model.partition(":")[0].replace(".", "/")

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 import ckptfix
 from ckptfix.cli.program import exit_code
 from ckptfix.core.likeness import Fit, Likeness
-from ckptfix.report.advice import Mode, Presentation
+from ckptfix.core.option import REPAIR
+from ckptfix.report.advice import Presentation
 from ckptfix.report.display import text_lines
 from ckptfix.report.terminal import full_lines
 from sample_checkpoints.build import SAMPLES
@@ -124,7 +125,7 @@ def test_a_written_file_is_compared_and_not_repaired_again(tmp_path, monkeypatch
     torch.save(state, "net.pth")
     report = ckptfix.repair("net.pth", beside=True).report
     like = Likeness(fit=Fit.EXACT, names=("torchvision/resnet18",), versions={})
-    lines = text_lines(full_lines(replace(report, likeness=like), Presentation(Mode.REPAIR)))
+    lines = text_lines(full_lines(replace(report, likeness=like), Presentation(REPAIR)))
     (line,) = (line for line in lines if "compare: " in line)
     assert line.endswith("ckptfix check net.fixed.pth --like known:torchvision/resnet18")
     assert exit_code(shlex.split(line.partition("ckptfix ")[2])) == 1  # it is another model

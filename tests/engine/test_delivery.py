@@ -478,12 +478,14 @@ def test_a_process_killed_at_any_moment_leaves_the_old_state_or_the_whole_new_fi
     assert whole
 
 
-@pytest.mark.parametrize("role", ["like", "fill"])
+@pytest.mark.parametrize("role", ["like", "fill", "adapt", "adapter"])
 def test_a_file_that_is_only_read_is_never_the_output(tmp_path, role):
+    """Not even with ``force``: whatever option names it."""
     for name in ("model.pth", "other.pth"):
         torch.save({"module.weight": torch.ones(2)}, tmp_path / name)
     before = (tmp_path / "other.pth").read_bytes()
-    settings = {"like": tmp_path / "other.pth", role: str(tmp_path / "other.pth")}
-    with pytest.raises(ckptfix.UsageError, match=r"is the file of (like|fill)="):
-        ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "other.pth", **settings)
+    text = f"{'head=' if role == 'adapt' else ''}{tmp_path / 'other.pth'}"
+    settings = {"like": tmp_path / ("other.pth" if role in ("like", "fill") else "model.pth"), role: text}
+    with pytest.raises(ckptfix.UsageError, match=rf"is the file of ({role}|like)="):
+        ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "other.pth", force=True, **settings)
     assert (tmp_path / "other.pth").read_bytes() == before

@@ -11,12 +11,13 @@ from ckptfix.cli.program import exit_code
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
-from ckptfix.report.advice import Mode, Presentation, advice_lines, next_command
+from ckptfix.core.option import CHECK, REPAIR
+from ckptfix.report.advice import Presentation, advice_lines, next_command
 from ckptfix.report.style import TextFormat
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 
-def told(report, mode=Mode.CHECK):
+def told(report, mode=CHECK):
     return TextFormat().write(advice_lines(report, Presentation(mode))).splitlines()
 
 
@@ -42,7 +43,7 @@ def test_what_is_behind_a_url_is_downloaded_first():
 
 
 def test_nothing_is_left_after_a_repair():
-    assert told(repaired(), Mode.REPAIR) == ["nothing left to do"]
+    assert told(repaired(), REPAIR) == ["nothing left to do"]
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,11 @@ def test_the_command_is_quoted_and_keeps_what_was_given():
 
 
 def test_a_repair_does_not_advise_itself():
-    assert next_command(report(COUNTER), Presentation(Mode.REPAIR)) == ""
+    assert next_command(report(COUNTER), Presentation(REPAIR)) == ""
 
 
 def test_a_flag_that_was_given_is_not_given_twice():
-    presentation = Presentation(Mode.REPAIR, choices={"fill": "donor.pth"})
+    presentation = Presentation(REPAIR, choices={"fill": "donor.pth"})
     assert next_command(report(MISSING), presentation) == ""
 
 
@@ -127,14 +128,14 @@ def test_what_becomes_untrained_is_of_the_set_that_was_taken():
     ],
 )
 def test_what_makes_a_command(remedy, command):
-    made = next_command(report(replace(MISMATCH, remedies=(remedy,))), Presentation(Mode.REPAIR))
+    made = next_command(report(replace(MISMATCH, remedies=(remedy,))), Presentation(REPAIR))
     assert made == (f"ckptfix repair resnet.pth {command}" if command else "")
 
 
 def test_nothing_is_filled_or_dropped_while_the_weights_are_in_another_form():
     elsewhere = replace(MISMATCH, blocks=Blocks.FILLING, remedies=advise("merge the adapter first"))
-    assert next_command(report(MISSING, EXTRA, elsewhere), Presentation(Mode.REPAIR)) == ""
-    assert next_command(report(MISSING, EXTRA), Presentation(Mode.REPAIR)).endswith("--unsafe-fixes --fill target")
+    assert next_command(report(MISSING, EXTRA, elsewhere), Presentation(REPAIR)) == ""
+    assert next_command(report(MISSING, EXTRA), Presentation(REPAIR)).endswith("--unsafe-fixes --fill target")
 
 
 def test_the_price_of_a_fill():
@@ -144,13 +145,13 @@ def test_the_price_of_a_fill():
 
 def test_a_model_of_random_weights_is_asked_for_by_its_own_flag():
     coverage = Coverage(100, 41, 0, 0, {"target": 59})
-    lines = told(report(coverage=coverage, is_refused=True), Mode.REPAIR)
+    lines = told(report(coverage=coverage, is_refused=True), REPAIR)
     assert lines[0] == "left: 59 % of the parameters are untrained"
     assert "--allow-untrained" in lines[1]
 
 
 def test_what_a_plan_leaves_is_said():
-    lines = TextFormat().write(advice_lines(report(PREFIX), Presentation(Mode.REPAIR, choices={"apply": "plan.json"})))
+    lines = TextFormat().write(advice_lines(report(PREFIX), Presentation(REPAIR, choices={"apply": "plan.json"})))
     assert lines.splitlines() == ["left:", "  KEY102 wrapper-prefix: not in the plan"]
 
 

@@ -3,8 +3,9 @@ from msgspec.structs import replace
 
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level
+from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.report.advice import Mode, Presentation
+from ckptfix.report.advice import Presentation
 from ckptfix.report.style import TextFormat
 from ckptfix.report.terminal import concise_lines, full_lines, headline
 from ckptfix.rules import named
@@ -53,7 +54,7 @@ def test_headline(findings, line):
 
 
 def test_full_report_of_a_repair():
-    assert full(repaired(), mode=Mode.REPAIR) == (
+    assert full(repaired(), mode=REPAIR) == (
         """\
 resnet.pth: repaired (6 keys renamed, 3 keys filled) → resnet.fixed.pth; loads strictly, forward test passed
   torch-zip, state_dict at state_dict: 9 tensors, 11.7 M elements; target zoo:resnet18
@@ -89,7 +90,7 @@ def test_full_report_of_a_check():
 
 
 def test_a_dry_run_says_would():
-    text = full(report(PREFIX, fixed=(PREFIX,), edits=repaired().edits[:6], is_dry_run=True), mode=Mode.REPAIR)
+    text = full(report(PREFIX, fixed=(PREFIX,), edits=repaired().edits[:6], is_dry_run=True), mode=REPAIR)
     assert "[would be fixed]" in text
     assert "would do:\n  rename 6 keys: module.{…} → {…}\n" in text
     assert "written: nothing (dry run)\n" in text
@@ -142,23 +143,23 @@ def test_figures_and_shapes_stand_beside_their_keys():
 @pytest.mark.parametrize(
     ("changes", "mode", "line"),
     [
-        ({"target": "zoo:net"}, Mode.CHECK, "fits zoo:net"),
-        ({"target": "zoo:net", "obstacles": ("a",)}, Mode.CHECK, "a strict load would fail"),
-        ({"smoke": SmokeResult(False)}, Mode.REPAIR, "the forward test failed"),
+        ({"target": "zoo:net"}, CHECK, "fits zoo:net"),
+        ({"target": "zoo:net", "obstacles": ("a",)}, CHECK, "a strict load would fail"),
+        ({"smoke": SmokeResult(False)}, REPAIR, "the forward test failed"),
         (
             {"edits": repaired().edits, "is_dry_run": True},
-            Mode.REPAIR,
+            REPAIR,
             "would be repaired (6 keys renamed, 3 keys filled)",
         ),
-        ({"output": "a.safetensors"}, Mode.REPAIR, "written → a.safetensors; read back and compared"),
+        ({"output": "a.safetensors"}, REPAIR, "written → a.safetensors; read back and compared"),
         (
             {"output": "a.pth", "coverage": Coverage(4, 2, 0, 0, {"target": 2})},
-            Mode.REPAIR,
+            REPAIR,
             "written → a.pth; 50 % of the parameters are untrained",
         ),
         (
             {"coverage": Coverage(4, 2, 0, 0, {"target": 2}), "is_dry_run": True},
-            Mode.REPAIR,
+            REPAIR,
             "50 % of the parameters would be untrained",
         ),
     ],
@@ -170,18 +171,16 @@ def test_headline_of_what_has_no_defect_left(changes, mode, line):
 def test_headline_of_a_repair_that_leaves_something():
     left = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6], output="b.pth")
     line = "resnet.pth: 1 fixed → b.pth; left: 1 defect: another shape (1 key)\n"
-    assert TextFormat().write([headline(left, Presentation(Mode.REPAIR))]) == line
+    assert TextFormat().write([headline(left, Presentation(REPAIR))]) == line
     line = "resnet.pth: 1 would be fixed; left: 1 defect: another shape (1 key)\n"
-    assert (
-        TextFormat().write([headline(replace(left, output=None, is_dry_run=True), Presentation(Mode.REPAIR))]) == line
-    )
+    assert TextFormat().write([headline(replace(left, output=None, is_dry_run=True), Presentation(REPAIR))]) == line
     refused = report(PREFIX, MISMATCH, fixed=(PREFIX,), edits=repaired().edits[:6])
     line = "resnet.pth: not repaired; left: 1 defect: another shape (1 key)\n"
-    assert TextFormat().write([headline(refused, Presentation(Mode.REPAIR))]) == line
+    assert TextFormat().write([headline(refused, Presentation(REPAIR))]) == line
 
 
 def test_a_defect_without_a_fix_is_not_called_nothing_to_repair():
-    assert "written: nothing\n" in full(report(MISMATCH), mode=Mode.REPAIR)
+    assert "written: nothing\n" in full(report(MISMATCH), mode=REPAIR)
 
 
 def test_a_long_message_is_cut_in_the_headline_alone():
@@ -200,7 +199,7 @@ def test_long_evidence_is_cut_unless_verbose():
 
 def test_concise():
     text = TextFormat().write(
-        concise_lines(report(PREFIX, EXTRA, MISMATCH, NOTE, fixed=(PREFIX,)), Presentation(Mode.REPAIR))
+        concise_lines(report(PREFIX, EXTRA, MISMATCH, NOTE, fixed=(PREFIX,)), Presentation(REPAIR))
     )
     assert text == (
         """\
@@ -231,4 +230,4 @@ def test_a_hostile_name_stays_text(lines):
 )
 def test_the_last_line_says_how_to_load_the_result(form: str, place: tuple[str | int, ...], code: str):
     report = replace(repaired(), output="a.out", written_as=form, place=place)
-    assert full(report, mode=Mode.REPAIR).endswith(f"\nload it with: {code}\n")
+    assert full(report, mode=REPAIR).endswith(f"\nload it with: {code}\n")

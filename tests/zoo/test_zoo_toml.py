@@ -295,6 +295,20 @@ def test_the_models_of_a_table_come_with_the_first_place_that_names_them(tmp_pat
     assert plain_table().models() == {}
 
 
+def test_a_map_is_read_beside_the_source_if_it_is_a_file(tmp_path):
+    """Edited after a run, it made no file be done again. One that ships with ckptfix changes with its version."""
+    (tmp_path / "map.json").write_text('{"ckptfix-map": 1, "rules": [{"from": "a.*", "to": "b.*"}]}')
+    own = '[[files]]\nmatch = "a"\nrename-map = "map.json"\n'
+    text = f'{own}[[files]]\nmatch = "b"\nrename-map = "esrgan-old_basicsr"\n'
+    before, shipped = (table_of(tmp_path, text).treatment_of(name) for name in "ab")
+    assert list(before.files()) == [("rename_map", str(tmp_path / "map.json"))]
+    assert list(shipped.files()) == []
+    old = before.digest("1")
+    (tmp_path / "map.json").write_text('{"ckptfix-map": 1, "rules": [{"from": "a.*", "to": "longer.*"}]}')
+    assert table_of(tmp_path, text).treatment_of("a").digest("1") != old
+    assert table_of(tmp_path, text).treatment_of("b").digest("1") == shipped.digest("1")
+
+
 def test_recipes_for_shapes(tmp_path):
     """Those of the defaults are for the files that have a model; a list of classes is read beside the source."""
     (tmp_path / "classes.txt").write_text("0\n1\n")

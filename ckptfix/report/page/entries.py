@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.finding import Level
+from ckptfix.core.option import REPAIR
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import PlanError
-from ckptfix.report.advice import Mode, Presentation, comparing, remedies_text, suggested
+from ckptfix.report.advice import Presentation, comparing, remedies_text, suggested
 from ckptfix.report.edits import edit_lines
 from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.key_lists import folded_lines
@@ -169,7 +170,7 @@ def record_of_error(source: str, message: str) -> dict[str, Any]:
 
 
 def _outcome(report: Report, presentation: Presentation) -> str:
-    if presentation.mode is Mode.REPAIR and not report.is_dry_run:
+    if presentation.mode == REPAIR and not report.is_dry_run:
         if report.exit_code and not report.is_open and report.output is not None:
             return "partly untrained"
         return "needs a decision" if report.exit_code else "repaired" if report.edits else "already fine"

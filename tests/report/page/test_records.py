@@ -6,8 +6,9 @@ from msgspec.structs import replace
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.finding import Finding, Level, Remedy
 from ckptfix.core.likeness import Fit, Likeness
+from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.smoke_result import SmokeResult
-from ckptfix.report.advice import Mode, Presentation
+from ckptfix.report.advice import Presentation
 from ckptfix.report.page import record_of, record_of_error
 from tests.report.samples import COUNTER, EXTRA, MISSING, NOTE, PREFIX, repaired, report
 
@@ -18,24 +19,24 @@ NAN = Finding("VAL101", "non-finite", Level.ERROR, "NaN", keys=("a",), remedies=
 @pytest.mark.parametrize(
     ("made", "mode", "outcome"),
     [
-        pytest.param(report(), Mode.CHECK, "already fine", id="clean"),
-        pytest.param(report(NOTE), Mode.CHECK, "already fine", id="a note"),
-        pytest.param(report(PREFIX, COUNTER), Mode.CHECK, "can be repaired", id="safe fixes alone"),
-        pytest.param(report(PREFIX, EXTRA), Mode.CHECK, "needs a decision", id="one is unsafe"),
-        pytest.param(report(PREFIX, MISSING), Mode.CHECK, "needs a decision", id="one needs a flag"),
-        pytest.param(report(NAN), Mode.CHECK, "needs a decision", id="no fix"),
-        pytest.param(report(PREFIX, obstacles=("x",)), Mode.CHECK, "needs a decision", id="would not load after it"),
-        pytest.param(repaired(), Mode.REPAIR, "repaired", id="repaired"),
+        pytest.param(report(), CHECK, "already fine", id="clean"),
+        pytest.param(report(NOTE), CHECK, "already fine", id="a note"),
+        pytest.param(report(PREFIX, COUNTER), CHECK, "can be repaired", id="safe fixes alone"),
+        pytest.param(report(PREFIX, EXTRA), CHECK, "needs a decision", id="one is unsafe"),
+        pytest.param(report(PREFIX, MISSING), CHECK, "needs a decision", id="one needs a flag"),
+        pytest.param(report(NAN), CHECK, "needs a decision", id="no fix"),
+        pytest.param(report(PREFIX, obstacles=("x",)), CHECK, "needs a decision", id="would not load after it"),
+        pytest.param(repaired(), REPAIR, "repaired", id="repaired"),
         pytest.param(
             replace(repaired(), coverage=Coverage(9, 6, 0, 0, {"target": 3})),
-            Mode.REPAIR,
+            REPAIR,
             "partly untrained",
             id="a part is untrained",
         ),
-        pytest.param(replace(repaired(), is_dry_run=True), Mode.REPAIR, "can be repaired", id="dry run"),
-        pytest.param(report(), Mode.REPAIR, "already fine", id="nothing to repair"),
-        pytest.param(report(NAN), Mode.REPAIR, "needs a decision", id="left"),
-        pytest.param(report(smoke=SmokeResult(False)), Mode.CHECK, "needs a decision", id="the forward test failed"),
+        pytest.param(replace(repaired(), is_dry_run=True), REPAIR, "can be repaired", id="dry run"),
+        pytest.param(report(), REPAIR, "already fine", id="nothing to repair"),
+        pytest.param(report(NAN), REPAIR, "needs a decision", id="left"),
+        pytest.param(report(smoke=SmokeResult(False)), CHECK, "needs a decision", id="the forward test failed"),
     ],
 )
 def test_outcome(made, mode, outcome):
@@ -51,14 +52,14 @@ def test_the_command_carries_the_flags():
 
 
 def test_a_command_that_fills_has_its_price():
-    made = record_of(report(MISSING, coverage=Coverage(20_520_000, 20_007_000, 0, 0)), Presentation(Mode.REPAIR))
+    made = record_of(report(MISSING, coverage=Coverage(20_520_000, 20_007_000, 0, 0)), Presentation(REPAIR))
     (way,) = made["decisions"]
     assert (way["command"], way["price"]) == (made["command"], "`fc` becomes untrained: 2.5 % of the model")
 
 
 def test_what_a_file_is_like_is_said_with_the_command_that_goes_on():
     like = Likeness(("smp/Unet-resnet18",), Fit.EXACT, {"smp": "1"}, prefix="module.")
-    made = record_of(replace(report(PREFIX), likeness=like), Presentation(Mode.REPAIR))["looks_like"]
+    made = record_of(replace(report(PREFIX), likeness=like), Presentation(REPAIR))["looks_like"]
     assert made["text"] == "smp Unet-resnet18, under `module.`"
     assert made["commands"][0] == "ckptfix repair resnet.pth --like known:smp/Unet-resnet18"
 
