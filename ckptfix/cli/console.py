@@ -127,15 +127,11 @@ class Console(Struct):
     _shows_progress: bool = False
     _begun: float = field(default_factory=time.monotonic)
 
-    def write(self, lines: Iterable[Line]) -> None:
-        """Write lines of a report to stdout."""
+    def write(self, lines: Iterable[Line], *, plain: bool = False) -> None:
+        """Write lines to stdout; ``plain`` ones are for a program, never with colours."""
         self.end_progress()
-        write_output(TextFormat.of(sys.stdout).write(lines))
-
-    def write_plain(self, lines: Iterable[Line]) -> None:
-        """Write lines for a program to stdout, never with colours."""
-        self.end_progress()
-        write_output(TextFormat(encoding=TextFormat.of(sys.stdout).encoding).write(lines))
+        shown = TextFormat.of(sys.stdout)
+        write_output((TextFormat(encoding=shown.encoding) if plain else shown).write(lines))
 
     def note(self, text: str) -> None:
         """Write a line to stderr, unless the user wants quiet."""

@@ -74,7 +74,7 @@ def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: 
     elif explanation is None:
         console.write(unknown_lines(close))
     elif form == "concise":
-        console.write_plain(concise_lines(explanation))
+        console.write(concise_lines(explanation), plain=True)
     else:
         console.write(full_lines(explanation, None if console.verbose else 12))
     if verdict is not None and form != "json":

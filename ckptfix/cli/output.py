@@ -7,146 +7,125 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any, Protocol
-
-from msgspec import Struct, field
+from typing import IO, Any
 
 from ckptfix.cli.console import FAILED, Console, write_output
 from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report, envelope, error_to_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import UsageError
-from ckptfix.report.advice import Presentation, suggested
+from ckptfix.report.advice import Form, Presentation, suggested
+from ckptfix.report.style import Line
 
 
-class _Document(Protocol):
-    """A form that is written when all files have been checked."""
-
-    def add(self, report: Report, presentation: Presentation) -> None: ...
-    def add_error(self, source: str, message: str, runs_code: bool) -> None: ...
-    def text(self) -> str: ...
-
-
-class ReportWriter(Struct):
-    """Writes reports one after another; documents come at the end, and a page too, where one is asked for.
+class ReportWriter:
+    """Writes the reports of a run in a form, and into a page, if one is asked for.
 
     ``exit_code`` is the worst so far."""
 
-    console: Console
-    form: str = "full"
-    page: PageWriter | None = None
-    exit_code: int = 0
-    _document: _Document | None = None
-    _counts: Counter[str] = field(default_factory=Counter)
-    _written: int = 0
-
-    def __post_init__(self) -> None:
-        self._document = _document(self.form)
-
-    def report(self, report: Report, presentation: Presentation) -> None:
-        """Write the report of one file."""
-        if self._document is not None:
-            self._document.add(report, presentation)
-        elif self.form == "github":
-            from ckptfix.report.ci import github_lines
-
-            self.console.write_plain(github_lines(report))
-        elif not (self.console.quiet and report.exit_code == 0):
-            from ckptfix.report.terminal import concise_lines, full_lines
-
-            lines = concise_lines(report, presentation) if self.form == "concise" else full_lines(report, presentation)
-            separator = [""] if self._written and self.form == "full" else []
-            self.console.write([*separator, *lines])
-            self._written += 1
+    def __init__(self, console: Console, form: str = "full", page: PageWriter | None = None) -> None:
+        self.exit_code = 0
+        self._console, self._page, self._name, self._form = console, page, form, _form(form)
+        self._is_for_people = form in _FOR_PEOPLE
+        self._counts: Counter[str] = Counter()
 
     def write_report(self, source: str, presentation: Presentation, make: Callable[[], Report]) -> None:
         """Make the report of one file and write it; an error takes its place and stops no other file."""
-        failed_before = len(self.console.failures)
+        failed_before = len(self._console.failures)
         beside = [
             str(presentation.choices[name])
             for name in ("like", "fill", "compare", "apply")
             if name in presentation.choices
         ]
-        with self.console.surviving(source, *beside):
+        with self._console.surviving(source, *beside):
             begun = time.monotonic()
-            with self.console.watching():
+            with self._console.watching():
                 report = make()
-            if self.page is not None:
-                self.page.add(report, presentation, time.monotonic() - begun)
-            self.report(report, presentation)
+            if self._page is not None:
+                self._page.add(report, presentation, time.monotonic() - begun)
+            if not (self._is_for_people and self._console.quiet and report.exit_code == 0):
+                self._console.write(self._form.add(report, presentation), plain=not self._is_for_people)
             self.exit_code = max(self.exit_code, report.exit_code)
             left = [finding for finding in report.remaining if finding.level > Level.NOTE]
             self._counts["with defects" if left else "without"] += 1
             self._counts["defects"] += len(left)
             self._counts["fixable"] += sum(map(report.is_fixable, left))
-        for message, runs_code in self.console.failures[failed_before:]:
-            if self.page is not None:
-                self.page.add_error(source, message)
-            self.error(source, message, runs_code)
+        for message, runs_code in self._console.failures[failed_before:]:
+            if self._page is not None:
+                self._page.add_error(source, message)
+            self._console.write(self._form.add_error(source, message, runs_code), plain=True)
             self.exit_code = FAILED
             self._counts["failed"] += 1
-
-    def error(self, source: str, message: str, runs_code: bool = False) -> None:
-        """Write what programs should know of a file that could not be checked; people read the line on stderr."""
-        if self._document is not None:
-            self._document.add_error(source, message, runs_code)
-        elif self.form == "github":
-            from ckptfix.report.ci import github_error
-
-            self.console.write_plain([github_error(source, message, runs_code)])
 
     def close(self) -> None:
         """Write what was held back, and how many files had defects."""
         counts = self._counts
         files = counts["with defects"] + counts["without"] + counts["failed"]
-        if files > 1 and self.form in ("full", "concise") and not self.console.quiet:
+        if files > 1 and self._is_for_people and not self._console.quiet:
             defects = f" ({counted(counts['defects'], 'defect')}, {counts['fixable']} fixable)"
             parts = [f"{counts['with defects']} with defects{defects if counts['defects'] else ''}"]
             parts += [f"{counts['failed']} could not be read"] if counts["failed"] else []
             line = f"{counted(files, 'file')}: {', '.join(parts)}"
-            self.console.write(["", line]) if self.form == "full" else self.console.note(line)
-        if self._document is not None:
-            write_output(self._document.text())
-        if self.page is not None:
-            self.page.save()
-            self.console.note(f"report: {self.page.file.path}")
+            self._console.write(["", line]) if self._name == "full" else self._console.note(line)
+        write_output(self._form.text())
+        if self._page is not None:
+            self._page.save()
+            self._console.note(f"report: {self._page.file.path}")
 
 
-def _document(form: str) -> _Document | None:
-    """Return the document of an output format; None for one that is written file by file."""
-    if form == "json":
+_FOR_PEOPLE = ("full", "concise")
+
+
+def _form(name: str) -> Form:
+    """Return a new form of this name."""
+    if name in _FOR_PEOPLE:
+        return _Lines(name)
+    if name == "json":
         return _JsonDocument()
-    if form == "sarif":
-        from ckptfix import __version__
-        from ckptfix.report.ci import SarifLog
+    from ckptfix import __version__
+    from ckptfix.report.ci import JUnitDocument, SarifLog, WorkflowCommands
 
+    if name == "sarif":
         return SarifLog(__version__)
-    if form == "junit":
-        from ckptfix.report.ci import JUnitDocument
-
-        return JUnitDocument()
-    return None
+    return WorkflowCommands() if name == "github" else JUnitDocument()
 
 
-class _JsonDocument:
+class _Lines(Form):
+    """The reports for people, who read errors on stderr: full ones are apart."""
+
+    def __init__(self, name: str) -> None:
+        self._is_full, self._is_begun = name == "full", False
+
+    def add(self, report: Report, presentation: Presentation) -> Iterator[Line]:
+        from ckptfix.report.terminal import concise_lines, full_lines
+
+        if self._is_full and self._is_begun:
+            yield ""
+        self._is_begun = True
+        yield from full_lines(report, presentation) if self._is_full else concise_lines(report, presentation)
+
+
+class _JsonDocument(Form):
     """The reports in ckptfix's own form, with what only the command line knows."""
 
     def __init__(self) -> None:
         self._entries: list[Mapping[str, Any]] = []
 
-    def add(self, report: Report, presentation: Presentation) -> None:
+    def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
         commands = [
             {"words": list(words), "text": typed(words), **({"price": price} if price else {})}
             for words, price in suggested(report, presentation)
         ]
         digest = _sha256(report.source) if presentation.choices.get("values", True) else None
         self._entries.append({**report.to_json(), "sha256": digest, "commands": commands})
+        return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool) -> None:
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
         self._entries.append(error_to_json(source, message))
+        return ()
 
     def text(self) -> str:
         known = environment()

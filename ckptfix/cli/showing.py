@@ -63,7 +63,7 @@ def inspect(run: Run, path: str) -> int:
         if form == "json":
             write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")
         elif form == "concise":
-            console.write_plain(key_lines(checkpoint))
+            console.write(key_lines(checkpoint), plain=True)
         else:
             console.write(inspection_lines(checkpoint, size, Presentation(verbose=console.verbose, choices=choices)))
     return 0

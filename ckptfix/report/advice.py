@@ -56,6 +56,22 @@ class Presentation(Struct, frozen=True):
         return call_text(self.call, command, choices)
 
 
+class Form:
+    """What the reports of a run become: lines of each file, which are written at once, or one text at the end."""
+
+    def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
+        """Take the report of a file, and return the lines to write now."""
+        return ()
+
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
+        """Take a file that could not be checked, perhaps since it is built to run code; likewise."""
+        return ()
+
+    def text(self) -> str:
+        """Return what is written at the end."""
+        return ""
+
+
 def message_with_count(finding: Finding) -> str:
     """Return the message and the number of keys, unless the message tells that number itself."""
     number = len(finding.keys)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,9 +25,9 @@ from msgspec import Struct, field
 from ckptfix.core.finding import Blocks, Finding, Level
 from ckptfix.core.report import Report
 from ckptfix.errors import printable
-from ckptfix.report.advice import Presentation, message_with_count, remedies_text
+from ckptfix.report.advice import Form, Presentation, message_with_count, remedies_text
 from ckptfix.report.key_lists import fold_keys
-from ckptfix.report.style import TextFormat
+from ckptfix.report.style import Line, TextFormat
 from ckptfix.report.terminal import headline
 from ckptfix.rules import RULES, named
 
@@ -38,7 +38,7 @@ _ATTACK = named("executable-payload")
 _MOST_KEYS = 100
 
 
-class SarifLog(Struct):
+class SarifLog(Form, Struct):
     """One run of ckptfix over any number of files. ``version`` is that of ckptfix."""
 
     version: str
@@ -47,16 +47,18 @@ class SarifLog(Struct):
     _rules: dict[str, dict[str, Any]] = field(default_factory=dict)
     _levels: dict[str, Level] = field(default_factory=dict)
 
-    def add(self, report: Report, presentation: Presentation) -> None:
+    def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
         """Add the findings of one file."""
         for finding in report.findings:
             self._add(report.source, finding, finding in report.applied)
+        return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> None:
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
         """Add a file that could not be checked; one that is built to run code is an alert too."""
         if runs_code:
             self._add(source, _ATTACK.finding(Level.ERROR, message, blocks=Blocks.LOADING), False)
         self._unreadable.append({"level": "error", "message": {"text": message}, "locations": [_location(source)]})
+        return ()
 
     def _add(self, source: str, finding: Finding, fixed: bool) -> None:
         self._rules.setdefault(finding.code, _rule(finding))
@@ -130,17 +132,19 @@ def _uri(source: str) -> str:
 _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice"}
 
 
-def github_lines(report: Report) -> Iterator[str]:
-    """Yield one workflow command for each finding; what was fixed is a notice."""
-    for finding in report.findings:
-        fixed = finding in report.applied
-        command = "notice" if fixed else _COMMANDS[finding.level]
-        yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
+class WorkflowCommands(Form):
+    """A command for each finding, and for each file that could not be checked."""
 
+    def add(self, report: Report, presentation: Presentation) -> Iterator[str]:
+        """Yield one workflow command for each finding; what was fixed is a notice."""
+        for finding in report.findings:
+            fixed = finding in report.applied
+            command = "notice" if fixed else _COMMANDS[finding.level]
+            yield _command(command, report.source, f"{finding.code} {finding.name}", _message(finding, fixed))
 
-def github_error(source: str, message: str, runs_code: bool = False) -> str:
-    """Return the workflow command for a file that could not be checked."""
-    return _command("error", source, _title(runs_code), message)
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterator[str]:
+        """Yield the workflow command for a file that could not be checked."""
+        yield _command("error", source, _title(runs_code), message)
 
 
 def _title(runs_code: bool) -> str:
@@ -164,13 +168,13 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-class JUnitDocument:
+class JUnitDocument(Form):
     """One run of ckptfix over any number of files."""
 
     def __init__(self) -> None:
         self._root = Element("testsuites", name="ckptfix")
 
-    def add(self, report: Report, presentation: Presentation) -> None:
+    def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
         """Add the suite of one file: a test for each finding, and one for the file as a whole."""
         suite = self._suite(report.source)
         for finding in report.findings:
@@ -182,10 +186,12 @@ class JUnitDocument:
         whole = _test(suite, "ckptfix")
         if report.exit_code and suite.find("*/failure") is None:  # no rule that was selected says why
             _fail(whole, "failure", "ckptfix", TextFormat().write([headline(report, presentation)]).rstrip("\n"))
+        return ()
 
-    def add_error(self, source: str, message: str, runs_code: bool = False) -> None:
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
         """Add a file that could not be checked."""
         _fail(_test(self._suite(source), _title(runs_code)), "error", "ckptfix", message)
+        return ()
 
     def text(self) -> str:
         """Return the document."""
