@@ -209,7 +209,8 @@ def _with_common(document: Document, folder: Path, salvage: bool, read: ReadCont
     copies: dict[str, TensorSpec] = {}
     remarks = [*document.remarks, *common.remarks]
     if file.name == TORCH_DIST:
-        root, copies = megatron.of_torch_dist(root, common.root)
+        root, copies, left_out = megatron.of_torch_dist(root, common.root)
+        remarks += [Fact(Kind.RANK_LEFT_OUT, name) for name in left_out]
         halves = sorted({copy.dtype for copy in copies.values()} - {"float32"})
         remarks += [Fact.of(Kind.MASTERS, dtype=half) for half in halves]
     return replace(

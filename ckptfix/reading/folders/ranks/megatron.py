@@ -67,6 +67,8 @@ _STACKED = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 # Moments and masters by name, and what a layer without a state of its own leaves in a folder of torch_dist.
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _NOTHING = re.compile(r"_extra_state/shard_\d+_\d+$")
+# Masters and moments in buckets without names (``dp_reshardable``), with memory that was never written between them.
+_BUCKETS = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed)\..+")
 _BESIDE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 _DIGITS = 64
 _LEFT_OUT = frozenset(
@@ -380,15 +382,20 @@ def whole_arguments(args: Any) -> Any:
     return {key: known.get(key, value) for key, value in args.items()} if isinstance(args, dict) else args
 
 
-def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, TensorSpec]]:
-    """Return the container of ``torch_dist`` as that of ``torch``, and the copies of the masters in it.
+def of_torch_dist(
+    saved: Mapping[Any, Any], common: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], dict[str, TensorSpec], list[str]]:
+    """Return the container of ``torch_dist`` as that of ``torch``, the copies of the masters in it, and what is left
+    out: buckets of the distributed optimizer.
 
     The weights are ``model``, with one tensor for each layer, in front of the rest of the chunks and of what
     ``common.pt`` has. If the masters and moments are there by name, these are the weights and ``optimizer``."""
+    buckets = {key: match[1] for key in saved if (match := _BUCKETS.fullmatch(str(key)))}
+    root, left_out = {key: value for key, value in saved.items() if key not in buckets}, sorted({*buckets.values()})
     held = {key: value for key, value in root.items() if key not in common and isinstance(value, TensorSpec)}
     weights = {key: value for key, value in held.items() if not str(key).startswith(_BESIDE)}
     if "model" in root or not weights:
-        return dict(root), {}
+        return root, {}, left_out
     rest = {
         key: whole_arguments(value) if key == "args" else value
         for key, value in root.items()
@@ -405,11 +412,15 @@ def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> tuple[d
     }
     named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
     if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
-        return {
-            "model": model,
-            **{key: value for key, value in root.items() if key in held and key not in weights},
-            **rest,
-        }, {}
+        return (
+            {
+                "model": model,
+                **{key: value for key, value in root.items() if key in held and key not in weights},
+                **rest,
+            },
+            {},
+            left_out,
+        )
     masters = fields.pop("fp32_param", None) or fields.pop("param", {})
     copies = {name: model[name] for name in masters}
     state: dict[str, dict[str, Any]] = {}
@@ -417,7 +428,7 @@ def of_torch_dist(root: Mapping[Any, Any], common: Mapping[Any, Any]) -> tuple[d
         for name, spec in found.items():
             state.setdefault(name, {})[field] = spec
     model.update(masters)
-    return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies
+    return {"model": model, **rest, "optimizer": _by_name(state, rest.get("optimizer"))}, copies, left_out
 
 
 def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> TensorSpec:

@@ -458,6 +458,23 @@ def test_moments_of_another_shape_than_the_weights_stay_as_they_are(tmp_path: Pa
     assert root.keys() >= flat.keys()
 
 
+@pytest.mark.parametrize("chain", ["", "chained_0."])
+def test_buckets_of_the_distributed_optimizer_are_left_out(tmp_path: Path, chain: str) -> None:
+    """The form ``dp_reshardable``: what is between the parameters in a bucket was never written, and may be NaN."""
+    write_torch_dist(tmp_path, GROUPS)
+    wanted = ckptfix.open_checkpoint(tmp_path).root
+    bucket = f"{chain}optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_torch.float32.bucket_idx_0"
+    garbage = {f"{bucket}.{field}": torch.full((40,), torch.nan) for field in ("param", "exp_avg", "exp_avg_sq")}
+    write_torch_dist(tmp_path, GROUPS, **garbage)
+    root: Any = ckptfix.open_checkpoint(tmp_path).root
+    assert root.keys() == wanted.keys()
+    found = [finding for finding in ckptfix.check(tmp_path).findings if finding.code in ("FIL105", "VAL101")]
+    assert [finding.evidence["left out"] for finding in found if "left out" in finding.evidence] == [
+        [f"{chain}optimizer.distributed"]
+    ]
+    assert {finding.code for finding in found} == {"FIL105"}
+
+
 @pytest.mark.parametrize("counts", [(1, 1), (4, 1), (1, 2), (4, 2)])
 def test_moments_in_flat_parts_are_put_together(tmp_path: Path, counts: tuple[int, int]) -> None:
     """As the distributed optimizer saves them (``fully_sharded_model_space``), with the step in its groups."""
