@@ -7,6 +7,7 @@ of other models."""
 
 from __future__ import annotations
 
+import glob
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,6 @@ from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_text
 from ckptfix.report.style import elements
 from ckptfix.zoo.items import Item, Kind
-from ckptfix.zoo.naming import literal
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.survey import Group, Sight, gather, survey
 
@@ -254,7 +254,7 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
         yield from comment(f"{sight.name}: {sight.fault}", "# - ")
         if sight.whole:
             yield "#   [[files]]"
-            yield f"#   match = {quoted('/' + literal(sight.name))}"
+            yield f"#   match = {quoted('/' + glob.escape(sight.name))}"
             if sight.is_hostile:
                 yield "#   disarm = true   # only its tensors are written, and nothing of it runs"
             else:

@@ -147,8 +147,3 @@ def _meaning(match: re.Match[str]) -> str:
         escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", characters)
         return f"[{'^/' if match['not'] else ''}{escaped}]"
     return _WILD.get(match[0]) or re.escape(match[0])
-
-
-def literal(name: str) -> str:
-    """Return the pattern that means this name and no other."""
-    return re.sub(r"([*?\[])", r"[\1]", name)

@@ -7,6 +7,7 @@ first and is moved."""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -31,7 +32,6 @@ from ckptfix.bytes.remote import (
 )
 from ckptfix.errors import UsageError
 from ckptfix.writing.atomic import flush_file, temporary_beside
-from ckptfix.zoo.naming import literal
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -434,7 +434,7 @@ def split_source(text: str) -> tuple[str, str | None]:
         if path.is_dir():
             return text, None
         if path.exists():
-            return str(path.parent), f"/{literal(path.name)}"
+            return str(path.parent), f"/{glob.escape(path.name)}"
     scheme, found, rest = text.rpartition("://")
     parts = rest.split("/")
     fixed = next((index for index, part in enumerate(parts) if WILD & set(part)), None)
@@ -445,7 +445,7 @@ def split_source(text: str) -> tuple[str, str | None]:
         raise AbsentError(f"{text}: does not exist; name a folder, a file, a glob or a URL")
     parent, _, name = rest.rstrip("/").rpartition("/")
     if parent and open_place(f"{scheme}{found}{parent}").entry(name) is not None:
-        return f"{scheme}{found}{parent}", f"/{literal(name)}"
+        return f"{scheme}{found}{parent}", f"/{glob.escape(name)}"
     return text, None
 
 

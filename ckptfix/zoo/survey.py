@@ -5,17 +5,17 @@ No tensor is read, and no code of a file runs."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import math
 import re
 import shutil
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from threading import Thread
 
 from msgspec import Struct
 
@@ -30,7 +30,7 @@ from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import module_parts
 from ckptfix.zoo.items import Item, Kind, fetch_item
-from ckptfix.zoo.naming import compile_patterns, literal
+from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at
 from ckptfix.zoo.workspace import temporary_folder
@@ -107,39 +107,25 @@ def each_on_this_machine(
 
     Remote items are fetched ahead, as long as their copies take no more than ``room`` bytes together, or there is only
     one. A copy is removed when the next item is asked for."""
-    waiting, under_way, taken = deque(enumerate(items)), deque[tuple[int, Path, Future[Path]]](), 0
-    while waiting or under_way:
-        while waiting and len(under_way) < AHEAD and (not under_way or taken + waiting[0][1].size <= room):
-            number, item = waiting.popleft()
-            copy = folder / str(number)
-            under_way.append((item.size, copy, _begun(place, item, copy)))
-            taken += item.size
-        size, copy, future = under_way.popleft()
-        try:
-            found: Path | CkptfixError = future.result()
-        except CkptfixError as error:
-            found = error
-        yield found
-        if place.root is None:
-            shutil.rmtree(copy, ignore_errors=True)
-        taken -= size
-
-
-def _begun(place: Place, item: Item, folder: Path) -> Future[Path]:
-    """Return an item that is being fetched. Nothing waits for the thread: Ctrl-C must not take minutes."""
-    future: Future[Path] = Future()
-
-    def fetch() -> None:
-        try:
-            future.set_result(fetch_item(place, item, folder))
-        except BaseException as error:  # noqa: BLE001 - it is raised when the result is asked for
-            future.set_exception(error)
-
     if place.root is not None:
-        fetch()
-    else:
-        Thread(target=fetch, name=f"fetching {item.name}", daemon=True).start()
-    return future
+        yield from (fetch_item(place, item, folder) for item in items)
+        return
+    waiting, under_way, taken = deque(enumerate(items)), deque[tuple[int, Path, AsyncResult[Path]]](), 0
+    with ThreadPool(AHEAD) as pool:  # nothing waits for its threads at the end: Ctrl-C must not take minutes
+        while waiting or under_way:
+            while waiting and len(under_way) < AHEAD and (not under_way or taken + waiting[0][1].size <= room):
+                number, item = waiting.popleft()
+                copy = folder / str(number)
+                under_way.append((item.size, copy, pool.apply_async(fetch_item, (place, item, copy))))
+                taken += item.size
+            size, copy, fetched = under_way.popleft()
+            try:
+                found: Path | CkptfixError = fetched.get()
+            except CkptfixError as error:
+                found = error
+            yield found
+            shutil.rmtree(copy, ignore_errors=True)
+            taken -= size
 
 
 def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> Sight:
@@ -278,21 +264,21 @@ class _Names:
             place = self._highest(folder, wanted)
             if place is not None and len(left & self.below[place]) > 1:
                 left -= self.below[place]
-                yield self._anchored(f"{literal(place)}/", self.folders[place])
+                yield self._anchored(f"{glob.escape(place)}/", self.folders[place])
         by_own: dict[str, set[str]] = defaultdict(set)
         for name in left:
             by_own[name.rpartition("/")[2]].add(name)
         for own, same in sorted(by_own.items()):
             if 1 < len(same) == self.own[own]:
                 left -= same
-                yield literal(own)
+                yield glob.escape(own)
         for pattern, alike in sorted(_alike(left).items()):
             expression = compile_patterns([pattern])
             folder = next(iter(alike)).rpartition("/")[0]
             if len(alike) >= _ALIKE and {name for name in self.beside[folder] if expression.fullmatch(name)} == alike:
                 left -= alike
                 yield pattern
-        yield from (self._anchored(literal(name), self.own[name]) for name in sorted(left))
+        yield from (self._anchored(glob.escape(name), self.own[name]) for name in sorted(left))
 
     def _highest(self, folder: str, wanted: set[str]) -> str | None:
         """Return the highest folder above, or the folder itself, all of whose files are wanted."""
@@ -316,7 +302,7 @@ def _alike(names: set[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for (folder, first, *others), members in forms.items():
         columns = zip(*members.values(), strict=True)
-        stars = ["*" if len(set(column)) > 1 else literal(column[0]) for column in columns]
-        own = "".join([literal(first), *(star + literal(part) for star, part in zip(stars, others, strict=True))])
-        found[f"{literal(folder)}/{own.replace('**', '*')}"] = set(members)
+        stars = ["*" if len(set(column)) > 1 else glob.escape(column[0]) for column in columns]
+        own = glob.escape(first) + "".join(star + glob.escape(part) for star, part in zip(stars, others, strict=True))
+        found[f"{glob.escape(folder)}/{own.replace('**', '*')}"] = set(members)
     return found

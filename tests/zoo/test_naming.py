@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 
@@ -13,7 +14,6 @@ from ckptfix.zoo.naming import (
     check_template,
     compile_patterns,
     hash_in_name,
-    literal,
     name_with_hash,
     output_name,
     split_suffix,
@@ -217,7 +217,7 @@ def test_any_of_several():
 
 @pytest.mark.parametrize("name", ["a.pth", "a*b?.pth", "a[1].pth", "[!x]", "a]b", "**", "a\\b"])
 def test_a_literal_means_its_name_alone(name):
-    expression = compile_patterns([literal(name)])
+    expression = compile_patterns([glob.escape(name)])
     assert expression.fullmatch(name)
     assert not expression.fullmatch(name + "x")
     assert not expression.fullmatch(re.sub(r"[*?]", "x", name) if re.search(r"[*?]", name) else "other")
