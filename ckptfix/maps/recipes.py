@@ -59,22 +59,14 @@ def _is_flat(layout: Layout, key: str) -> bool:
     return len(layout.shapes[key]) <= 1
 
 
-def _has_bias(key: str) -> bool:
-    return bare(key).endswith(".bias")
-
-
 def _decays_in_hf(layout: Layout, key: str) -> bool:
     module = key.rpartition(".")[0]
     is_layer_norm = layout.modules is not None and layout.modules.get(module) == "LayerNorm"
     return not (is_layer_norm or _HF_PATTERNS.search(bare(key).lower()))
 
 
-def _decays_in_old_hf(layout: Layout, key: str) -> bool:
-    return not (layout.is_norm(key, "LayerNorm", "RMSNorm") or "bias" in key)
-
-
 def _decays_in_timm(layout: Layout, key: str) -> bool:
-    return not (_is_flat(layout, key) or _has_bias(key))
+    return not (_is_flat(layout, key) or bare(key).endswith(".bias"))
 
 
 def _decays_in_vit(layout: Layout, key: str) -> bool:
@@ -83,10 +75,6 @@ def _decays_in_vit(layout: Layout, key: str) -> bool:
 
 def _may_decay(layout: Layout, key: str) -> bool:
     return not _UNDECAYED.search(key)
-
-
-def _is_hidden_matrix(layout: Layout, key: str) -> bool:
-    return not _is_flat(layout, key) and not OUTER.search(key)
 
 
 def _layer(key: str) -> int:
@@ -202,19 +190,23 @@ RECIPES = (
     PLAIN,
     Recipe("Hugging Face Trainer", _decays_in_hf, (True, False), sign=HF_FILE, rises=_decaying),
     Recipe(
-        "Hugging Face Trainer before names counted", _decays_in_old_hf, (True, False), sign=HF_FILE, rises=_decaying
-    ),
-    Recipe(
-        "decay for matrices, none for the rest",
-        lambda layout, key: not _is_flat(layout, key),
+        "Hugging Face Trainer before names counted",
+        lambda layout, key: not (layout.is_norm(key, "LayerNorm", "RMSNorm") or "bias" in key),
         (True, False),
+        sign=HF_FILE,
         rises=_decaying,
     ),
+    Recipe("decay for matrices, none for the rest", lambda *of: not _is_flat(*of), (True, False), rises=_decaying),
     Recipe("timm", _decays_in_timm, (False, True), rises=_decaying),
     Recipe("timm with no_weight_decay", _decays_in_vit, (False, True), rises=_decaying),
     Recipe("timm with only no_weight_decay", _may_decay, (False, True), rises=_decaying),
     Recipe("DETR", lambda layout, key: "backbone" in key, (False, True)),
-    Recipe("hidden matrices first, as of Muon", _is_hidden_matrix, (True, False), is_mixed=True),
+    Recipe(
+        "hidden matrices first, as of Muon",
+        lambda layout, key: not (_is_flat(layout, key) or OUTER.search(key)),
+        (True, False),
+        is_mixed=True,
+    ),
     Recipe("minGPT, by name", _is_decayed_in_mingpt, (True, False), within=sorted, rises=_decaying),
     *(
         Recipe(name, _ultralytics, order, sign="train_args", rises=lambda label: (0, label == "weight"))
