@@ -62,6 +62,13 @@ class Context(Struct, frozen=True, dict=True):
         """The values that a model begins with; none without one, or if they are not known."""
         return self.target.initial() if self.target is not None and self.target.initial is not None else {}
 
+    def start(self, key: str) -> TensorStatistics | None:
+        """Return the figures of a tensor as the model begins with it, if they are known."""
+        from ckptfix.reading.tensors import spec_of_tensor
+        from ckptfix.values.statistics import tensor_statistics
+
+        return tensor_statistics(spec_of_tensor(self.initial[key])) if key in self.initial else None
+
     @cached_property
     def matrices(self) -> Figures:
         """The figures of weight matrices and kernels."""
@@ -77,6 +84,14 @@ class Context(Struct, frozen=True, dict=True):
 
         view = replace(self.checkpoint, entries={key: spec for key, spec in specs.items() if not is_torn(spec)})
         return self.statistics.of(view) if isinstance(self.statistics, Statistics) else Statistics(view)
+
+
+SHOWN = 8  # how many channels are named
+
+
+def affected(channels: Sequence[int], spec: TensorSpec, name: str = "affected") -> dict[str, Any]:
+    """Return the evidence of a defect of some channels of a tensor; nothing if it has no such channels."""
+    return {name: len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])} if channels else {}
 
 
 class Needs(Enum):

@@ -50,12 +50,10 @@ from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
-from ckptfix.rules.rule import Context, Rule
+from ckptfix.rules.rule import Context, Rule, affected
 from ckptfix.values.casting import NON_FINITE, can_be_zeroed
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
-
-SHOWN = 8  # how many channels are named
 
 # The last segment of the names of tables whose entries are added to a path's score: of a CRF, of the energies of RNA.
 _SCORES = re.compile(r"(^|_)(scores?|transitions?|log_?(probs?|priors?))(_|$)")
@@ -136,12 +134,10 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
 
 def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
     """Return whether a buffer is NaN throughout, as the model itself begins with it."""
-    if figures.nan != figures.numel or is_running_statistic(key) or key not in context.initial:
+    if figures.nan != figures.numel or is_running_statistic(key):
         return False
-    if not is_buffer(key, context.checkpoint.specs[key], context.target):
-        return False
-    initial = context.initial[key]
-    return initial.is_floating_point() and bool(initial.isnan().all())
+    start = context.start(key) if is_buffer(key, context.checkpoint.specs[key], context.target) else None
+    return start is not None and start.nan == start.numel
 
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
@@ -177,10 +173,7 @@ def _evidence(spec: TensorSpec, figures: TensorStatistics) -> dict[str, Any]:
     first = figures.first_nonfinite
     place = None if first is None else list(map(int, np.unravel_index(first, spec.shape)))
     evidence: dict[str, Any] = {**counts, "first_index": place}
-    channels = channels_with(spec, lambda values: ~np.isfinite(values))
-    if channels:
-        evidence |= {"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])}
-    return evidence
+    return evidence | affected(channels_with(spec, lambda values: ~np.isfinite(values)), spec)
 
 
 def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements: Replacements) -> tuple[Remedy, ...]:

@@ -206,7 +206,6 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
     suspects -= _started_tiny({key: matrices[key] for key in suspects})
     if not suspects:
         return
-    initial = context.initial
     healthy = {key: figures.rms for key, figures in matrices.items() if key not in suspects}
     of_kind: dict[str, list[float]] = {}
     for key, rms in healthy.items():
@@ -219,8 +218,8 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
             continue
         peers = medians.get(kind(key, specs[key]), overall)
         start, reference = usual_rms(specs[key]), BY_FAN_IN
-        if key in initial:
-            start, reference = float(initial[key].detach().double().square().mean().sqrt()), BY_MODEL
+        if (own := context.start(key)) is not None:
+            start, reference = own.rms, BY_MODEL
         shape = specs[key].shape  # with so many rows for so few columns, it is a table, whatever its name
         is_looked_up = kind(key, specs[key]) == "embedding" or (len(shape) == 2 and shape[0] >= ROWS * shape[1])
         is_table = reference == BY_FAN_IN and is_looked_up

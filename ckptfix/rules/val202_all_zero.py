@@ -116,10 +116,8 @@ def _is_sound(key: str, figures: TensorStatistics) -> bool:
 
 def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:
     """Return those that neither start at zero in the model nor, without a model, have a name that says so."""
-    if not zero:
-        return []
-    if initial := context.initial:
-        return [key for key in zero if key not in initial or bool(initial[key].any())]
+    if zero and context.initial:
+        return [key for key in zero if (start := context.start(key)) is None or not start.all_zero]
     return [key for key in zero if not (use_names and is_zero_by_design(key))]
 
 

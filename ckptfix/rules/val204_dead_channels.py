@@ -25,11 +25,10 @@ from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import FAINT
-from ckptfix.rules.rule import Context, Rule
+from ckptfix.rules.rule import Context, Rule, affected
 from ckptfix.values.roles import kind
 from ckptfix.values.scan import channels_with
 
-SHOWN = 8  # how many channels are named
 FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
 
 
@@ -42,12 +41,7 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.NOTE,
             f"{counted(sum(map(len, dead.values())), 'output channel')} of {counted(len(dead), 'layer')} are zero",
             keys=dead,
-            evidence={
-                "tensors": {
-                    key: {"dead": len(found), "of": specs[key].shape[0], "channels": list(found[:SHOWN])}
-                    for key, found in dead.items()
-                }
-            },
+            evidence={"tensors": {key: affected(found, specs[key], "dead") for key, found in dead.items()}},
         )
 
 

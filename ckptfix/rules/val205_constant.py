@@ -61,8 +61,8 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
     is_large = spec.numel >= SMALLEST and bool(re.search(_WEIGHT, key))
     if not figures.is_constant or figures.maximum == 0 or not is_large:
         return False
-    if (initial := context.initial.get(key)) is not None:
-        return bool((initial != initial.flatten()[0]).any())
+    if (start := context.start(key)) is not None:
+        return not start.is_constant
     # 1 or a mean is by design, as precise as the dtype is.
     usual = (1.0, 1 / math.prod(spec.shape[1:]), 1 / math.prod(spec.shape[2:]), 1 / spec.shape[0])
     is_usual = any(math.isclose(abs(figures.maximum), value, rel_tol=1e-2) for value in usual)

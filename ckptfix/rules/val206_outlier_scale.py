@@ -53,8 +53,8 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
         return scale > max(OF_KIND * medians[key], OF_START)
 
     def starts_so(key: str) -> bool:
-        own = context.initial.get(key)
-        return own is not None and statistics[key].rms <= OF_START * float(own.detach().double().square().mean().sqrt())
+        start = context.start(key)
+        return start is not None and statistics[key].rms <= OF_START * start.rms
 
     def is_sound(key: str, figures: TensorStatistics) -> bool:
         return not (is_large(key, figures.rms / usual_rms(specs[key])) or figures.nonfinite or figures.all_zero)

@@ -35,7 +35,7 @@ from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Rule
+from ckptfix.rules.rule import Context, Rule, affected
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with, first_numbers
 
@@ -47,7 +47,6 @@ _PARTNER = {"running_mean": "running_var", "running_var": "running_mean"}
 LARGE = 1e3  # a mean or variance from which on its channel has data in a large unit
 FAR = 1e3  # how many times the median a value is that data in a large unit does not explain
 LOOK = 1 << 14  # values of which the median is taken
-SHOWN = 8  # how many channels are named
 
 
 def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -87,8 +86,8 @@ def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
             return False
         if spec.numel == 1 and not ("weight" in leaf or "bias" in leaf):
             return False
-    initial = context.initial
-    return key not in initial or figures.absmax > 10 * float(initial[key].detach().double().abs().max())
+    start = context.start(key)
+    return start is None or figures.absmax > 10 * start.absmax
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
@@ -107,12 +106,7 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
 
 def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str, Any]:
     spec = context.checkpoint.specs[key]
-    channels = _channels_beyond(_bound(key), spec)
-    return {
-        "absmax": figures.absmax,
-        "rms": figures.rms,
-        **({"affected": len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])} if channels else {}),
-    }
+    return {"absmax": figures.absmax, "rms": figures.rms, **affected(_channels_beyond(_bound(key), spec), spec)}
 
 
 def _channels_beyond(bound: float, spec: TensorSpec) -> tuple[int, ...]:

@@ -81,10 +81,8 @@ def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _starts_so(key: str, figures: TensorStatistics, context: Context) -> bool:
-    if key not in context.initial:
-        return False
-    largest = float(context.initial[key].detach().double().abs().max())
-    return bool(0.5 * largest <= figures.absmax <= 2 * largest)
+    start = context.start(key)
+    return start is not None and 0.5 * start.absmax <= figures.absmax <= 2 * start.absmax
 
 
 def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
