@@ -23,7 +23,7 @@ from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
-from ckptfix.rules.adapting import POSITIONS, Case, cases, narrowed
+from ckptfix.rules.adapting import POSITIONS, Case, Misfits, narrowed
 from ckptfix.rules.quantised_layers import keys_of_codes
 
 Shape = tuple[int, ...]
@@ -442,7 +442,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
 
 def _cases(mismatch: Mismatch) -> list[Case]:
     slots = {key: Slot("float32", shape, PARAMETER) for key, (_, shape) in mismatch.shapes.items()}
-    return cases(mismatch.shapes, Target(mismatch.model or "the model", slots), {})
+    return Misfits(mismatch.shapes, Target(mismatch.model or "the model", slots), {}).cases()
 
 
 def _recipes(mismatch: Mismatch) -> dict[str, str]:

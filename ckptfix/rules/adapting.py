@@ -34,7 +34,7 @@ from ckptfix.rules.class_maps import class_rows, is_of_boxes
 from ckptfix.values.adapted_tensors import is_of_blocks, patch
 
 Shape = tuple[int, ...]
-Shapes = Mapping[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
+Pairs = dict[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
 
 # Segments of keys that hold position embeddings; `pos_head` and `pos_tag` do not.
 POSITIONS = re.compile(
@@ -109,7 +109,7 @@ class Case(Struct, frozen=True):
     and ``unclear`` says why they are not known. ``keeps_last``: the last row of a vocabulary is none of its words."""
 
     name: str
-    shapes: Shapes
+    shapes: Pairs
     recipes: tuple[str, ...]
     words: str
     library: str = ""
@@ -118,40 +118,121 @@ class Case(Struct, frozen=True):
     keeps_last: bool = False
 
 
-def cases(
-    shapes: Shapes,
-    target: Target,
-    tensors: Mapping[str, Shape],
-    given: Sequence[Adaptation] = (),
-    stored: Grid | None = None,
-    fixed: Collection[str] = (),
-) -> list[Case]:
-    """Return the cases among the keys of another shape.
+class Misfits(Struct, frozen=True):
+    """The keys of another shape, and what says of what kind they are: the model, all tensors of the file, what was
+    given for ``--adapt``, and the grid ``stored`` in the configuration beside the file. ``fixed`` are tables of
+    sinusoids, of which no row is another's for other positions."""
 
-    ``tensors`` are all tensors of the file, and ``stored`` is the grid that the configuration beside it says. Grids of
-    ``given`` count where the target does not know its own. ``fixed`` are tables of sinusoids, of which no row is
-    another's for other positions."""
-    found: dict[str, dict[str, tuple[Shape, Shape]]] = {}
-    for key, (old, new) in shapes.items():
-        named = next((asked.name for asked in given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
-        if name := _kind(key, old, new, target, named):
-            found.setdefault(name, {})[key] = (old, new)
-    if turned := _of_other_sides(target, tensors, given):
-        found.setdefault(POS_EMBED, {}).update(turned)
-    rest = {key: pair for key, pair in shapes.items() if not any(key in group for group in found.values())}
-    words, longer = _vocabulary(rest, target, given)
-    if words:
-        found[VOCAB] = words
-    rest = {key: pair for key, pair in rest.items() if key not in words}
-    if heads := _heads(rest, target, tensors, given):
-        found[HEAD] = heads
-    made: list[Case] = []
-    for name, group in found.items():
-        if name in (POS_EMBED, WINDOW_BIAS):
-            made += _tables(name, group, target, tensors, given, stored if name == POS_EMBED else None, fixed)
-        else:
-            made += _plain_cases(name, group, longer)
-    return made
+    shapes: Pairs
+    target: Target
+    tensors: Mapping[str, Shape]
+    given: Sequence[Adaptation] = ()
+    stored: Grid | None = None
+    fixed: Collection[str] = ()
+
+    def cases(self) -> list[Case]:
+        """Return the cases among them. Grids that were given count where the target does not know its own."""
+        found: dict[str, Pairs] = {}
+        for key, (old, new) in self.shapes.items():
+            named = next((asked.name for asked in self.given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
+            if name := _kind(key, old, new, self.target, named):
+                found.setdefault(name, {})[key] = (old, new)
+        if turned := self._of_other_sides():
+            found.setdefault(POS_EMBED, {}).update(turned)
+        rest = {key: pair for key, pair in self.shapes.items() if not any(key in group for group in found.values())}
+        words, longer = self._vocabulary(rest)
+        if words:
+            found[VOCAB] = words
+        if heads := self._heads({key: pair for key, pair in rest.items() if key not in words}):
+            found[HEAD] = heads
+        made: list[Case] = []
+        for name, group in found.items():
+            is_of_grids = name in (POS_EMBED, WINDOW_BIAS)
+            made += self._tables(name, group) if is_of_grids else _plain_cases(name, group, longer)
+        return made
+
+    def _of_other_sides(self) -> Pairs:
+        """Return the tables of as many positions as the model's, of which the user says a grid with other sides: 10x6
+        and 6x10."""
+        found: Pairs = {}
+        for key, shape in self.tensors.items() if any(asked.old for asked in self.given) else ():
+            asked = chosen(POS_EMBED, key, RECIPES[POS_EMBED], self.given)
+            if asked is None or asked.old is None or len(shape) not in (2, 3) or not self.target.accepts(key, shape):
+                continue
+            table = _Table(POS_EMBED, key, shape, shape, self)
+            new = table.grid_of_model or asked.new
+            if new and new != asked.old and math.prod(new) == math.prod(asked.old) and POSITIONS.search(key):
+                found[key] = (shape, shape)
+        return found
+
+    def _vocabulary(self, shapes: Pairs) -> tuple[Pairs, set[str]]:
+        """Return the embeddings of words, and what has as many rows as they: output layers and their biases; and which
+        of the embeddings have a row more than the vocabulary, which stays the last one: that before the first word of
+        Moshi and MusicGen."""
+        by_rows = {
+            key: pair
+            for key, pair in shapes.items()
+            if len(pair[0]) == len(pair[1]) in (1, 2) and pair[0][0] != pair[1][0] and pair[0][1:] == pair[1][1:]
+        }
+        patterns = [asked.keys for asked in self.given if asked.name == VOCAB and asked.keys != "*"]
+        named = {key for key in by_rows if any(fnmatchcase(key, keys) for keys in patterns)}
+        tables = {
+            key: (old[0], new[0])
+            for key, (old, new) in by_rows.items()
+            if len(old) == 2 and (key in named or _is_of_words(key, new[0], self.target))
+        }
+        heads = {(old[0], new[0]) for key, (old, new) in by_rows.items() if key not in tables} - {*tables.values()}
+        longer = {
+            key: (old - 1, new - 1)
+            for key, (old, new) in tables.items()
+            if not {new} & self.target.vocabularies
+            and ((old - 1, new - 1) in heads or {new - 1} & self.target.vocabularies)
+        }
+        sizes = {*tables.values(), *longer.values()}
+        # Models such as BART have a bias [1, words].
+        return {
+            key: (old, new)
+            for key, (old, new) in shapes.items()
+            if (key in by_rows and (old[0], new[0]) in sizes)
+            or (len(old) == len(new) == 2 and old[0] == new[0] == 1 and (old[1], new[1]) in sizes)
+        }, {*longer}
+
+    def _heads(self, rest: Pairs) -> Pairs:
+        """Return the output layers whose classes are others, if nothing but the number of classes can be the reason.
+
+        One of as many classes is among them if its keys were named."""
+        heads = {
+            key: (old, new)
+            for key, (old, new) in rest.items()
+            if len(old) == len(new) > 0 and old[1:] == new[1:] and not _NO_HEADS.search(key)
+            if not re.search("Emb|Norm", (self.target.modules or {}).get(key.rpartition(".")[0], ""))
+            if not {*new[:1]} & self.target.vocabularies
+        }
+        named = [each.keys for each in self.given if each.name == HEAD and each.keys != "*"]
+        heads |= {
+            key: (shape, shape)
+            for key, shape in self.tensors.items()
+            if any(fnmatchcase(key, keys) for keys in named) and self.target.accepts(key, shape) and shape
+        }
+        return heads if len(heads) >= len(rest) or any(each.name == HEAD for each in self.given) else {}
+
+    def _tables(self, name: str, shapes: Pairs) -> Iterator[Case]:
+        """Yield a case for the tables of each pair of grids, and of each order of recipes."""
+        found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[_Table]] = {}
+        for key, (old, new) in shapes.items():
+            table = _Table(name, key, old, new, self)
+            if not table.recipes[0]:
+                continue
+            known = table.grids(chosen(name, key, table.recipes[0], self.given))
+            found.setdefault((*table.recipes, known), []).append(table)
+        for (recipes, library, known), tables in found.items():
+            first, group = tables[0], {table.key: (table.old, table.new) for table in tables}
+            if isinstance(known, str):
+                right = first.grids(None)  # if the user's are not
+                grids = None if isinstance(right, str) else right
+                yield Case(name, group, recipes, known, library, grids, unclear=known)
+            else:
+                yield Case(name, group, recipes, first.words(*known), library, grids=known)
 
 
 def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
@@ -189,83 +270,10 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
     return ""
 
 
-def _of_other_sides(
-    target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation]
-) -> dict[str, tuple[Shape, Shape]]:
-    """Return the tables of as many positions as the model's, of which the user says a grid with other sides: 10x6 and
-    6x10."""
-    found = {}
-    for key, shape in tensors.items() if any(asked.old for asked in given) else ():
-        asked = chosen(POS_EMBED, key, RECIPES[POS_EMBED], given)
-        if asked is None or asked.old is None or len(shape) not in (2, 3) or not target.accepts(key, shape):
-            continue
-        table = _Table(POS_EMBED, key, shape, shape, target, tensors, None)
-        new = table.grid_of_model or asked.new
-        if new and new != asked.old and math.prod(new) == math.prod(asked.old) and POSITIONS.search(key):
-            found[key] = (shape, shape)
-    return found
-
-
 def _is_input(shape: Shape, target: Target) -> bool:
     """Return whether a weight has the shape of the model's first convolution: others of its shape are beside it."""
     weights = (slot.shape for key, slot in target.slots.items() if key.endswith("weight") and slot.shape is not None)
     return next((each for each in weights if len(each) >= 3), None) == shape
-
-
-def _vocabulary(
-    shapes: Shapes, target: Target, given: Sequence[Adaptation]
-) -> tuple[dict[str, tuple[Shape, Shape]], set[str]]:
-    """Return the embeddings of words, and what has as many rows as they: output layers and their biases; and which of
-    the embeddings have a row more than the vocabulary, which stays the last one: that before the first word of Moshi
-    and MusicGen."""
-    by_rows = {
-        key: pair
-        for key, pair in shapes.items()
-        if len(pair[0]) == len(pair[1]) in (1, 2) and pair[0][0] != pair[1][0] and pair[0][1:] == pair[1][1:]
-    }
-    patterns = [asked.keys for asked in given if asked.name == VOCAB and asked.keys != "*"]
-    named = {key for key in by_rows if any(fnmatchcase(key, keys) for keys in patterns)}
-    tables = {
-        key: (old[0], new[0])
-        for key, (old, new) in by_rows.items()
-        if len(old) == 2 and (key in named or _is_of_words(key, new[0], target))
-    }
-    heads = {(old[0], new[0]) for key, (old, new) in by_rows.items() if key not in tables} - {*tables.values()}
-    longer = {
-        key: (old - 1, new - 1)
-        for key, (old, new) in tables.items()
-        if not {new} & target.vocabularies and ((old - 1, new - 1) in heads or {new - 1} & target.vocabularies)
-    }
-    sizes = {*tables.values(), *longer.values()}
-    # Models such as BART have a bias [1, words].
-    return {
-        key: (old, new)
-        for key, (old, new) in shapes.items()
-        if (key in by_rows and (old[0], new[0]) in sizes)
-        or (len(old) == len(new) == 2 and old[0] == new[0] == 1 and (old[1], new[1]) in sizes)
-    }, {*longer}
-
-
-def _heads(
-    rest: Shapes, target: Target, tensors: Mapping[str, Shape], given: Sequence[Adaptation]
-) -> dict[str, tuple[Shape, Shape]]:
-    """Return the output layers whose classes are others, if nothing but the number of classes can be the reason.
-
-    One of as many classes is among them if its keys were named."""
-    heads = {
-        key: (old, new)
-        for key, (old, new) in rest.items()
-        if len(old) == len(new) > 0 and old[1:] == new[1:] and not _NO_HEADS.search(key)
-        if not re.search("Emb|Norm", (target.modules or {}).get(key.rpartition(".")[0], ""))
-        if not {*new[:1]} & target.vocabularies
-    }
-    named = [each.keys for each in given if each.name == HEAD and each.keys != "*"]
-    heads |= {
-        key: (shape, shape)
-        for key, shape in tensors.items()
-        if any(fnmatchcase(key, keys) for keys in named) and target.accepts(key, shape) and shape
-    }
-    return heads if len(heads) >= len(rest) or any(each.name == HEAD for each in given) else {}
 
 
 def _is_of_words(key: str, rows: int, target: Target) -> bool:
@@ -288,9 +296,9 @@ _SIZES: Mapping[str, Callable[[Shape], Shape]] = {
 }
 
 
-def _plain_cases(name: str, shapes: Shapes, longer: Collection[str]) -> Iterator[Case]:
+def _plain_cases(name: str, shapes: Pairs, longer: Collection[str]) -> Iterator[Case]:
     """Yield a case for the tensors of each pair of sizes."""
-    groups: dict[tuple[Shape, Shape], dict[str, tuple[Shape, Shape]]] = {}
+    groups: dict[tuple[Shape, Shape], Pairs] = {}
     for key, (old, new) in shapes.items():
         groups.setdefault((_SIZES[name](old), _SIZES[name](new)), {})[key] = (old, new)
     for (stored, wanted), group in groups.items():
@@ -324,33 +332,6 @@ def size(grid: Sequence[int]) -> str:
 # ---- tables of positions
 
 
-def _tables(
-    name: str,
-    shapes: Shapes,
-    target: Target,
-    tensors: Mapping[str, Shape],
-    given: Sequence[Adaptation],
-    stored: Grid | None,
-    fixed: Collection[str],
-) -> Iterator[Case]:
-    """Yield a case for the tables of each pair of grids, and of each order of recipes."""
-    found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[_Table]] = {}
-    for key, (old, new) in shapes.items():
-        table = _Table(name, key, old, new, target, tensors, stored, key in fixed or key in target.frozen)
-        if not table.recipes[0]:
-            continue
-        known = table.grids(chosen(name, key, table.recipes[0], given))
-        found.setdefault((*table.recipes, known), []).append(table)
-    for (recipes, library, known), tables in found.items():
-        first, group = tables[0], {table.key: (table.old, table.new) for table in tables}
-        if isinstance(known, str):
-            right = first.grids(None)  # if the user's are not
-            grids = None if isinstance(right, str) else right
-            yield Case(name, group, recipes, known, library, grids, unclear=known)
-        else:
-            yield Case(name, group, recipes, first.words(*known), library, grids=known)
-
-
 _PADDING, _UNIT = 2, 8  # rows before the positions, and of what the number of positions is a multiple
 
 
@@ -360,17 +341,18 @@ def window(table: Grid) -> Grid:
 
 
 class _Table(Struct, frozen=True, dict=True):
-    """A table of positions, by its shapes in the file and in the model, and what says of which grids its rows are: the
-    model, the ``tensors`` beside it, and the grid ``stored`` in the configuration beside the file."""
+    """A table of positions, by its shapes in the file and in the model, ``among`` what says of which grids its rows
+    are."""
 
     name: str
     key: str
     old: Shape
     new: Shape
-    target: Target
-    tensors: Mapping[str, Shape]
-    stored: Grid | None
-    is_fixed: bool = False
+    among: Misfits
+
+    @property
+    def target(self) -> Target:
+        return self.among.target
 
     @cached_property
     def recipes(self) -> tuple[tuple[str, ...], str]:
@@ -384,7 +366,9 @@ class _Table(Struct, frozen=True, dict=True):
             return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
-            return ("cut",) * is_shorter + ("linear",) * (not self.is_fixed), ""
+            return ("cut",) * is_shorter + ("linear",) * (
+                self.key not in self.among.fixed and self.key not in self.target.frozen
+            ), ""
         own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
         if f"{self.key.rpartition('.')[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
             own = "timm"
@@ -417,7 +401,7 @@ class _Table(Struct, frozen=True, dict=True):
         for around in (path, path[:-1]):
             for kind, names in _TOKENS.items():
                 for name in names:
-                    shape = self.tensors.get(".".join((*around, name)))
+                    shape = self.among.tensors.get(".".join((*around, name)))
                     if shape is not None and kind not in found:
                         found[kind] = shape[1] if len(shape) == 3 else 1
         return found
@@ -485,7 +469,7 @@ class _Table(Struct, frozen=True, dict=True):
             own = self.grid_of_model
         if goal is not None and own is not None and goal != own:
             return f"the model's grid is {size(self.shown(own))} and not {size(self.shown(goal))}"
-        stored = self.stored
+        stored = self.among.stored if self.name == POS_EMBED else None
         if (goal := goal or own) is not None:
             tokens = wanted - math.prod(goal)
             if not 0 <= tokens <= _MOST_TOKENS:
@@ -497,7 +481,7 @@ class _Table(Struct, frozen=True, dict=True):
             hand, tokens = stored, rows - math.prod(stored)
             if _is_square(wanted - tokens):
                 return self._with_tokens(rows, tokens, (math.isqrt(wanted - tokens),) * 2, hand)
-        counts = [0, *accumulate(self.tokens.values())] if self.tensors else [0, 1, 2, 5]
+        counts = [0, *accumulate(self.tokens.values())] if self.among.tensors else [0, 1, 2, 5]
         if self.name == WINDOW_BIAS:
             counts = [0] if is_last else [0, 3]
         fits = [tokens for tokens in counts if _is_square(wanted - tokens) and (hand or _is_square(rows - tokens))]
