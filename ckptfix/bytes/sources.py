@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct, field
@@ -77,6 +78,37 @@ class WindowBytes(Struct, frozen=True, eq=False):
 
     def read(self, start: int, stop: int) -> memoryview:
         return self.source.read(self.offset + start, self.offset + stop)
+
+
+class ComputedBytes(Struct, frozen=True, eq=False):
+    """Bytes that are worked out when they are read. ``compute`` gives those of the units ``first`` to ``last``, each of
+    ``size`` bytes."""
+
+    nbytes: int
+    size: int
+    compute: Callable[[int, int], memoryview]
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``."""
+        if start >= stop:
+            return memoryview(b"")
+        first, last = start // self.size, -(-stop // self.size)
+        return self.compute(first, last)[start - first * self.size : stop - first * self.size]
+
+
+class KeptBytes(ComputedBytes, frozen=True, eq=False):
+    """The same of large units, such as a whole tensor: the last ones are kept, as they are read in pieces."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``start`` to ``stop``."""
+        size, numbers = self.size, range(start // self.size, -(-stop // self.size)) if stop > start else ()
+        parts = [_unit(self, at)[max(start - at * size, 0) : stop - at * size] for at in numbers]
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+@lru_cache(maxsize=2)
+def _unit(source: KeptBytes, number: int) -> memoryview:
+    return source.compute(number, number + 1)
 
 
 class PartedBytes:

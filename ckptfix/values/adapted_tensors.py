@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import JoinedBytes
+from ckptfix.bytes.sources import JoinedBytes, KeptBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import PAD_TARGET, Adapt, Fold
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, one_thread, torch_dtype
-from ckptfix.values.casting import KeptBytes, whole_tensor
+from ckptfix.values.casting import whole_tensor
 
 if TYPE_CHECKING:
     Tensor = torch.Tensor

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
-from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.bytes.sources import ComputedBytes, KeptBytes
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise
 from ckptfix.core.lazy import np, torch
@@ -24,37 +23,6 @@ _BLOCK = 1 << 18  # numbers that are compared at a time
 def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
     """Return a copy of a plain tensor of the file, in row-major order."""
     return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
-
-
-class ComputedBytes(Struct, frozen=True, eq=False):
-    """Bytes that are worked out when they are read. ``compute`` gives those of the units ``first`` to ``last``, each of
-    ``size`` bytes."""
-
-    nbytes: int
-    size: int
-    compute: Callable[[int, int], memoryview]
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
-        if start >= stop:
-            return memoryview(b"")
-        first, last = start // self.size, -(-stop // self.size)
-        return self.compute(first, last)[start - first * self.size : stop - first * self.size]
-
-
-class KeptBytes(ComputedBytes, frozen=True, eq=False):
-    """The same of large units, such as a whole tensor: the last ones are kept, as they are read in pieces."""
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
-        size, numbers = self.size, range(start // self.size, -(-stop // self.size)) if stop > start else ()
-        parts = [_unit(self, at)[max(start - at * size, 0) : stop - at * size] for at in numbers]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-
-@lru_cache(maxsize=2)
-def _unit(source: KeptBytes, number: int) -> memoryview:
-    return source.compute(number, number + 1)
 
 
 def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptfix.bytes.sources import ComputedBytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
@@ -86,32 +87,20 @@ class Neox:
 
 
 def _computed(name: str, parts: Sequence[Any], is_sum: bool, path: str) -> TensorSpec:
-    """Return the sum of the tensors of ranks, or their mean."""
+    """Return the sum of the tensors of ranks, or their mean, in their dtype and as GPT-NeoX computes them."""
     first: TensorSpec = parts[0]
     if any((part.dtype, part.shape) != (first.dtype, first.shape) or not part.is_contiguous for part in parts):
         raise UnreadableError(f"{path}: its ranks have {name} in different shapes; put the files of one save together")
-    storages = tuple(storage for part in parts for storage in part.storages)
-    storage = Storage(name, _ComputedBytes(parts, is_sum), parts=storages)
-    return TensorSpec(first.dtype, first.shape, contiguous_strides(first.shape), storage)
+    size = first.itemsize
 
-
-class _ComputedBytes:
-    """The bytes of the sum of tensors, or of their mean, in their dtype and as GPT-NeoX computes them."""
-
-    def __init__(self, parts: Sequence[TensorSpec], is_sum: bool) -> None:
-        self.parts, self.is_sum, self.nbytes = parts, is_sum, parts[0].nbytes
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
-        size = self.parts[0].itemsize
-        first, last = start // size * size, -(-stop // size) * size
-        if first >= last:
-            return memoryview(b"")
+    def compute(start: int, stop: int) -> memoryview:
         total: Any = 0
-        for part in self.parts:
-            assert part.storage is not None
+        for part in parts:
             begin = part.extent[0]
-            raw = bytearray(part.storage.source.read(begin + first, begin + last))
+            raw = bytearray(part.storage.source.read(begin + start * size, begin + stop * size))
             total = total + torch.frombuffer(raw, dtype=torch_dtype(part.dtype))
-        whole = total if self.is_sum else total / len(self.parts)
-        return bytes_of(whole.view(torch.uint8))[start - first : stop - first]
+        return bytes_of((total if is_sum else total / len(parts)).view(torch.uint8))
+
+    storages = tuple(storage for part in parts for storage in part.storages)
+    storage = Storage(name, ComputedBytes(first.nbytes, size, compute), parts=storages)
+    return TensorSpec(first.dtype, first.shape, contiguous_strides(first.shape), storage)
