@@ -2,13 +2,15 @@
 
 Each file has the same keys; what a tensor is divided along follows from its name (``llama-models``,
 ``checkpoint.py``, Llama 1 to 4). Token embeddings are divided by columns in Llama 1 and 2 and by rows since Llama 3:
-the shape says which. Keys and values are copied if there are more ranks than key-value heads."""
+the shape says which. Keys and values are copied if there are more ranks than key-value heads.
+
+Mistral published Mixtral in files of the same names (``consolidated.00.pt``), each with whole layers of its own."""
 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clauses
+from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
@@ -26,6 +28,7 @@ from ckptfix.reading.weights.document import Document
 NAME = "llama"
 
 _PARAMS_LIMIT = 1 << 20
+_LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
 _QUERIES = re.compile(r".*attention\.wq(kv)?\.weight")
 
 # Along which dimension a tensor is divided, by its name.
@@ -61,6 +64,11 @@ def document(files: RankFiles) -> Document:
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
+    if len(states) > 1 and sum(map(len, states.values())) == len(set().union(*states.values())):
+        weights = OrderedDict(entry for state in states.values() for entry in state.items())
+        if not files.damage:
+            _check_layers(folder, weights, params)
+        return files.document(NAME, weights, f"Mistral, {counted(len(states), 'file')}")
     files.note_renamed()
     missing = emptied(next(iter(states.values())), str(folder))
     states = {rank: states.get(rank, missing) for rank in range(world)}
@@ -76,6 +84,17 @@ def folder_of(file: Path) -> Path | None:
         (file.parent / LLAMA_PARAMS).is_file() or len(by_rank(file.parent, LLAMA_SHARD)) > 1
     )
     return file.parent if is_one else None
+
+
+def _check_layers(folder: Path, keys: Iterable[str], params: Mapping[str, Any]) -> None:
+    """Raise ``UnreadableError`` unless all layers have the same keys, and there are as many as ``params.json`` says."""
+    found = [match for key in keys if (match := _LAYER.fullmatch(key))]
+    numbers = (int(match[1]) for match in found)
+    layers = params.get("n_layers", params.get("num_hidden_layers", max(numbers, default=-1) + 1))
+    if lacking := [name for name, count in Counter(match[2] for match in found).items() if count != layers]:
+        raise UnreadableError(
+            f"{folder}: {first_names(lacking)} are not in each of {counted(layers, 'layer')}; fetch the missing files"
+        )
 
 
 def _ranks_of(state: Any, params: Mapping[str, Any]) -> int:

@@ -276,3 +276,22 @@ def test_shards_saved_as_views_of_one_tensor_are_not_copies(tmp_path: Path) -> N
     checkpoint = ckptfix.open_checkpoint(tmp_path)
     assert not [mark for mark in checkpoint.remarks if mark.kind is Kind.RANK_REPEATED]
     assert all(torch.equal(checkpoint.read(key), value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth"])
+def test_files_with_layers_of_their_own_are_one_model(tmp_path: Path, suffix: str) -> None:
+    """As Mistral published Mixtral; without ``params.json``, only gaps are noticed."""
+    whole = model(HEADS)
+    rest = {key: value for key, value in whole.items() if not key.startswith("layers.")}
+    files = [rest, *({key: whole[key] for key in whole if key.startswith(f"layers.{layer}.")} for layer in range(2))]
+    for number, state in enumerate(files):
+        torch.save(state, tmp_path / f"consolidated.{number:02d}.{suffix}")
+    for given in (tmp_path, tmp_path / f"consolidated.01.{suffix}"):
+        got = ckptfix.open_checkpoint(given).state_dict()
+        assert got.keys() == whole.keys()
+        assert all(torch.equal(got[key], whole[key]) for key in whole)
+    (tmp_path / "params.json").write_text(json.dumps({"dim": DIM, "num_hidden_layers": 2, "n_heads": HEADS}))
+    assert not [finding for finding in ckptfix.check(tmp_path).findings if finding.code == "FIL105"]
+    (tmp_path / f"consolidated.02.{suffix}").unlink()
+    with pytest.raises(UnreadableError, match="are not in each of 2 layers; fetch the missing files"):
+        ckptfix.open_checkpoint(tmp_path)
