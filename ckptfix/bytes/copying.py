@@ -54,6 +54,10 @@ class Copier:
 
     What is copied is read back with the window that it is in, and is in ``copied`` if it is equal."""
 
+    _begin: int  # of the window in the file
+    _filled: int
+    _room: int
+
     def __init__(self, file: BinaryIO, task: Task | None = None) -> None:
         self.copied: list[Copied] = []
         self._file = file
@@ -88,13 +92,20 @@ class Copier:
         self._begin_at(position)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write bytes that are in memory."""
-        done = 0
-        while done < len(data):
-            part = data[done : done + self._room]
-            self._space(len(part))[:] = part
-            self._add(len(part))
-            done += len(part)
+        """Write bytes that are in memory; from there, if they are enough for a window of their own."""
+        rest = memoryview(data)
+        while rest:
+            if self._filled and len(rest) >= WINDOW:  # the next one begins at an edge
+                self._room = min(self._room, EDGE - self.tell() % EDGE)
+            part = rest[: self._room]
+            if not self._filled and len(part) >= WINDOW // 2:
+                part = part[: len(part) - (self._begin + len(part)) % EDGE]
+                self._filled = len(part)
+                self._end_window(part)
+            else:
+                self._space(len(part))[:] = part
+                self._add(len(part))
+            rest = rest[len(part) :]
 
     def write_block(self, block: memoryview) -> None:
         """Write bytes of a storage that were made."""
@@ -155,19 +166,21 @@ class Copier:
         self._filled += count
         self._room -= count
         if is_in_file or not self._room:
-            self._end_window(is_in_file)
+            self._end_window(is_in_file=is_in_file)
 
-    def _end_window(self, is_in_file: bool = False) -> None:
-        """Write what is in the window, unless the file has it, compare it with the file, and begin the next one."""
+    def _end_window(self, made: memoryview | None = None, is_in_file: bool = False) -> None:
+        """Write what is in the window, or ``made`` in its place, unless the file has it, compare it with the file, and
+        begin the next one."""
         if not self._filled:
             return
+        window = self._view[: self._filled] if made is None else made
         if not is_in_file:
-            self._write_window()
+            self._write_window(window)
         end = self.tell()
         if self._ranges:
             last = self._ranges[-1]
             ended = len(self._ranges) - (last.start + last.nbytes > end)
-            if self._reads_back():
+            if self._reads_back(window):
                 self.copied += self._ranges[:ended]
                 del self._ranges[:ended]
             else:
@@ -179,15 +192,15 @@ class Copier:
             os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         self._begin_at(end)
 
-    def _write_window(self) -> None:
-        window, done = self._view[: self._filled], 0
+    def _write_window(self, window: memoryview) -> None:
+        done = 0
         if self._descriptor is None:
             self._file.write(window)
             return
         while done < self._filled:
             done += os.write(self._descriptor, window[done : done + EDGE - (self._begin + done) % EDGE])
 
-    def _reads_back(self) -> bool:
+    def _reads_back(self, window: memoryview) -> bool:
         assert self._descriptor is not None, "a file was read back that cannot be"
         count, done = self._filled, 0
         while done < count:
@@ -195,9 +208,7 @@ class Copier:
             if not read:
                 return False
             done += read
-        # Only whole buffers are compared by memcmp without a copy, so they are made the same after what was read.
-        memoryview(self._written)[count:] = self._view[count:]
-        return self._window == self._written
+        return self._written.startswith(window)  # by memcmp, without a copy
 
 
 def _descriptor(file: BinaryIO) -> int | None:

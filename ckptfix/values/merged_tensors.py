@@ -7,6 +7,7 @@ The compiled kernel adds products of two matrices: with torch, a merge of 0.9 GB
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -15,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import located
-from ckptfix.bytes.threads import side_by_side
+from ckptfix.bytes.threads import AHEAD, THREADS, side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
@@ -30,6 +31,8 @@ BLOCK = 1 << 21
 MOST = 1 << 25  # bytes in float32 of the columns that may be in memory as a whole
 FEWEST = 16  # rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows
 HIGHEST = 128  # rank up to which the kernel adds products: MKL sums those of 256 in another order
+# Blocks to use again: the pages of fresh memory for each of them take as long as all products of a small rank.
+_BUFFERS: deque[Any] = deque(maxlen=AHEAD + THREADS)
 Factors = Sequence[TensorSpec]
 
 
@@ -89,10 +92,13 @@ class MergedBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the merged tensor."""
-        return memoryview(b"".join(self.pieces(start, stop)))
+        whole = bytearray()
+        for piece in self.pieces(start, stop):
+            whole += piece
+        return memoryview(whole)
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the same in pieces, computed side by side."""
+        """Yield the same in pieces, computed side by side; each is valid until the next one is taken."""
 
         def piece(number: int) -> memoryview:
             first, last = self.bounds(number)
@@ -108,7 +114,10 @@ class MergedBytes:
             with one_thread() if products is None else nullcontext():
                 if products is None:
                     _layers(self)  # once, before two threads would each work out the norms
-                yield from side_by_side(piece, range(next(ends), next(ends) + 1))
+                for block in side_by_side(piece, range(next(ends), next(ends) + 1)):
+                    yield block
+                    if products is not None:
+                        _BUFFERS.append(block.obj)
 
     def _by_torch(self, first: int, last: int) -> memoryview:
         return bytes_of(self.merged(first, last).contiguous().flatten().view(torch.uint8))
@@ -219,7 +228,12 @@ def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
     place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
     if place is None:
         return memoryview(bytearray(RowMajorBytes(spec, path).read(start, stop)))
-    found = np.empty(stop - start, np.uint8).data  # a bytearray would be filled with zeros first
+    try:
+        found = memoryview(_BUFFERS.pop())[: stop - start]
+    except IndexError:
+        found = memoryview(b"")
+    if found.nbytes < stop - start:
+        found = np.empty(stop - start, np.uint8).data  # a bytearray would be filled with zeros first
     place.file.fill(found, place.offset + spec.extent[0] + start)
     return found
 

@@ -109,8 +109,8 @@ def test_calls_that_write_end_at_edges_of_the_new_file(place, tmp_path, monkeypa
             return moved
 
         monkeypatch.setattr(f"os.{name}", noted)
-    for start in (0, 1):
-        copied(place, start, len(DATA), tmp_path)
+    for source, start in ((place, 0), (place, 1), (MemoryBytes(DATA), 0)):
+        copied(source, start, len(DATA), tmp_path)
         assert len(ends) >= len(DATA) // WINDOW
         assert {end % EDGE for end in ends[:-1]} == {0}
         ends.clear()
@@ -136,8 +136,9 @@ def test_what_is_equal_when_it_is_read_back_is_noted(way, place, tmp_path):
     assert (tmp_path / "copy").read_bytes()[-12:] == DATA[9 + SMALL - 5 : 9 + SMALL] + DATA[:7]
 
 
+@pytest.mark.parametrize("is_made", [False, True])
 @pytest.mark.parametrize("wrong", [0, WINDOW - 1, WINDOW, len(DATA) - 1])
-def test_what_differs_when_it_is_read_back_is_not_noted(wrong, way, place, tmp_path, monkeypatch):
+def test_what_differs_when_it_is_read_back_is_not_noted(wrong, is_made, way, place, tmp_path, monkeypatch):
     real = os.preadv
 
     def misread(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -149,7 +150,7 @@ def test_what_differs_when_it_is_read_back_is_not_noted(wrong, way, place, tmp_p
     monkeypatch.setattr("os.preadv", misread)
     with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", 0)) as copier:
         copier.write(b"header")
-        copier.copy(place, 0, len(DATA))
+        copier.copy(MemoryBytes(DATA) if is_made else place, 0, len(DATA))
         copier.write(bytes(WINDOW))  # what follows lies in none of the windows of what is wrong
         copier.copy(place, 0, len(DATA) - 5)
     assert [(copied.nbytes, copied.start) for copied in copier.copied] == [(len(DATA) - 5, 6 + len(DATA) + WINDOW)]

@@ -20,7 +20,7 @@ from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import AdapterError, UsageError
 from ckptfix.maps.library import shipped
 from ckptfix.reading.adapters import open_adapter
-from ckptfix.reading.opening import open_state_dict
+from ckptfix.reading.opening import open_file, open_state_dict
 from ckptfix.report.edits import edit_lines
 from ckptfix.rules.fil108_unmerged_adapter import unmerged_adapter
 from ckptfix.rules.merging import find_merge, merge_edits
@@ -102,17 +102,20 @@ def test_a_matrix_of_many_blocks(config, tmp_path, monkeypatch):
     assert_same(repaired, merged_by_peft([adapter]))
 
 
-def test_any_range_of_a_merged_tensor_can_be_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_any_range_of_a_merged_tensor_can_be_read(is_file, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
     adapter = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
     want = bytes_of(merged_by_peft([adapter])["q.weight"])
-    base = open_state_dict(net().state_dict())
+    torch.save(net().state_dict(), tmp_path / "base.pth")
+    base = open_file(str(tmp_path / "base.pth")) if is_file else open_state_dict(net().state_dict())
     plan = Plan((Step("FIL108", tuple(merge_edits(base, find_merge(base, [open_adapter(str(adapter), base)])))),))
     spec = apply_plan(plan, base).specs["q.weight"]
     assert spec.storage is not None
     source = spec.storage.source
     assert b"".join(bytes(source.read(at, min(at + 999, len(want)))) for at in range(0, len(want), 999)) == want
     assert b"".join(map(bytes, stream(source, 3, len(want)))) == want[3:]
+    assert source.read(0, len(want)) == want
     assert bytes(source.read(7, 7)) == b""
 
 

@@ -227,7 +227,8 @@ class SparseFile:
         return getattr(self.file, name)
 
     def write(self, block: memoryview) -> int:
-        return self.file.seek(WINDOW, 1) if bytes(block) == ZEROS else self.file.write(block)
+        is_hole = len(block) > PAGE and bytes(block) == ZEROS[: len(block)]
+        return self.file.seek(len(block), 1) if is_hole else self.file.write(block)
 
 
 ZEROS = bytes(WINDOW)
