@@ -46,40 +46,37 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
     Exit codes: 0 recognised; 1 not known; 2 the command is wrong, or the file cannot be read."""
     console, choices, file = run.console, run.choices, run.choices.get("file")
     with console.guarding(file or ""):
-        return _explain(_given(text, console), file, choices, console, choices.get("output_format", "full"))
+        given, form = _given(text, console), choices.get("output_format", "full")
+        # Here and not above: --help and --version need nothing of the library.
+        from ckptfix.explain import Subject, Verdict, judge, nearest
+        from ckptfix.explain import explain as explain_text
+        from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
+        from ckptfix.report.advice import Presentation
 
-
-def _explain(given: str, file: str | None, choices: Mapping[str, Any], console: Console, form: str) -> int:
-    # Here and not above: --help and --version need nothing of the library.
-    from ckptfix.explain import Subject, Verdict, judge, nearest
-    from ckptfix.explain import explain as explain_text
-    from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
-    from ckptfix.report.advice import Presentation
-
-    report = _report(file, choices, console) if file is not None else None
-    subject = Subject(
-        file, option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
-    )
-    if report is not None and not isinstance(report, str):
-        subject = replace(subject, steps=steps_to(report), place=report.place)
-    explanation = explain_text(given, subject)
-    close = nearest(given) if explanation is None else None
-    verdict: Verdict | None = None
-    if isinstance(report, str):
-        verdict = Verdict(report)
-    elif report is not None:
-        verdict = judge(explanation, report, Presentation(CHECK, console.verbose, choices))
-    if form == "json":
-        write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
-    elif explanation is None:
-        console.write(unknown_lines(close))
-    elif form == "concise":
-        console.write(concise_lines(explanation), plain=True)
-    else:
-        console.write(full_lines(explanation, None if console.verbose else 12))
-    if verdict is not None and form != "json":
-        console.write(["", *verdict_lines(verdict)] if form == "full" else verdict_lines(verdict))
-    return 0 if explanation is not None else UNKNOWN
+        report = _report(file, choices, console) if file is not None else None
+        subject = Subject(
+            file, option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
+        )
+        if report is not None and not isinstance(report, str):
+            subject = replace(subject, steps=steps_to(report), place=report.place)
+        explanation = explain_text(given, subject)
+        close = nearest(given) if explanation is None else None
+        verdict: Verdict | None = None
+        if isinstance(report, str):
+            verdict = Verdict(report)
+        elif report is not None:
+            verdict = judge(explanation, report, Presentation(CHECK, console.verbose, choices))
+        if form == "json":
+            write_output(json.dumps(to_json(explanation, close, verdict), indent=2, allow_nan=False) + "\n")
+        elif explanation is None:
+            console.write(unknown_lines(close))
+        elif form == "concise":
+            console.write(concise_lines(explanation), plain=True)
+        else:
+            console.write(full_lines(explanation, None if console.verbose else 12))
+        if verdict is not None and form != "json":
+            console.write(["", *verdict_lines(verdict)] if form == "full" else verdict_lines(verdict))
+        return 0 if explanation is not None else UNKNOWN
 
 
 def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report | str:

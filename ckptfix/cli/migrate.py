@@ -42,7 +42,7 @@ def migrate(run: Run, source: str, destination: str | None) -> int:
     console, choices = run.console, run.choices
     with console.guarding():
         if choices.get("init"):
-            return draft(console, source, destination, Path(choices.get("table") or table_name()), choices)
+            return draft(console, source, destination, choices)
         if destination is None:
             raise UsageError("name the folder or URL that the new zoo goes to: ckptfix migrate SRC DST")
         return _migrate(console, source, destination, choices, of_a_repair(run.given))
@@ -93,8 +93,8 @@ def _migrate(
             resume=choices.get("resume", True),
             verify=choices.get("verify", False),
             jobs=choices.get("jobs"),
-            memory=_size("memory", choices.get("memory")),
-            temporary=_size("temporary", choices.get("temporary")),
+            memory=parse_size("memory", choices.get("memory")),
+            temporary=parse_size("temporary", choices.get("temporary")),
             engine=_engine(choices),
             watch=meter.show,
         ) as migration:
@@ -135,34 +135,23 @@ def _read(file: str) -> str:
         raise UsageError(Opt("listed", file), f": cannot be read: {error.strerror}") from error
 
 
-def _size(option: str, text: str | None) -> int | None:
-    return None if text is None else parse_size(option, text)
-
-
 def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that say how files are repaired, which a table may have too."""
     return {name: value for name, value in choices.items() if BY_NAME[name].scope in (Scope.REPAIR, Scope.ONE_FILE)}
-
-
-def table_name() -> str:
-    """Return what the table is called where nobody names it."""
-    from ckptfix.zoo.zoo_toml import FILE_NAME
-
-    return FILE_NAME
 
 
 def tables(
     console: Console, place: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Table, Table | None]:
     """Return the table of the zoo at a place, and the same with what is decided for single files."""
-    from ckptfix.zoo.zoo_toml import plain_table, read_table
+    from ckptfix.zoo.zoo_toml import FILE_NAME, plain_table, read_table
 
-    usual = Path(table_name())
+    usual = Path(FILE_NAME)
     file = Path(choices["table"]) if choices.get("table") is not None else usual if usual.is_file() else None
     everything = of_a_repair(choices)
     if file is not None and choices.get("table") is None:
         console.note(f"using {file}")
-    elif file is None and (unused := Path(place, table_name())).is_file():
+    elif file is None and (unused := Path(place, FILE_NAME)).is_file():
         console.note(f"{unused} is not used; give it with --table {typed([str(unused)])}")
 
     def made(flags: Mapping[str, Any]) -> Table:
@@ -181,25 +170,26 @@ def tables(
     return made(common), made(everything)
 
 
-def draft(console: Console, source: str, destination: str | None, goal: Path, choices: Mapping[str, Any]) -> int:
+def draft(console: Console, source: str, destination: str | None, choices: Mapping[str, Any]) -> int:
     """Draft the table of a zoo: which files belong to which model, as far as the files themselves show it."""
     from ckptfix.zoo.drafting import draft_table
     from ckptfix.zoo.items import list_zoo
     from ckptfix.zoo.places import open_place, split_source
+    from ckptfix.zoo.zoo_toml import FILE_NAME
 
+    goal = Path(choices.get("table") or FILE_NAME)
     if goal.exists():
         raise UsageError(f"{goal}: exists already; move it away, or name another file with ", Opt("table"))
     place_name, pattern = split_source(source)
     console.progress(f"looking at {place_name}")
     place = open_place(place_name)
     items = list_zoo(place, () if pattern is None else (pattern,), choices.get("only"))
-    room = parse_size("temporary", choices["temporary"]) if "temporary" in choices else None
-    text = draft_table(place, items, room)
+    text = draft_table(place, items, parse_size("temporary", choices.get("temporary")))
     with goal.open("x", encoding="utf-8") as file:
         file.write(text)
     console.end_progress()
     write_output(f"written: {goal}\n")
-    named = () if goal == Path(table_name()) else ("--table", str(goal))
+    named = () if goal == Path(FILE_NAME) else ("--table", str(goal))
     again = typed((no_option(source), no_option(destination or "NEW_ZOO"), *named))
     console.note(f"read it, correct it, and run: ckptfix migrate {again}")
     return 0

@@ -220,17 +220,13 @@ def _call(function: Callable[..., int], **parameters: Any) -> int:
         return function(Run(console, choices, given), **arguments)
 
 
-# Options that answer one question: one of them on the command line replaces all of them in the configuration.
-_QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))
-
-
 def choose(command: str, given: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
     """Return the options of a command by name: those given, else those of the configuration file.
 
     Raises ``UsageError`` for given options that exclude each other, or that
     have no meaning without a model."""
     from ckptfix.core.option import MAP
-    from ckptfix.core.options import options_of, without_model
+    from ckptfix.core.options import options_of, without_model, without_rivals
 
     configured = {}
     for option in options_of(command) if configuration.values else ():
@@ -241,9 +237,7 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
                     f"{configuration.path}: {command} has no {option.name.replace('_', ' ')} {value}; give it ",
                     *(Opt(option.name), f" with one of {', '.join(option.choices)}"),
                 )
-    for question in _QUESTIONS:
-        if any(name in given for name in question if name != "model_args"):
-            configured = {name: value for name, value in configured.items() if name not in question}
+    configured = without_rivals(configured, given)
     # The configuration has some options for the commands and files that have a model or a reference.
     if configured.get("fill") == "target" and not {"model", "like"} & (configured.keys() | given.keys()):
         del configured["fill"]

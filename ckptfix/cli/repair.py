@@ -26,35 +26,27 @@ def repair(run: Run, path: str) -> int:
     """Write a checkpoint that loads, and prove it."""
     console, choices = run.console, run.choices
     with console.guarding():
-        if "backup" in run.given and not choices.get("in_place"):
+        output, in_place = choices.get("output"), choices.get("in_place", False)
+        if "backup" in run.given and not in_place:
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
-        arguments = repair_arguments(choices)
+        for one, other, why in (
+            ("output", "in_place", "name another file, or replace the source"),
+            ("plan", "apply", "a plan is either made or carried out"),
+        ):
+            if choices.get(one) and choices.get(other):
+                raise UsageError(Opt(one), " and ", Opt(other), f" exclude each other: {why}")
+        arguments = {
+            **library_settings(choices),
+            "beside": output is None and not in_place,
+            "backup": in_place and choices.get("backup", False),
+            "dry_run": choices.get("dry_run", False),
+        }
         presentation = Presentation(REPAIR, console.verbose, choices)
-        page = page_writer(choices)
-        writer = ReportWriter(console, choices.get("output_format", "full"), page)
+        writer = ReportWriter(console, choices.get("output_format", "full"), page_writer(choices))
         console.progress(f"repairing {path}")
         writer.write_report(path, presentation, lambda: _repair(path, arguments, choices))
         writer.close()
     return writer.exit_code
-
-
-def repair_arguments(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of ``ckptfix.repair``, except a saved plan."""
-    in_place, output = choices.get("in_place", False), choices.get("output")
-    if in_place and output is not None:
-        raise UsageError(
-            *(Opt("output"), " and ", Opt("in_place"), " exclude each other: name another file, or replace the source")
-        )
-    if choices.get("apply") is not None and choices.get("plan") is not None:
-        raise UsageError(
-            *(Opt("plan"), " and ", Opt("apply"), " exclude each other: a plan is either made or carried out")
-        )
-    return {
-        **library_settings(choices),
-        "beside": output is None and not in_place,
-        "backup": in_place and choices.get("backup", False),
-        "dry_run": choices.get("dry_run", False),
-    }
 
 
 def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any]) -> Report:

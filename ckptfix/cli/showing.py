@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfix.cli.console import write_output
@@ -53,13 +52,12 @@ def inspect(run: Run, path: str) -> int:
     console, choices = run.console, run.choices
     with console.guarding(path), console.watching():
         import ckptfix
-        from ckptfix.bytes.files import is_url
         from ckptfix.report.advice import Presentation
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 
         form = choices.get("output_format", "full")
         checkpoint = ckptfix.open_checkpoint(path, **library_settings(choices, INSPECT))
-        size = None if is_url(path) else size_on_disk(Path(path))
+        size = size_on_disk(path)
         if form == "json":
             write_output(json.dumps(inspect_checkpoint(checkpoint, size), indent=2, allow_nan=False) + "\n")
         elif form == "concise":

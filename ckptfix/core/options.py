@@ -305,6 +305,17 @@ def _input_below(folder: Path, text: str) -> str:
 INPUT_SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 
 
+# Options that answer one question: one of them replaces all of them in a configuration that has less weight.
+_QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))
+
+
+def without_rivals(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a configuration without those whose question others answer: ``like`` outdoes ``model``."""
+    answers = own.keys() - {"model_args"}
+    rivals = {name for question in _QUESTIONS if answers & {*question} for name in question}
+    return {name: value for name, value in common.items() if name not in rivals}
+
+
 def without_model(choices: Iterable[str]) -> list[str]:
     """Return those of the options that have no meaning without a model."""
     return [name for name in choices if BY_NAME[name].needs_model]

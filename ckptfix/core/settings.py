@@ -43,8 +43,11 @@ _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16"
 SOURCE = "source"  # what `--compare` calls the file that is repaired
 
 
-def parse_size(option: str, text: str) -> int:
-    """Return the bytes that ``5GB`` or ``500 MiB`` stands for. Raises ``UsageError`` if the text is not a size."""
+def parse_size(option: str, text: str | None) -> int | None:
+    """Return the bytes that ``5GB`` or ``500 MiB`` stands for, None for None. Raises ``UsageError`` if the text is not
+    a size."""
+    if text is None:
+        return None
     match = re.fullmatch(_SIZE, str(text).upper())  # a script may well give a number of bytes
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size <= 0:
@@ -252,7 +255,7 @@ class Settings(Struct, frozen=True):
         """The most bytes of tensors in one file, None for one file of any size.
 
         Raises ``UsageError`` if ``shard_size`` is not a size."""
-        return None if self.shard_size is None else parse_size("shard_size", self.shard_size)
+        return parse_size("shard_size", self.shard_size)
 
     def is_for_torch_before(self, release: str) -> bool:
         """Return whether the result is meant for a torch older than ``release``.

@@ -32,7 +32,7 @@ from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
 from ckptfix.engine.assembling import assembled
-from ckptfix.engine.changes import CHANGES, ValueSources, adapted, changed, filled, with_measurements
+from ckptfix.engine.changes import CHANGES, ValueSources, adapted, changed, filled, foreign, with_measurements
 from ckptfix.errors import PlanError
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE
@@ -91,11 +91,8 @@ def _refuse_conflicts(checkpoint: Checkpoint, step: Step, edited: set[str], drop
     renamed = [edit.key for edit in step.edits if isinstance(edit, Rename)]
     if len(renamed) != len(set(renamed)):
         raise PlanError(f"{step.rule} renames one key twice in a step; remove one of the two edits")
-    if foreign := (edited | dropped | used) - checkpoint.entries.keys():
-        raise PlanError(
-            f"{checkpoint.path}: {step.rule} edits the key {min(foreign)}, which is not there; the plan belongs to "
-            "another file"
-        )
+    if absent := (edited | dropped | used) - checkpoint.entries.keys():
+        raise foreign(checkpoint, f"{step.rule} edits the key {min(absent)}, which is not there")
     if both := (edited & (dropped | used)) or (dropped & used):
         raise PlanError(
             f"{checkpoint.path}: {step.rule} both changes and drops {min(both)}; remove one of the two edits"
@@ -147,10 +144,7 @@ def _with_additions(
         else:
             value = entries.get(addition.to, added.get(addition.to))
         if not isinstance(value, TensorSpec):
-            raise PlanError(
-                f"{checkpoint.path}: {step.rule} ties {addition.key} to a key that is not there; the plan belongs to "
-                "another file"
-            )
+            raise foreign(checkpoint, f"{step.rule} ties {addition.key} to a key that is not there")
         after.setdefault(last_of_module.get(addition.key.rpartition(".")[0]), []).append((addition.key, value))
         added[addition.key] = value
     result: dict[str, Any] = {}
@@ -165,10 +159,7 @@ def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) ->
     try:
         return rename_rows(metadata, {edit.module: edit.to for edit in step.edits if isinstance(edit, RenameModule)})
     except KeyError as error:
-        raise PlanError(
-            f"{checkpoint.path}: {step.rule} renames the row {error} of _metadata, which is not there; the plan "
-            "belongs to another file"
-        ) from error
+        raise foreign(checkpoint, f"{step.rule} renames the row {error} of _metadata, which is not there") from error
 
 
 def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:

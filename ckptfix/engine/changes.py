@@ -66,29 +66,29 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
     """Return what an edit makes of a tensor. Raises ``PlanError`` if it is not the tensor that the edit is about."""
     path = checkpoint.path
     if not isinstance(spec, TensorSpec):
-        raise _foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
+        raise foreign(checkpoint, f"{asdict(edit)['key']} is not a tensor and cannot be changed")
     if isinstance(edit, Adapt):
         return adapted(checkpoint, spec, edit, value_sources)
     if isinstance(edit, Zero):
         if spec.dtype != edit.dtype or edit.which not in WHICH or not can_be_zeroed(spec):
             what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
-            raise _foreign(checkpoint, what)
+            raise foreign(checkpoint, what)
         return zeroed_spec(spec, edit.which, path)
     if isinstance(edit, (Cast, Dequantise)):
         if spec.dtype != edit.before:
-            raise _foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
+            raise foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
         if isinstance(edit, Cast):
             return cast_spec(spec, edit.dtype, path)
         scales = checkpoint.entries.get(edit.source)
         made = dequantised_spec(spec, scales, edit, path) if isinstance(scales, TensorSpec) else None
         if made is None:
-            raise _foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
+            raise foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
         return made
     assert isinstance(edit, (Fold, MergeAdapter, Replace)), "the kinds of CHANGES"
     has_data = isinstance(edit, Replace) or spec.storage is not None
     if (spec.dtype, spec.shape) != (edit.dtype, edit.shape) or not has_data:
         what = f"{edit.key} is {spec.dtype} {spec.shape} and not {edit.dtype} {edit.shape}"
-        raise _foreign(checkpoint, what)
+        raise foreign(checkpoint, what)
     if isinstance(edit, Replace):
         found = _replaced(checkpoint, edit, value_sources)
         return found if found.dtype == edit.dtype else cast_spec(found, edit.dtype, path)
@@ -109,7 +109,7 @@ def adapted(checkpoint: Checkpoint, spec: object, edit: Adapt, value_sources: Va
     from ckptfix.values.adapted_tensors import adapted_spec
 
     if not isinstance(spec, TensorSpec):
-        raise _foreign(checkpoint, f"{edit.source} is not a tensor to adapt")
+        raise foreign(checkpoint, f"{edit.source} is not a tensor to adapt")
     fill = Fill(edit.key, edit.dtype, edit.shape, "target")
     return adapted_spec(
         spec, edit, checkpoint.path, filled(checkpoint, fill, value_sources) if edit.untrained else None
@@ -129,7 +129,7 @@ def _replaced(checkpoint: Checkpoint, edit: Replace, value_sources: ValueSources
     found = entry_at(checkpoint, edit.place or "", edit.source or edit.key)
     if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
         place = edit.place or "beside it"
-        raise _foreign(checkpoint, f"{edit.key} is to be taken from {place}, which does not have it in this shape")
+        raise foreign(checkpoint, f"{edit.key} is to be taken from {place}, which does not have it in this shape")
     return found
 
 
@@ -187,6 +187,6 @@ def _of_adapter(checkpoint: Checkpoint, path: str, key: str, value_sources: Valu
     return spec
 
 
-def _foreign(checkpoint: Checkpoint, what: str) -> PlanError:
+def foreign(checkpoint: Checkpoint, what: str) -> PlanError:
     """Return the error of an edit that was made for another file."""
     return PlanError(f"{checkpoint.path}: {what}; the plan belongs to another file")

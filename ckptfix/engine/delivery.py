@@ -99,13 +99,12 @@ def deliver(
     if destination is None:
         if result.format == IN_MEMORY or report.edits:
             return report
-        smoke, findings = test(Path(result.path), result)
-        return _delivered(report, None, smoke, findings)
+        return _tested(report, *test(Path(result.path), result))
     draft = drafts.of(result)
     report = replace(report, remarks=(*report.remarks, *draft.remarks))
-    smoke, findings = test(draft.path, draft.result)
-    if smoke is not None and smoke.passed is False:
-        return _delivered(report, None, smoke, findings)
+    report = _tested(report, *test(draft.path, draft.result))
+    if report.failed_forward:
+        return report
     destination.refuse_replaced(settings.force)
     with _beside(draft.result, report, destination, settings) as files:
         # Before the weights: of a run that is killed between, the next finds an optimizer that fits the weights as they
@@ -113,9 +112,13 @@ def deliver(
         for file, goal in files.items():
             deliver_file(file, goal, goal if destination.backup_of is not None else None, destination.flush)
         draft.put_in_place()
-    remarks = tuple(f"written beside it: {goal}" for goal in files.values())
+    remarks = (*report.remarks, *(f"written beside it: {goal}" for goal in files.values()))
     tied = tuple(tied_keys(draft.result)) if draft.form == SAFETENSORS else ()
-    return replace(_delivered(report, draft.output, smoke, findings, remarks), written_as=draft.form, tied=tied)
+    return replace(report, output=str(draft.output), remarks=remarks, written_as=draft.form, tied=tied)
+
+
+def _tested(report: Report, smoke: SmokeResult | None, findings: Iterable[Finding]) -> Report:
+    return replace(report, smoke=smoke, findings=(*report.findings, *findings))
 
 
 class Draft(Struct, frozen=True):
@@ -269,22 +272,6 @@ def _copy(old: Path, temporary: Path, goal: Path) -> None:
         raise unwritten(goal, error) from error
     if not filecmp.cmp(old, temporary, shallow=False):
         raise WriteError(f"{goal}: differs from {old}, which it is a copy of; the disk or its memory is at fault")
-
-
-def _delivered(
-    report: Report,
-    output: Path | None,
-    smoke: SmokeResult | None,
-    findings: Iterable[Finding],
-    remarks: tuple[str, ...] = (),
-) -> Report:
-    return replace(
-        report,
-        findings=(*report.findings, *findings),
-        smoke=smoke,
-        output=None if output is None else str(output),
-        remarks=(*report.remarks, *remarks),
-    )
 
 
 def _lost_ties(result: Checkpoint) -> Iterator[str]:

@@ -146,11 +146,15 @@ def inspection_lines(
     yield from _section("keys", table, None)
 
 
-def size_on_disk(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
-    if not path.is_dir():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def size_on_disk(path: str | Path) -> int | None:
+    """Return the bytes of a file, or of all files in a folder; None if there is no such file, as of a URL."""
+    path = Path(path)
+    try:
+        if not path.is_dir():
+            return path.stat().st_size
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    except (OSError, ValueError):
+        return None
 
 
 def key_lines(checkpoint: Checkpoint) -> Iterator[Line]:

@@ -28,6 +28,7 @@ from ckptfix.core.config import parse_toml
 from ckptfix.core.likeness import KNOWN
 from ckptfix.core.option import REPAIR, Scope
 from ckptfix.core.options import (
+    BY_NAME,
     command_words,
     from_toml,
     is_texts,
@@ -35,6 +36,7 @@ from ckptfix.core.options import (
     library_settings,
     toml_keys,
     without_model,
+    without_rivals,
 )
 from ckptfix.core.settings import Settings
 from ckptfix.core.wording import nearest
@@ -49,7 +51,6 @@ _OF_DEFAULTS = toml_keys(Scope.REPAIR)
 _OF_FILES = toml_keys(Scope.REPAIR, Scope.ONE_FILE)
 TOP_KEYS = ("exclude", "defaults", "files")
 _SHOWN = 80  # characters of its patterns that name a table in messages
-_TARGET = ("model", "model_args", "like")
 
 
 class Treatment(Struct, frozen=True, dict=True):
@@ -70,7 +71,7 @@ class Treatment(Struct, frozen=True, dict=True):
     @property
     def settings(self) -> dict[str, Any]:
         """Those that are fields of ``core.settings.Settings``."""
-        return {name: value for name, value in self.arguments.items() if name not in _TARGET}
+        return {name: value for name, value in self.arguments.items() if BY_NAME[name].is_setting}
 
     @property
     def model(self) -> str | None:
@@ -243,8 +244,8 @@ def _treatment(
     place: str = "",
 ) -> Treatment:
     _check_patterns(where, patterns)
-    chosen = {**_without_rival_target(common, own), **own}
-    chosen = {**_without_rival_target(chosen, given), **given}
+    chosen = {**without_rivals(common, own), **own}
+    chosen = {**without_rivals(chosen, given), **given}
     output = chosen.pop("output", None)
     for name in [] if "model" in chosen else without_model(chosen):
         if name in own and chosen[name] is not False:
@@ -305,12 +306,6 @@ def _stamp(path: Path) -> list[int] | None:
     except OSError:
         return None  # it is missing when it is needed, and that is reported there
     return [facts.st_size, facts.st_mtime_ns]
-
-
-def _without_rival_target(choices: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choices without their target, if ``other`` names one: ``like`` in a table outdoes ``model``."""
-    rival = any(name in other for name in _TARGET if name != "model_args")
-    return {name: value for name, value in choices.items() if not (rival and name in _TARGET)}
 
 
 def _check_patterns(where: str, patterns: Iterable[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ckptfix.core.finding import Level
@@ -154,7 +153,7 @@ def record_of(report: Report, presentation: Presentation, seconds: float = 0.0) 
     }
     return {
         **report.to_json(fixes=False),
-        "size": _size(report.source),
+        "size": size_on_disk(report.source),
         "outcome": _outcome(report, presentation),
         "command": ways[0]["command"] if ways else None,
         "decisions": ways,
@@ -166,7 +165,7 @@ def record_of(report: Report, presentation: Presentation, seconds: float = 0.0) 
 
 def record_of_error(source: str, message: str) -> dict[str, Any]:
     """Return the record of a file that could not be checked."""
-    return {"source": source, "outcome": "unreadable", "error": message, "size": _size(source)}
+    return {"source": source, "outcome": "unreadable", "error": message, "size": size_on_disk(source)}
 
 
 def _outcome(report: Report, presentation: Presentation) -> str:
@@ -183,11 +182,3 @@ def _outcome(report: Report, presentation: Presentation) -> str:
         if is_repairable and not report.obstacles and not report.failed_forward
         else "needs a decision"
     )
-
-
-def _size(source: str) -> int | None:
-    """Return the bytes of a file, or of all files of a folder; None if there is no such file."""
-    try:
-        return size_on_disk(Path(source))
-    except (OSError, ValueError):
-        return None
