@@ -283,16 +283,13 @@ class Kernel:
         self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *map(ctypes.POINTER, (_Cast, _Figures)))
         self._count.argtypes = (pointer, ctypes.c_size_t, pointer)
         self._scan.restype = self._count.restype = None
-        # A library of an earlier build does not multiply.
-        self.merges = hasattr(library, "ckptfix_add_product") and bool(library.ckptfix_multiplies_as_torch())
-        if self.merges:
-            self._merge = library.ckptfix_add_product
-            self._merge.argtypes = (
-                *(ctypes.c_int, pointer, pointer, pointer),
-                *(ctypes.c_size_t,) * 3,
-                *(ctypes.c_float, ctypes.c_int),
-            )
-            self._merge.restype = None
+        self.merges, self._merge = bool(library.ckptfix_multiplies_as_torch()), library.ckptfix_add_product
+        self._merge.argtypes = (
+            *(ctypes.c_int, pointer, pointer, pointer),
+            *(ctypes.c_size_t,) * 3,
+            *(ctypes.c_float, ctypes.c_int),
+        )
+        self._merge.restype = None
 
     def merge(
         self, dtype: str, rows: memoryview, two: Array, one: Array, width: int, scaling: float, rounds: bool
