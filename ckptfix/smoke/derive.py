@@ -79,11 +79,10 @@ def tokens(name: str, config: Any) -> RandomInput | None:
 def _pixels(config: Any) -> RandomInput | None:
     channels = _number(config, "num_channels", "in_channels") or 3
     size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return RandomInput((BATCH, channels, size, size), None, "pixel_values")
-    if isinstance(size, list | tuple) and len(size) == 2:
-        return RandomInput((BATCH, channels, *size), None, "pixel_values")
-    return RandomInput((BATCH, channels, 224, 224), None, "pixel_values") if hasattr(config, "num_channels") else None
+    edges = (size, size) if isinstance(size, int) else size
+    if not isinstance(edges, list | tuple) or len(edges) != 2:
+        edges = (224, 224) if hasattr(config, "num_channels") else None
+    return RandomInput((BATCH, channels, *edges), None, "pixel_values") if edges else None
 
 
 def _waveform(config: Any) -> RandomInput:
