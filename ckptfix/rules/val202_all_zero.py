@@ -14,7 +14,8 @@ was trained:
 - one of several tables in a file of nothing else (word2vec).
 
 Always a note: without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`), as buffers
-look like that; two or more norms whose weight is zero; and biases, if all of the file are zero.
+look like that; norms whose weight is zero, two or more if the file may be untrained; and biases, if all of the file
+are zero.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything below
@@ -40,7 +41,7 @@ from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, split_key
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.finding import Finding, Level
+from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart, replaces
 from ckptfix.rules.rule import Context, Figures, Rule
@@ -73,7 +74,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     excused += [key for key in suspects if key in closed and key not in excused]
     excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
-    reported = dict.fromkeys(key for key in suspects if key not in are_excused)
+    listed = reported = dict.fromkeys(key for key in suspects if key not in are_excused)
     if excused:
         yield rule.finding(
             Level.NOTE,
@@ -85,7 +86,8 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     if reported:
         norms = norms_after(context.checkpoint, reported)
         companions = [key for matrix in reported for key in _zero_companions(norms.get(matrix), statistics)]
-        for keys, fix in replaced_apart(rule, context, dict.fromkeys((*reported, *companions)), _is_sound):
+        listed = dict.fromkeys((*reported, *companions))
+        for keys, fix in replaced_apart(rule, context, listed, _is_sound):
             some = [key for key in keys if key in reported]
             hold = "holds" if len(some) == 1 else "hold"
             if some:
@@ -101,13 +103,15 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
                     fix=fix,
                     remedies=from_elsewhere(rule),
                 )
-    ends = {key: split_key(key)[1] for key in statistics if len(specs[key].shape) == 1}
+    ends = {key: split_key(key)[1] for key in statistics if len(specs[key].shape) == 1 and specs[key].numel > 1}
     gammas = [key for key, end in ends.items() if end == "weight" and statistics[key].all_zero]
-    biases = [key for key, end in ends.items() if end.startswith("bias") and specs[key].numel > 1]  # bias_ih_l0 too
-    for vectors, what in ((gammas, "weights of norms"), (biases, "biases")):
-        is_zero = all(statistics[key].all_zero for key in vectors)
-        if len(vectors) > 1 and is_zero and reported.keys().isdisjoint(vectors):
-            yield rule.finding(Level.NOTE, f"{len(vectors)} {what} are zero: their start, or lost", keys=vectors)
+    biases = [key for key, end in ends.items() if end.startswith("bias")]  # bias_ih_l0 too
+    lost = [key for key in gammas if key not in listed]
+    if len(lost) > (0 if is_trained else 1):
+        start = "" if is_trained else ": their start, or lost"
+        yield rule.finding(Level.NOTE, f"{counted(len(lost), 'norm')} with a weight of zeros{start}", lost)
+    if len(biases) > 1 and all(statistics[key].all_zero for key in biases):
+        yield rule.finding(Level.NOTE, f"all {len(biases)} biases are zero: their start, or lost", keys=biases)
 
 
 def _is_sound(key: str, figures: TensorStatistics) -> bool:

@@ -3,7 +3,7 @@
 ## What it finds
 Weight matrices and kernels in which some, but not all, output channels hold nothing but zeros and numbers below 1e-20,
 and norms in which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are left in peace,
-whose padding row is zero by design, and so is a single row of any matrix of two dimensions.
+whose padding row is zero by design, and so is a single row of zeros in any matrix of two dimensions.
 
 ## Why it matters
 Such a channel passes nothing on. It is what structured pruning leaves, and what decay does to channels that no longer
@@ -57,7 +57,8 @@ def _dead(key: str, context: Context) -> tuple[int, ...]:
         if length < FEWEST or not may_be_dead or kind(key, spec) == "embedding" or figures.absmax < FAINT:
             return ()
         found = channels_with(spec, lambda values: abs(values) < FAINT, length)
-        is_padding = len(found) == 1 and len(spec.shape) == 2  # an embedding of another name
+        # An embedding of another name. A row of padding is never trained, and so it is exactly zero.
+        is_padding = len(found) == 1 and len(spec.shape) == 2 and not figures.has_faint_rows
         return () if is_padding else found
     bias = key.removesuffix("weight") + "bias"
     if not key.endswith(".weight") or len(spec.shape) != 1 or bias not in statistics:

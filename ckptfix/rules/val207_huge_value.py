@@ -2,7 +2,8 @@
 
 ## What it finds
 Parameters and running statistics of norms with a value above 1e6 (a `running_var`: 1e9): a warning, from 1e15 on an
-error. The message gives the channels that hold such values.
+error. So is a single number in a matrix of 4096 or more whose square is nine tenths of the sum of all squares: float16
+has no huge values, and a flipped bit makes one of thousands. The message gives the channels that hold such values.
 
 A note if data in a large unit explains it: most values of the tensor are like that, or the mean and the variance of the
 same channels are both large. Not reported if the model starts so, for buffers, and for single numbers that are neither
@@ -47,6 +48,7 @@ _PARTNER = {"running_mean": "running_var", "running_var": "running_mean"}
 LARGE = 1e3  # a mean or variance from which on its channel has data in a large unit
 FAR = 1e3  # how many times the median a value is that data in a large unit does not explain
 LOOK = 1 << 14  # values of which the median is taken
+MANY, ALONE = 4096, 0.9  # numbers of a matrix, and the share of their squares that one has which is damaged
 
 
 def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -76,7 +78,7 @@ def _is_believed(key: str, figures: TensorStatistics) -> bool:
 
 
 def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
-    if figures.absmax <= _bound(key):
+    if figures.absmax <= _bound(key) and not (key in context.matrices and _is_alone(figures)):
         return False
     spec, leaf = context.checkpoint.specs[key], split_key(key)[1]
     if not DTYPES[spec.dtype].is_float or leaf == NUM_BATCHES_TRACKED or spec.quantizer is not None:
@@ -88,6 +90,12 @@ def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
             return False
     start = context.start(key)
     return start is None or figures.absmax > 10 * start.absmax
+
+
+def _is_alone(figures: TensorStatistics) -> bool:
+    """Return whether one number of a dense matrix is larger than all others together."""
+    squares = figures.rms**2 * figures.finite
+    return figures.finite >= MANY and 2 * figures.zeros < figures.numel and figures.absmax**2 > ALONE * squares
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
@@ -106,7 +114,8 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
 
 def _evidence(key: str, figures: TensorStatistics, context: Context) -> dict[str, Any]:
     spec = context.checkpoint.specs[key]
-    return {"absmax": figures.absmax, "rms": figures.rms, **affected(_channels_beyond(_bound(key), spec), spec)}
+    channels = _channels_beyond(min(_bound(key), figures.absmax / 2), spec)
+    return {"absmax": figures.absmax, "rms": figures.rms, **affected(channels, spec)}
 
 
 def _channels_beyond(bound: float, spec: TensorSpec) -> tuple[int, ...]:

@@ -168,6 +168,15 @@ def test_biases_that_are_all_zero(model):
     assert propose(all_zero, state) == []
 
 
+def test_a_norm_whose_weight_is_zero_is_noted():
+    state = {"fc.weight": torch.randn(8, 8), "act.weight": torch.zeros(1), "norm.weight": torch.ones(8)}
+    assert propose(all_zero, state, root={"step": 400}) == []  # the slope of a PReLU
+    lost = state | {"norm.weight": torch.zeros(8)}
+    assert propose(all_zero, lost) == []  # it may start so
+    (finding,) = propose(all_zero, lost, root={"step": 400})
+    assert (finding.level, finding.keys) == (Level.NOTE, ("norm.weight",))
+
+
 def test_an_adapter_alone_is_no_file_of_zeros():
     state = {f"base_model.model.layers.{index}.q_proj.boft_R": torch.zeros(8, 8) for index in range(4)}
     assert propose(all_zero, state) == []

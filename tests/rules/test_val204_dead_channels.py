@@ -60,3 +60,12 @@ def test_channels_of_next_to_nothing_are_noted(dtype, shape):
     weight[[2, 7]] *= 1e-3
     (finding,) = propose(dead_channels, {"conv.weight": weight.to(dtype), "fc.weight": torch.randn(8, 8)})
     assert finding.evidence["tensors"]["conv.weight"]["channels"] == [2, 7]
+
+
+def test_a_single_row_of_next_to_nothing_is_no_padding():
+    weight = torch.randn(16, 64)
+    weight[5] = 0
+    assert propose(dead_channels, {"fc.weight": weight}) == []
+    weight[5] = torch.randn(64) * 1e-27
+    (finding,) = propose(dead_channels, {"fc.weight": weight})
+    assert finding.evidence["tensors"]["fc.weight"]["channels"] == [5]

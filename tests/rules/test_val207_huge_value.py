@@ -51,6 +51,30 @@ def test_a_flipped_bit_of_the_exponent(key):
     assert finding.keys == (key,)
 
 
+def test_a_flipped_bit_of_float16_in_a_matrix():
+    weight = (0.02 * torch.randn(64, 256)).half()
+    weight[3, 5] = 0.0023
+    assert propose(huge_value, {"fc.weight": weight}) == []
+    weight.view(torch.int16)[3, 5] ^= 1 << 14
+    (finding,) = propose(huge_value, {"fc.weight": weight})
+    assert (finding.level, finding.keys) == (Level.WARNING, ("fc.weight",))
+    assert finding.evidence["tensors"]["fc.weight"]["channels"] == [3]
+
+
+@pytest.mark.parametrize(
+    "outlier",
+    [
+        pytest.param(lambda w: w[:, 7].mul_(50), id="a column"),
+        pytest.param(lambda w: w[3, 5].fill_(2.0), id="a heavy weight of a language model"),
+        pytest.param(lambda w: w[1:].zero_(), id="an embedding of which one row was trained"),
+    ],
+)
+def test_noop_outliers_of_training(outlier):
+    weight = 0.02 * torch.randn(64, 256)
+    outlier(weight)
+    assert propose(huge_value, {"fc.weight": weight}) == []
+
+
 def test_a_variance_has_a_bound_of_its_own():
     (finding,) = propose(huge_value, {"bn.running_var": torch.tensor([1.0, 2e9])})
     assert finding.level is Level.WARNING
