@@ -118,7 +118,8 @@ def _scheme(spec: TensorSpec) -> tuple[object, ...]:
     quantizer = spec.quantizer
     if quantizer is None:
         return ()
-    numbers = [None if isinstance(part, TensorSpec) else part for part in (quantizer.scale, quantizer.zero_point)]
+    # As text, in which a NaN, which torch takes too, is equal to itself.
+    numbers = [None if isinstance(part, TensorSpec) else str(part) for part in (quantizer.scale, quantizer.zero_point)]
     return (quantizer.scheme, quantizer.axis, *numbers)
 
 

@@ -35,6 +35,17 @@ def test_what_the_writers_write_is_found_equal(kind, form, tmp_path):
     verify(path, checkpoint, path)
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.1, -1.0])
+def test_a_quantiser_whose_scale_is_no_positive_number_is_equal_to_itself(scale, tmp_path):
+    tensor = torch._make_per_tensor_quantized_tensor(torch.arange(4, dtype=torch.uint8), scale, 3)
+    checkpoint = opened(saved(ordered({"q": tensor}), tmp_path))
+    path = write(checkpoint, "zip", tmp_path)
+    verify(path, checkpoint, path)
+    other = torch._make_per_tensor_quantized_tensor(torch.arange(4, dtype=torch.uint8), 0.2, 3)
+    with pytest.raises(WriteError, match="the quantiser of q"):
+        verify(path, opened(saved(ordered({"q": other}), tmp_path)), path)
+
+
 def changed(kind: str) -> dict[str, torch.Tensor]:
     weight = torch.arange(4.0)
     return {
