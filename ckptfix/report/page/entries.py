@@ -46,7 +46,8 @@ class Entries:
         self._seen: dict[tuple[str, bytes], int] = {}
         self._dry_run = dry_run
         self.levels: dict[str, str] = {}  # the worst level of each code in the files so far
-        # The first command of each file that needs a decision, up to `MOST_COMMANDS`.
+        # The command of the recommended decision on each file that needs one, up to `MOST_COMMANDS`. Where it lacks a
+        # value of the user's, what remains is to accept the file, which is not for copying with those of others.
         self.commands: dict[str, str] = {}
         self.prices: dict[str, str] = {}  # what the command of a file leaves untrained
 
@@ -60,11 +61,11 @@ class Entries:
                 codes.append(code)
             levels = (finding["level"], self.levels.get(finding["code"], LEVELS[0]))
             self.levels[finding["code"]] = max(levels, key=LEVELS.index)
-        if record.get("command") and len(self.commands) < MOST_COMMANDS:
-            self.commands[record["source"]] = record["command"]
-            for way in record.get("decisions") or ():
-                if way.get("price") and way["command"] == record["command"]:
-                    self.prices[record["source"]] = way["price"]
+        ways = record.get("decisions") or [{"command": record.get("command")}]
+        if ways[0]["command"] and len(self.commands) < MOST_COMMANDS:
+            self.commands[record["source"]] = ways[0]["command"]
+            if price := ways[0].get("price"):
+                self.prices[record["source"]] = price
         outcome = record["outcome"]
         return [
             record["source"],

@@ -63,6 +63,18 @@ def test_the_account_of_an_undecided_file():
     assert "fixed" not in details["findings"][1]
 
 
+def test_no_file_is_accepted_along_with_others():
+    """Its recommended repair has a value for the user to fill in: only the page of the file has the other ways."""
+    ways = [
+        {"options": {"fill": "FILE"}, "text": "", "command": None},
+        {"options": {}, "text": "", "command": "accept"},
+    ]
+    entries = Entries()
+    for line in (record("a.pth", command="repair"), record("b.pth", command="accept", decisions=ways)):
+        entries.row(line)
+    assert entries.commands == {"a.pth": "repair"}
+
+
 def test_what_files_have_in_common_is_written_once():
     entries = Entries()
     first, second = entries.details(0, repaired("a.pth")), entries.details(1, repaired("b.pth"))
