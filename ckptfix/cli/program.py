@@ -280,13 +280,13 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
     from ckptfix.core.adaptations import RECIPES
     from ckptfix.core.option import Kind
 
-    if option.name in ("select", "ignore", "accept"):
+    if option.name in ("select", "ignore", "accept", "replace"):
         before, comma, code = begun.rpartition(",")
         return [CompletionItem(f"{before}{comma}{known}") for known in rule_codes(code)]
     if option.kind is Kind.PAIRS:
         recipes = (f"{name}={recipe}" for name, recipes in RECIPES.items() for recipe in recipes or ("",))
         return [CompletionItem(text) for text in recipes if text.startswith(begun)]
-    items = [CompletionItem(word) for word in option.words if word.startswith(begun)]
+    items = [CompletionItem(word) for word in (*option.words, *option.prefixes) if word.startswith(begun)]
     return (
         [*items, CompletionItem(begun, type="file")] if option.kind in (Kind.FILE, Kind.FILES, Kind.INPUTS) else items
     )

@@ -200,7 +200,7 @@ class Settings(Struct, frozen=True):
         help="Input of the forward test, once for each argument: 2x3x224x224, input_ids=2x16:int:0:1000, or a file"
         " (.npy, .pt, .safetensors).")] = ()
     device: Annotated[str, "Forward test", _row(Kind.TEXT, WRITES, metavar="auto|cpu|cuda|cuda:1|mps", default="auto",
-        needs_model=True,
+        needs_model=True, words=("auto", "cpu", "cuda", "mps"),
         help="The device that the forward test runs on.")] = "auto"
     timeout: Annotated[float, "Forward test", _row(Kind.NUMBER, (*REPAIRS, MAP), metavar="SECONDS", default="300",
         needs_model=True,

@@ -300,6 +300,9 @@ def test_the_help_shows_every_option_once(command, tmp_path):
         ("ckptfix repair --output-format j", "json"),
         ("ckptfix repair --drop", "--drop-mismatched"),
         ("ckptfix repair --adapt p", "pos_embed=timm"),
+        ("ckptfix repair --replace VAL10", "VAL101"),
+        ("ckptfix repair --device c", "cuda"),
+        ("ckptfix check --like k", "known:"),
     ],
 )
 def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
