@@ -5,9 +5,10 @@ Two or more state_dicts of comparable size in one file: raw weights beside their
 beside a discriminator, a student beside a teacher.
 
 A note if the two sets are in one state_dict, with keys that begin with `student.` and `teacher.`, `encoder_q.` and
-`encoder_k.`, or with nothing and `ema_model.`, and no model is named: a model may well have both. Another note names
-what is beside the weights in fewer tensors: a smaller network, or other parts of a model whose state_dict is nested, as
-of Megatron-LM; and an average that is a list, as of `torch_ema` (`ema.shadow_params`). A warning if most tensors of the
+`encoder_k.`, or with nothing and `ema_model.`, and no model is named: a model may well have both. An average whose
+names lost their dots (`model_ema.outweight`, `ema_out_weight`) is noted with a model, too. Another note names what is
+beside the weights in fewer tensors: a smaller network, or other parts of a model whose state_dict is nested, as of
+Megatron-LM; and an average that is a list, as of `torch_ema` (`ema.shadow_params`). A warning if most tensors of the
 file are in no set of weights and in no optimizer: these were not checked.
 
 ## Why it matters
@@ -39,7 +40,7 @@ from ckptfix.core.edits import Drop, renames
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import NAME, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.wording import clause
-from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, sets_of
+from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of
 from ckptfix.rules.rule import Context, Rule
 
 MOST = 6  # sets that are named
@@ -114,12 +115,14 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Only without a target: with one, what does not fit is found by the rules on names."""
-    names = () if context.target is not None else sets_of(context.checkpoint.specs)
-    if names:
+    """With a target, the rules on names find what does not fit, but not an average whose names lost their dots."""
+    specs, target = context.checkpoint.specs, context.target
+    names = sets_of(specs)
+    if names and (target is None or (lost_dots(specs, names[1]) and not target.slots.keys() >= specs.keys())):
+        kept = ", and both are kept" if target is None else ""
         yield rule.finding(
             Level.NOTE,
-            f"the state_dict holds two networks of the same tensors, {' and '.join(names)}, and both are kept: "
+            f"the state_dict holds two networks of the same tensors, {' and '.join(names)}{kept}: "
             f"{' or '.join(f'--weights {name}' for name in names)} takes one of them",
             evidence={"sets": list(names)},
         )

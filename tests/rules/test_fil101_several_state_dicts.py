@@ -222,6 +222,19 @@ def test_a_wrapped_set_beside_a_plain_one(prefix):
     assert_same(fitting, dict(inner))
 
 
+@pytest.mark.parametrize(("front", "sign"), [("model_ema.", ""), ("ema_", "_")], ids=["LitEma", "mmcv"])
+def test_a_model_does_not_hide_an_average_without_dots(front, sign):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    leader = "" if sign else "model."
+    state = {leader + key: value for key, value in model.state_dict().items()}
+    averaged = {front + key.replace(".", sign): value / 2 for key, value in model.state_dict().items()}
+    assert ckptfix.check(state, model, select=("FIL101",)).findings == ()
+    (note,) = ckptfix.check(state | averaged, model, select=("FIL101",)).findings
+    _, name = note.evidence["sets"]
+    fitting, _ = ckptfix.repair_state_dict(state | averaged, model, weights=name)
+    assert_same(fitting, {key: value / 2 for key, value in model.state_dict().items()})
+
+
 def test_the_plan_of_a_pick_needs_no_flag(tmp_path):
     file = saved(tmp_path, {"state_dict": wrapped(Pair().state_dict()), "epoch": 3})
     plan = ckptfix.repair(file, weights="teacher", dry_run=True).plan

@@ -157,6 +157,11 @@ def sets_of(specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     return (PLAIN, copies[0][:-1]) if _are_alike(bared, _under(specs, copies[0])) else ()
 
 
+def lost_dots(keys: Collection[str], name: str) -> bool:
+    """Return whether the set of this name is an average whose names lost their dots."""
+    return bool(_mangled(keys, name))
+
+
 def is_follower(name: str) -> bool:
     """Return whether the name is that of a network which follows another one in training, as its average does."""
     return bool(_following(name.rpartition(".")[2].split("_")))
