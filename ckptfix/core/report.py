@@ -180,7 +180,7 @@ class Report(Displayed, Struct, frozen=True):
             "target": self.target,
             "exit_code": self.exit_code,
             "findings": [
-                _finding(finding, id(finding) in fixed or finding in self.applied, self.is_fixable(finding), fixes)
+                _finding(self, finding, id(finding) in fixed or finding in self.applied, fixes)
                 for finding in self.findings
             ],
             "edits": _edits(self.edits),
@@ -235,7 +235,7 @@ def error_to_json(source: str, message: str) -> dict[str, Any]:
     return {"version": REPORT_VERSION, "source": source, "exit_code": 2, "error": message}
 
 
-def _finding(finding: Finding, fixed: bool, fixable: bool, fixes: bool) -> dict[str, Any]:
+def _finding(report: Report, finding: Finding, fixed: bool, fixes: bool) -> dict[str, Any]:
     fix = {"fix": None if finding.fix is None else _fix(finding.fix)} if fixes else {}
     return {
         "code": finding.code,
@@ -245,8 +245,9 @@ def _finding(finding: Finding, fixed: bool, fixable: bool, fixes: bool) -> dict[
         "keys": list(finding.keys),
         "evidence": plain(finding.evidence),
         **fix,
-        "fixable": fixable,
+        "fixable": report.is_fixable(finding),
         "fixed": fixed,
+        "accepted": finding not in report.fixed and report.is_accepted(finding),
         "remedies": [_remedy(remedy) for remedy in finding.remedies],
     }
 

@@ -207,8 +207,6 @@ def _reported(job: Job, report: Report, area: Workplace) -> Mapping[str, Any]:
     data = report.to_json(fixes=False)
     fields = {name: data[name] for name in ("format", "tensors", "numel", "target", "coverage", "smoke")}
     remarks = tuple(job.shown(remark, area) for remark in report.remarks)
-    for finding, shown in zip(report.findings, data["findings"], strict=True):
-        shown["accepted"] = finding not in report.fixed and report.is_accepted(finding)
     return {**fields, "findings": tuple(data["findings"]), "edits": tuple(data["edits"]), "remarks": remarks}
 
 

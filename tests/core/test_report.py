@@ -9,7 +9,7 @@ from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Applicability, Finding, Fix, Level
 from ckptfix.core.report import envelope, error_to_json, plain
 from ckptfix.errors import UsageError
-from tests.report.samples import COUNTER, NOTE, PREFIX, repaired, report
+from tests.report.samples import COUNTER, MISSING, NOTE, PREFIX, repaired, report
 
 
 def strict(data):
@@ -72,6 +72,12 @@ def test_what_is_not_fixed_says_so():
     assert [finding["fixed"] for finding in data["findings"]] == [False, False]
     assert [finding["fixable"] for finding in data["findings"]] == [True, False]
     assert data["exit_code"] == 1
+
+
+def test_what_the_user_accepts_says_so():
+    """The page and the JSON of ``--accept`` asked for a remedy; only a migration's manifest had it."""
+    data = strict(report(MISSING, PREFIX, NOTE, fixed=(PREFIX,), accepted=("FIT", "KEY", "FIL")).to_json())
+    assert [finding["accepted"] for finding in data["findings"]] == [True, False, False]
 
 
 def test_a_dry_run_has_fixed_nothing():
