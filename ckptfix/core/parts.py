@@ -16,15 +16,15 @@ from msgspec import Meta, Struct
 
 Size = Annotated[int, Meta(ge=0)]
 Shape = tuple[Size, ...]
-Bounds = tuple[tuple[Size, Size], ...]  # a box of a tensor: where it starts and stops along each axis
+Box = tuple[tuple[Size, Size], ...]  # a box of a tensor: where it starts and stops along each axis
 
 
 class Part(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """``source[box].reshape(view).permute(axes)``, laid into the box ``place``; without ``axes`` the order stays."""
 
     source: str
-    box: Bounds
-    place: Bounds
+    box: Box
+    place: Box
     view: Shape = ()
     axes: Shape = ()
 
@@ -35,7 +35,7 @@ class Part(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
 
     @property
     def numel(self) -> int:
-        return prod(stop - start for start, stop in self.box)
+        return numel(self.box)
 
     def inverse(self, key: str) -> Part:
         """Return the part of ``source`` that this part of ``key`` gives back."""
@@ -57,12 +57,20 @@ class PartsError(ValueError):
         self.key, self.problem = key, problem
 
 
-def full(shape: Sequence[int]) -> Bounds:
+def full(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def extent(box: Bounds) -> Shape:
+def box_at(offsets: Sequence[int], shape: Sequence[int]) -> Box:
+    return tuple((start, start + size) for start, size in zip(offsets, shape, strict=True))
+
+
+def extent(box: Box) -> Shape:
     return tuple(stop - start for start, stop in box)
+
+
+def numel(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
 
 
 def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -84,7 +92,7 @@ def _joined(one: Part, other: Part) -> Part | None:
     return Part(one.source, box, place, axes=one.axes) if box and place else None
 
 
-def _united(one: Bounds, other: Bounds) -> Bounds | None:
+def _united(one: Box, other: Box) -> Box | None:
     differ = [axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     if len(differ) != 1 or one[differ[0]][1] != other[differ[0]][0]:
         return None
@@ -94,12 +102,12 @@ def _united(one: Bounds, other: Bounds) -> Bounds | None:
 
 def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> None:
     """Raise PartsError unless each element of the keys that ``parts`` touches is used exactly once."""
-    taken: dict[str, list[Bounds]] = defaultdict(list)
+    taken: dict[str, list[Box]] = defaultdict(list)
     for key, pieces in parts.items():
         for part in pieces:
             if part.source not in source:
                 raise PartsError(key, f"{part.source} is not a key of the source")
-            if part.numel != prod(extent(part.place)):
+            if part.numel != numel(part.place):
                 raise PartsError(key, f"the part of {part.source} has {part.numel} elements, its place another number")
             taken[part.source].append(part.box)
         check_cover(key, [part.place for part in pieces], target[key])
@@ -107,18 +115,18 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
         check_cover(key, boxes, source[key])
 
 
-def check_cover(key: str, boxes: Sequence[Bounds], shape: Shape) -> None:
+def check_cover(key: str, boxes: Sequence[Box], shape: Shape) -> None:
     """Raise PartsError unless the boxes fill a tensor of this shape, each element once."""
     if not all(lies_in(box, shape) for box in boxes):
         raise PartsError(key, f"a part is outside of its shape {list(shape)}")
-    filled = [box for box in boxes if prod(extent(box))]
-    if (count := sum(prod(extent(box)) for box in filled)) != prod(shape):
+    filled = [box for box in boxes if numel(box)]
+    if (count := sum(map(numel, filled))) != prod(shape):
         raise PartsError(key, f"the parts have {count} of the {prod(shape)} elements of its shape")
     if not _are_disjoint(filled, shape):
         raise PartsError(key, "two parts overlap: an element is used twice")
 
 
-def _are_disjoint(boxes: Sequence[Bounds], shape: Shape) -> bool:
+def _are_disjoint(boxes: Sequence[Box], shape: Shape) -> bool:
     """Return whether boxes that have as many elements as a tensor have each of them once.
 
     In how many boxes an element is follows from their corners, whose signs alternate along each dimension: those of a
@@ -138,7 +146,7 @@ def _are_disjoint(boxes: Sequence[Bounds], shape: Shape) -> bool:
 _MOST_DIVIDED = 6  # dimensions along which a tensor is divided: a mesh has hardly more
 
 
-def lies_in(box: Bounds, shape: Shape) -> bool:
+def lies_in(box: Box, shape: Shape) -> bool:
     """Return whether a box is inside of a tensor of this shape."""
     return len(box) == len(shape) and all(
         0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
@@ -147,7 +155,12 @@ def lies_in(box: Bounds, shape: Shape) -> bool:
 
 def shape_of(parts: tuple[Part, ...]) -> Shape:
     """Return the shape of the tensor that the parts fill."""
-    return tuple(max(stops) for stops in zip(*([stop for _, stop in part.place] for part in parts), strict=True))
+    return shape_over(part.place for part in parts)
+
+
+def shape_over(boxes: Iterable[Box]) -> Shape:
+    """Return the shape of the smallest tensor that has these boxes."""
+    return tuple(max(stops) for stops in zip(*([stop for _, stop in box] for box in boxes), strict=True))
 
 
 def used_in_full(parts: Parts, source: Mapping[str, Shape]) -> dict[str, tuple[Part, ...]]:

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Assemble
-from ckptfix.core.parts import Part, PartsError, check_bijection, extent
+from ckptfix.core.parts import Part, PartsError, check_bijection
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
-from ckptfix.reading.boxes import bytes_of_boxes, shaped
+from ckptfix.reading.boxes import boxed, bytes_of_boxes, shaped
 from ckptfix.reading.tensors import RowMajorBytes
 
 
@@ -63,8 +63,7 @@ def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
     """Return the box of a part as a tensor of the same storage, in the order of its axes."""
     if spec.math_bits:  # torch resolves them
         spec = computed(spec, part.source, RowMajorBytes(spec, path), ())
-    offset = spec.offset + sum(start * step for (start, _), step in zip(part.box, spec.strides, strict=True))
-    piece = replace(spec, shape=extent(part.box), offset=offset)
+    piece = boxed(spec, part.box)
     if part.view:
         piece = shaped(piece, part.view)
     if part.axes:

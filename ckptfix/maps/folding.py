@@ -11,7 +11,7 @@ from itertools import groupby
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Bounds, Part, Shape, extent, full
+from ckptfix.core.parts import Box, Part, Shape, extent, full
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
 from ckptfix.maps.inference import Inference, Match
 from ckptfix.maps.layout import Cut, Rearrange, Some, Steps, normal, shares
@@ -154,7 +154,7 @@ def _some(parts: Mapping[str, tuple[Part, Shape, Shape]]) -> Some | None:
     return None
 
 
-def _cuts(boxes: list[Bounds], keys: list[str], ndims: set[int]) -> Iterator[tuple[bool, Cut | None, list[list[str]]]]:
+def _cuts(boxes: list[Box], keys: list[str], ndims: set[int]) -> Iterator[tuple[bool, Cut | None, list[list[str]]]]:
     """Yield whether boxes are a stack and how they are cut, with their keys by number and place."""
     differ = [axis for axis in range(len(boxes[0])) if len({box[axis] for box in boxes}) > 1]
     is_stack = differ[:1] == [0] and ndims == {len(boxes[0]) - 1}

@@ -19,7 +19,7 @@ from math import gcd, prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Bounds, Part, Shape, extent, full, merged
+from ckptfix.core.parts import Box, Part, Shape, extent, full, merged
 
 _CUT = re.compile(r"(concat|split)(?: ([1-9]\d{0,4}(?::[1-9]\d{0,9})*))?(?: dim (\d))?")
 _AXES = re.compile(r"\([^()]*\)|\.\.\.|[^\s()]+")
@@ -235,9 +235,9 @@ class Steps(Struct, frozen=True):
             result.append(made)
         return result
 
-    def _joined(self, grid: Grid) -> tuple[list[tuple[str, Bounds, Bounds]], Shape]:
+    def _joined(self, grid: Grid) -> tuple[list[tuple[str, Box, Box]], Shape]:
         """Return the key of each source with its box in the joined tensor and its own box, and the joined shape."""
-        boxes: list[tuple[str, Bounds, Bounds]] = []
+        boxes: list[tuple[str, Box, Box]] = []
         cut = self.concat or Cut()
         shapes = set()
         for number, row in enumerate(grid):
@@ -263,13 +263,13 @@ class Steps(Struct, frozen=True):
             raise ValueError(f"{grid[0][0][0]} and {grid[-1][0][0]} have other shapes and cannot be stacked")
         return boxes, (len(grid), *shapes.pop()) if self.stack else shapes.pop()
 
-    def _taken_apart(self, shape: Shape, names: int) -> Iterator[list[tuple[Bounds, Bounds]]]:
+    def _taken_apart(self, shape: Shape, names: int) -> Iterator[list[tuple[Box, Box]]]:
         """Yield for each of the results its box in the rearranged tensor, and the box of a tensor of its own."""
         inner = shape[1:] if self.unstack else shape
         if self.unstack and not shape:
             raise ValueError("a single number cannot be unstacked")
         for number in range(shape[0]) if self.unstack else (None,):
-            front: Bounds = () if number is None else ((number, number + 1),)
+            front: Box = () if number is None else ((number, number + 1),)
             if self.split is None:
                 yield [((*front, *full(inner)), full(inner))]
                 continue
@@ -323,9 +323,7 @@ def _before(part: Part, changed: dict[str, tuple[Shape, Shape]], axes: Rearrange
     yield from (_simple(each.inverse(part.source)) for each in parts)
 
 
-def _moved(
-    key: str, box: Bounds, own: Bounds, into: Bounds, out: Bounds, axes: Rearrange, sizes: dict[str, int]
-) -> Iterator[Part]:
+def _moved(key: str, box: Box, own: Box, into: Box, out: Box, axes: Rearrange, sizes: dict[str, int]) -> Iterator[Part]:
     """Yield the parts of a source that come into a target: ``box`` and ``into`` are their boxes in what lies between,
     ``own`` and ``out`` those in their own tensors."""
     before = [[name for name in group if name != "1"] for group in axes.before]
@@ -388,7 +386,7 @@ def _range(piece: dict[str, tuple[int, int]], group: list[str], sizes: dict[str,
     return first, last + 1
 
 
-def _within(box: Bounds, outer: Bounds, own: Bounds) -> Bounds:
+def _within(box: Box, outer: Box, own: Box) -> Box:
     """Return a box of what lies between as one of the tensor itself, which has no axis for its place in a stack."""
     shifted = [(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, outer, strict=True)]
     return tuple(shifted[len(shifted) - len(own) :])

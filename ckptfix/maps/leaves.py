@@ -9,7 +9,7 @@ from functools import lru_cache
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Bounds, Shape
+from ckptfix.core.parts import Box, Shape
 from ckptfix.maps.names import ROLES, bag, concepts, kind, module, parent, roles
 
 Path = tuple[str, ...]
@@ -20,7 +20,7 @@ class Leaf(Struct, frozen=True):
 
     key: str
     path: Path
-    box: Bounds
+    box: Box
     axes: tuple[int, ...]
     order: float
 
@@ -44,7 +44,7 @@ class Leaf(Struct, frozen=True):
 
 
 @lru_cache(maxsize=65536)
-def _shape(box: Bounds, axes: tuple[int, ...]) -> Shape:
+def _shape(box: Box, axes: tuple[int, ...]) -> Shape:
     return tuple(size for size in (box[axis][1] - box[axis][0] for axis in axes) if size != 1)
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import JoinedBytes, WindowBytes, located
 from ckptfix.core.lazy import np
-from ckptfix.core.parts import Bounds, Shape, extent, full
+from ckptfix.core.parts import Box, Shape, extent, full
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 
-def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> ByteSource:
+def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, TensorSpec]]) -> ByteSource:
     """Return the row-major bytes of a tensor of this shape, of pieces that fill its boxes.
 
     Pieces that follow each other in it, such as the layers of a stack, are joined: those that are ranges of their
     storages a writer copies within the file system, which takes half the time."""
-    sources: dict[Bounds, ByteSource] = {}
+    sources: dict[Box, ByteSource] = {}
     for place, piece in pieces:
         outer = next((axis for axis, (start, stop) in enumerate(place) if stop - start != 1), len(place))
         if place[outer + 1 :] != full(shape)[outer + 1 :] or piece.storage is None:
@@ -47,7 +47,7 @@ CACHED = 16  # rows that are transposed together, so that what they write is sti
 class AssembledBytes:
     """The row-major bytes of a tensor that is put together from boxes of others, with their axes in any order."""
 
-    def __init__(self, shape: Shape, itemsize: int, pieces: Sequence[tuple[Bounds, TensorSpec]]) -> None:
+    def __init__(self, shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, TensorSpec]]) -> None:
         self.nbytes = prod(shape) * itemsize
         self._shape, self._itemsize = shape, itemsize
         self._pieces = [(place, shaped(piece, extent(place))) for place, piece in pieces if piece.numel]
@@ -78,7 +78,7 @@ class AssembledBytes:
                 yield room[max(start - at * row, 0) : min(stop - at * row, (last - first) * row)]
             at += last - first
 
-    def _fill(self, panel: Array, box: Bounds) -> None:
+    def _fill(self, panel: Array, box: Box) -> None:
         for place, piece in self._pieces:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, place, strict=True))
             if all(start < stop for start, stop in common):
@@ -103,6 +103,12 @@ def _room(size: int) -> Iterator[memoryview]:
         yield room
     finally:
         _ROOMS[size].append(room)
+
+
+def boxed(spec: TensorSpec, box: Box) -> TensorSpec:
+    """Return a box of a strided tensor, as a view of it."""
+    offset = spec.offset + sum(start * step for (start, _), step in zip(box, spec.strides, strict=True))
+    return replace(spec, shape=extent(box), offset=offset)
 
 
 def _ordered(piece: TensorSpec) -> AssembledBytes:

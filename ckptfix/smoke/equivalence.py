@@ -25,7 +25,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.lazy import nn, torch
-from ckptfix.core.parts import Bounds, Shape, extent, full
+from ckptfix.core.parts import Box, Shape, extent, full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.settings import Settings
 from ckptfix.core.smoke_result import Equivalence
@@ -500,9 +500,9 @@ class Unit(Struct, frozen=True, eq=False):
 
     source: str
     shape: Shape
-    box: Bounds
+    box: Box
     key: str
-    place: Bounds
+    place: Box
     tensor: torch.Tensor
 
     @property

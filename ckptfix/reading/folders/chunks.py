@@ -7,16 +7,14 @@ viewed in its shape."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
-from ckptfix.core.parts import Bounds, PartsError, check_cover
+from ckptfix.core.parts import Box, PartsError, check_cover, extent, numel
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading.boxes import bytes_of_boxes
@@ -24,36 +22,12 @@ from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
 
 
-class Box(Struct, frozen=True):
-    """A part of a tensor: where it begins and how large it is, in elements of each dimension."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bounds(self) -> Bounds:
-        """Where it starts and stops along each dimension."""
-        return tuple((start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
-
-
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str) -> None:
     """Raise ``UnreadableError`` unless the boxes fill a tensor of this shape, each element once."""
     try:
-        check_cover(name, [box.bounds for box in boxes], shape)
+        check_cover(name, [*boxes], shape)
     except PartsError as error:
         raise UnreadableError(f"the chunks of {name} do not fill it: {error.problem}") from error
-
-
-def tensor_of_chunks(name: str, spec: TensorSpec, parts: Mapping[Box, TensorSpec], path: str) -> TensorSpec:
-    """Return the tensor ``spec`` with the bytes of its chunks, whose checksums speak for it."""
-    pieces = [(box.bounds, _plain(part, path)) for box, part in parts.items()]
-    storages = tuple(storage for part in parts.values() for storage in part.storages)
-    storage = Storage(name, bytes_of_boxes(spec.shape, spec.itemsize, pieces), parts=storages)
-    return checked(replace(spec, storage=storage), path)
 
 
 def _plain(part: TensorSpec, path: str) -> TensorSpec:
@@ -67,19 +41,24 @@ def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[Tenso
     """Return the tensor ``spec`` with the bytes of its parts; a part that several ranks saved has several copies.
 
     Raises ``UnreadableError`` unless the parts are of the dtype and fill the shape, each element once. A tensor that
-    lacks bytes of a damaged file is torn."""
+    lacks bytes of a damaged file is torn; the checksums of its parts speak for any other."""
     check_tiling(copies, spec.shape, name)
     parts: dict[Box, TensorSpec] = {}
     for box, same in copies.items():
-        if any((part.dtype, part.shape) != (spec.dtype, box.shape) for part in same):
-            raise UnreadableError(f"{path}: the part of {name} at {list(box.offsets)} has another shape or dtype")
+        if any((part.dtype, part.shape) != (spec.dtype, extent(box)) for part in same):
+            raise UnreadableError(
+                f"{path}: the part of {name} at {[start for start, _ in box]} has another shape or dtype"
+            )
         parts[box] = next((part for part in same if not is_torn(part)), same[0])
-    filled = {box: part for box, part in parts.items() if box.numel} or parts
+    filled = {box: part for box, part in parts.items() if numel(box)} or parts
     if len(filled) == 1:
         return next(iter(filled.values()))
     if any(map(is_torn, filled.values())):
         return gone(name, spec, path)
-    return tensor_of_chunks(name, spec, filled, path)
+    pieces = [(box, _plain(part, path)) for box, part in filled.items()]
+    storages = tuple(storage for part in filled.values() for storage in part.storages)
+    storage = Storage(name, bytes_of_boxes(spec.shape, spec.itemsize, pieces), parts=storages)
+    return checked(replace(spec, storage=storage), path)
 
 
 class ComparedBytes:

@@ -26,10 +26,11 @@ from ckptfix.bytes.sources import Content, WindowContent, is_torn
 from ckptfix.core.checkpoint import PathPart
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque
+from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, check_tiling, compared, gone, merge_parts
+from ckptfix.reading.folders.chunks import agree, check_tiling, compared, gone, merge_parts
 from ckptfix.reading.folders.ranks.files import are_varied, sums_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import dtype_name, sizes
@@ -131,12 +132,12 @@ def _name(value: Any) -> str:
 def _item(name: str, fields: Mapping[str, Any], where: Mapping[tuple[str, tuple[int, ...]], Location]) -> Stored:
     """Return a ``TensorStorageMetadata``, or a ``BytesStorageMetadata``, which has no fields."""
     if "chunks" not in fields:
-        return Stored("", (), ((Box((), ()), where.get((name, ()))),))
+        return Stored("", (), (((), where.get((name, ()))),))
     properties = fields["properties"]
     # TensorProperties pickles as a tuple that begins with the dtype.
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.attributes["dtype"]
-    boxes = [Box(sizes(chunk["offsets"]), sizes(chunk["sizes"])) for chunk in map(_fields, fields["chunks"])]
-    chunks = tuple((box, where.get((name, box.offsets))) for box in boxes)
+    places = [(sizes(chunk["offsets"]), sizes(chunk["sizes"])) for chunk in map(_fields, fields["chunks"])]
+    chunks = tuple((box_at(*place), where.get((name, place[0]))) for place in places)
     return Stored(dtype_name(dtype), sizes(fields["size"]), chunks)
 
 
@@ -267,7 +268,7 @@ class _Reading:
         check_tiling(places, item.shape, name)  # before a chunk is opened
         copies = {box: self._copies(name, item.dtype, box, locations) for box, locations in places.items()}
         for box, (location, *others) in places.items() if len(places) > 1 else ():
-            if location is not None and not others and box.numel:
+            if location is not None and not others and numel(box):
                 self.chunks.setdefault(location.file, []).append((location.offset, name, copies[box][0]))
         return merge_parts(name, item.spec, copies, str(self.folder))
 
@@ -288,8 +289,10 @@ class _Reading:
         """Return the copies of a chunk; that they have different values is noted."""
         copies = [self._load(name, location) for location in locations]
         for part in copies:
-            if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, box.shape):
-                raise UnreadableError(f"the chunk of {name} at {list(box.offsets)} is not what {METADATA} says")
+            if not isinstance(part, TensorSpec) or (part.dtype, part.shape) != (dtype, extent(box)):
+                raise UnreadableError(
+                    f"the chunk of {name} at {[start for start, _ in box]} is not what {METADATA} says"
+                )
         if agree(copies, str(self.folder), reads=self.salvage):
             return copies if self.salvage else [compared(name, copies, str(self.folder))]
         self.clashes.append(name)

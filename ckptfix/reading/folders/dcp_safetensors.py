@@ -16,11 +16,12 @@ from typing import Any
 
 from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.facts import Fact, Kind, first_facts
+from ckptfix.core.parts import Box, box_at, numel, shape_over
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import safetensors
-from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
+from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.sniffing import is_safetensors
@@ -57,8 +58,8 @@ def read_folder(folder: Path, salvage: bool) -> Document:
             continue
         read.append(name)
         damage += [Fact.of(Kind.SHARD_DAMAGED, name, cause=fact) for fact in shard.damage]
-        held = {key: Box(offsets.get(key, (0,) * len(spec.shape)), spec.shape) for key, spec in shard.root.items()}
-        others = [origins.get((key, box)) for key, box in held.items() if box.numel]
+        held = {key: box_at(offsets.get(key, (0,) * len(spec.shape)), spec.shape) for key, spec in shard.root.items()}
+        others = [origins.get((key, box)) for key, box in held.items() if numel(box)]
         if others and None not in others:
             repeated.append(Fact.of(Kind.RANK_REPEATED, name, other=others[0]))
         for key, box in held.items():
@@ -100,10 +101,9 @@ def _tensor(key: str, parts: dict[Box, list[TensorSpec]], path: str, faults: lis
     specs = [spec for same in parts.values() for spec in same]
     if not all(agree(same, path) for same in parts.values()):
         faults.append(Fact.of(Kind.RANKS_DIFFER, keys=(key,)))
-    if len(parts) == 1 and not any(next(iter(parts)).offsets):
+    if len(parts) == 1 and not any(start for start, _ in next(iter(parts))):
         return next((spec for spec in specs if not is_torn(spec)), specs[0])
-    ends = [[start + size for start, size in zip(box.offsets, box.shape, strict=True)] for box in parts]
-    shape = tuple(map(max, zip(*ends, strict=True)))
+    shape = shape_over(parts)
     whole = TensorSpec(specs[0].dtype, shape, contiguous_strides(shape))
     try:
         if any(spec.dtype != whole.dtype for spec in specs):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.bytes.sources import stream
-from ckptfix.core.parts import lies_in
+from ckptfix.core.parts import Box, box_at, lies_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, check_tiling, tensor_of_chunks
+from ckptfix.reading.folders.chunks import agree, check_tiling, merge_parts
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_tensor
 from tests.attacks.outcomes import bounded
 
@@ -25,9 +25,8 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     spans = []
     for size in shape:
         cuts = sorted({0, size, *draw(st.lists(st.integers(1, size), max_size=2))})
-        spans.append([(start, stop - start) for start, stop in pairwise(cuts)])
-    boxes = [Box(tuple(start for start, _ in part), tuple(size for _, size in part)) for part in product(*spans)]
-    return shape, draw(st.permutations(boxes))
+        spans.append([*pairwise(cuts)])
+    return shape, draw(st.permutations([*product(*spans)]))
 
 
 @given(tilings(), st.data())
@@ -35,8 +34,8 @@ def test_any_range_of_any_tiling(tiling: tuple[tuple[int, ...], list[Box]], data
     shape, boxes = tiling
     whole = torch.arange(int(torch.Size(shape).numel()), dtype=torch.int16).reshape(shape)
     check_tiling(boxes, shape, "w")
-    parts = {box: spec_of_tensor(whole[tuple(slice(*bounds) for bounds in box.bounds)].clone()) for box in boxes}
-    made = tensor_of_chunks("w", spec_of_tensor(whole), parts, "memory")
+    parts = {box: [spec_of_tensor(whole[tuple(slice(*ends) for ends in box)].clone())] for box in boxes}
+    made = merge_parts("w", spec_of_tensor(whole), parts, "memory")
     assert made.storage is not None
     source = made.storage.source
     expected = whole.numpy().tobytes()
@@ -50,10 +49,10 @@ def test_any_range_of_any_tiling(tiling: tuple[tuple[int, ...], list[Box]], data
 @pytest.mark.parametrize(
     ("boxes", "shape"),
     [
-        pytest.param([Box((), ())], (), id="0-d"),
+        pytest.param([box_at((), ())], (), id="0-d"),
         pytest.param([], (0, 3), id="empty-without-chunks"),
-        pytest.param([Box((0, 0), (0, 3)), Box((0, 0), (2, 3))], (2, 3), id="a-rank-without-rows"),
-        pytest.param([Box((0, 0), (2, 1)), Box((0, 1), (2, 2))], (2, 3), id="columns"),
+        pytest.param([box_at((0, 0), (0, 3)), box_at((0, 0), (2, 3))], (2, 3), id="a-rank-without-rows"),
+        pytest.param([box_at((0, 0), (2, 1)), box_at((0, 1), (2, 2))], (2, 3), id="columns"),
     ],
 )
 def test_boxes_that_fill_a_shape(boxes: list[Box], shape: tuple[int, ...]) -> None:
@@ -64,12 +63,12 @@ def test_boxes_that_fill_a_shape(boxes: list[Box], shape: tuple[int, ...]) -> No
     ("boxes", "shape"),
     [
         pytest.param([], (2, 3), id="no-chunk"),
-        pytest.param([Box((), ()), Box((), ())], (), id="0-d-twice"),
-        pytest.param([Box((0, 0), (1, 3))], (2, 3), id="a-row-short"),
-        pytest.param([Box((0, 0), (2, 3)), Box((1, 0), (1, 3))], (2, 3), id="a-row-twice"),
-        pytest.param([Box((0, 0), (2, 2)), Box((0, 1), (2, 1))], (2, 3), id="right-number-but-a-column-twice"),
-        pytest.param([Box((1, 0), (2, 3))], (2, 3), id="outside"),
-        pytest.param([Box((0,), (6,))], (2, 3), id="other-rank"),
+        pytest.param([box_at((), ()), box_at((), ())], (), id="0-d-twice"),
+        pytest.param([box_at((0, 0), (1, 3))], (2, 3), id="a-row-short"),
+        pytest.param([box_at((0, 0), (2, 3)), box_at((1, 0), (1, 3))], (2, 3), id="a-row-twice"),
+        pytest.param([box_at((0, 0), (2, 2)), box_at((0, 1), (2, 1))], (2, 3), id="right-number-but-a-column-twice"),
+        pytest.param([box_at((1, 0), (2, 3))], (2, 3), id="outside"),
+        pytest.param([box_at((0,), (6,))], (2, 3), id="other-rank"),
     ],
 )
 def test_boxes_that_do_not_are_damage(boxes: list[Box], shape: tuple[int, ...]) -> None:
@@ -79,12 +78,11 @@ def test_boxes_that_do_not_are_damage(boxes: list[Box], shape: tuple[int, ...]) 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2)] * 4), max_size=6))
 def test_boxes_fill_a_shape_if_they_have_each_element_once(parts: list[tuple[int, ...]]) -> None:
-    boxes = [Box((row, column), (1 + height, 1 + width)) for row, column, height, width in parts]
-    boxes = [box for box in boxes if lies_in(box.bounds, (3, 3))]
+    boxes = [box_at((row, column), (1 + height, 1 + width)) for row, column, height, width in parts]
+    boxes = [box for box in boxes if lies_in(box, (3, 3))]
     held = torch.zeros(3, 3)
     for box in boxes:
-        (row, column), (height, width) = box.offsets, box.shape
-        held[row : row + height, column : column + width] += 1
+        held[tuple(slice(*ends) for ends in box)] += 1
     if bool((held == 1).all()):
         check_tiling(boxes, (3, 3), "w")
     else:
@@ -95,7 +93,7 @@ def test_boxes_fill_a_shape_if_they_have_each_element_once(parts: list[tuple[int
 def test_staggered_boxes_are_checked_in_bounded_time() -> None:
     """Any line through them crosses as many boxes as it can."""
     size = 10_000
-    boxes = [Box((start, row), (stop - start, 1)) for row in range(size) for start, stop in ((0, row), (row, size))]
+    boxes = [box_at((start, row), (stop - start, 1)) for row in range(size) for start, stop in ((0, row), (row, size))]
     with bounded():
         check_tiling(boxes, (size, size), "w")
 

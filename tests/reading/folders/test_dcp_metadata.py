@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import CkptfixError
-from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.dcp import Location, Stored, parse_metadata
 
 HALVES = [ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((2, 3))) for start in (0, 2)]
@@ -46,9 +45,9 @@ def test_every_item_with_its_chunks_and_places() -> None:
         "w": Stored(
             "float16",
             (4, 3),
-            ((Box((0, 0), (2, 3)), Location("__0_0.distcp", 5, 7)), (Box((2, 0), (2, 3)), None)),
+            ((((0, 2), (0, 3)), Location("__0_0.distcp", 5, 7)), (((2, 4), (0, 3)), None)),
         ),
-        "step": Stored("", (), ((Box((), ()), Location("__0_0.distcp", 0, 5)),)),
+        "step": Stored("", (), (((), Location("__0_0.distcp", 0, 5)),)),
     }
 
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from ckptfix.bytes.decoders import STORED
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import PathPart
+from ckptfix.core.parts import Box, box_at, extent
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.reading.folders.chunks import Box
-from ckptfix.reading.folders.ranks.divided import Divided, box_at
+from ckptfix.reading.folders.ranks.divided import Divided, box_on_mesh
 from ckptfix.reading.sniffing import is_zip
 from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 
@@ -120,7 +120,7 @@ class _Base(Struct):
         stops, starts = [0, *(match.end() for match in found)], [*(match.start() for match in found), len(own.data)]
         places = _Places.of(found)
         sharded = [leaf for _, leaf in leaves if isinstance(leaf, Divided) and leaf.splits is None]
-        said = [(list(box.offsets), list(box.shape)) for leaf in sharded for box, _ in leaf.parts]
+        said = [([start for start, _ in box], [*extent(box)]) for leaf in sharded for box, _ in leaf.parts]
         if said != list(zip(places.offsets, map(_numbers, places.sizes), strict=True)):
             return None
         between = [own.data[start:stop] for start, stop in zip(stops, starts, strict=True)]
@@ -150,12 +150,12 @@ class _Base(Struct):
                 if isinstance(leaf, TensorSpec):
                     leaf = stored(leaf)
                 elif isinstance(leaf, Divided) and leaf.splits is None:
-                    parts = [(Box(tuple(next(offsets)), box.shape), stored(spec)) for box, spec in leaf.parts]
+                    parts = [(box_at(next(offsets), extent(box)), stored(spec)) for box, spec in leaf.parts]
                     leaf = Divided(leaf.kind, leaf.shape, leaf.world, parts)
                 elif isinstance(leaf, Divided):
                     if (layout := (leaf.shape, leaf.splits)) not in boxes:
                         at = places.meshes[0] if is_on_mesh else ()
-                        boxes[layout] = box_at(leaf.shape, leaf.splits or (), at)
+                        boxes[layout] = box_on_mesh(leaf.shape, leaf.splits or (), at)
                     parts = [(boxes[layout], stored(spec)) for _, spec in leaf.parts]
                     leaf = Divided(leaf.kind, leaf.shape, leaf.world, parts, leaf.splits)
                 made.append((path, leaf))

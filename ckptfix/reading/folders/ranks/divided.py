@@ -12,8 +12,8 @@ from typing import Any
 from msgspec import Struct
 
 from ckptfix.core.objects import Opaque
+from ckptfix.core.parts import Box, box_at
 from ckptfix.core.spec import TensorSpec
-from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.ranks.files import MOST_RANKS
 from ckptfix.reading.pickles.claims import sizes
 
@@ -43,7 +43,7 @@ def _of_shards(tensor: Opaque) -> Divided:
     parts = []
     for shard in shards:
         local, place = shard.attributes["tensor"], shard.attributes["metadata"].attributes
-        parts.append((Box(sizes(place["shard_offsets"]), sizes(place["shard_sizes"])), local))
+        parts.append((box_at(sizes(place["shard_offsets"]), sizes(place["shard_sizes"])), local))
     group = rest[0].attributes if rest and isinstance(rest[0], Opaque) else {}
     world = group.get("global_world_size", 0)
     return Divided(tensor.cls.name, sizes(metadata.attributes["size"]), world if type(world) is int else 0, parts)
@@ -66,18 +66,18 @@ def _of_mesh(tensor: Opaque) -> Divided:
             splits.append((axis, counts[axis], placements[axis].attributes["dim"]))
         elif kind != "Replicate":
             raise ValueError(f"it is placed as {kind}: each rank holds a term of a sum")
-    box = box_at(shape, tuple(splits), coordinates)
+    box = box_on_mesh(shape, tuple(splits), coordinates)
     return Divided(tensor.cls.name, shape, math.prod(counts), [(box, local)], tuple(splits))
 
 
-def box_at(shape: tuple[int, ...], splits: _Splits, coordinates: Sequence[int]) -> Box:
+def box_on_mesh(shape: tuple[int, ...], splits: _Splits, coordinates: Sequence[int]) -> Box:
     """Return the box of a tensor that a rank at a place in the mesh has."""
     offsets, lengths = [0] * len(shape), list(shape)
     for axis, count, dim in splits:
         share = -(-lengths[dim] // count)
         begin = min(share * coordinates[axis], lengths[dim])
         offsets[dim], lengths[dim] = offsets[dim] + begin, min(share, lengths[dim] - begin)
-    return Box(tuple(offsets), tuple(lengths))
+    return box_at(offsets, lengths)
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:

@@ -30,11 +30,12 @@ from ckptfix.core.checkpoint import PathPart, path_name
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
+from ckptfix.core.parts import Box, full, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clause, clauses, first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp
-from ckptfix.reading.folders.chunks import Box, Flat, Spread, agree, compared, gone, merge_parts
+from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
@@ -323,7 +324,7 @@ class _Merge:
 
     def _collect(self, rank: int, file: Path, leaves: Leaves) -> None:
         flat = {
-            id(spec.storage): box.offsets[0]
+            id(spec.storage): box[0][0]
             for path, leaf in leaves
             if isinstance(leaf, Divided) and _is_flat_name(path)
             for box, spec in leaf.parts
@@ -413,7 +414,7 @@ class _Merge:
             return found.plain
         if found.plain is not None and found.plain.shape == found.shape:
             # A tensor that one rank holds as a whole is read as a plain one there.
-            found.copies.setdefault(Box((0,) * len(found.shape), found.shape), []).append(found.plain)
+            found.copies.setdefault(full(found.shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
         if not all(agree(same, self.path, reads=self.files.salvage) for same in found.copies.values()):
@@ -421,7 +422,7 @@ class _Merge:
         elif not self.files.salvage:
             found.copies = {box: [compared(name, same, self.path)] for box, same in found.copies.items()}
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
-        if (held := sum(box.numel for box in found.copies)) < spec.numel:
+        if (held := sum(map(numel, found.copies))) < spec.numel:
             if self.files.damage:
                 return gone(name, spec, self.path)
             self.files.note_renamed()

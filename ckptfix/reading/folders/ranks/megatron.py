@@ -25,10 +25,12 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
+from ckptfix.core.parts import box_at, full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import clauses, first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, merge_parts
+from ckptfix.reading.boxes import boxed
+from ckptfix.reading.folders.chunks import agree, merge_parts
 from ckptfix.reading.folders.ranks.files import (
     MOST_RANKS,
     RankFiles,
@@ -45,7 +47,6 @@ from ckptfix.reading.folders.ranks.partition import (
     Splits,
     emptied,
     find_rule,
-    narrowed,
     rules,
 )
 from ckptfix.reading.folders.shard_index import file_inside
@@ -314,13 +315,12 @@ class _Reading:
             by_kind = (count * width, width, 1) if version < 1 else (1, 3 * width, 3)
             kind, head, element = (size * step for size in by_kind)
             view = replace(spec, shape=(count, 3, width, *rest), strides=(head, kind, element, *spec.strides[1:]))
-            shape = (count, 3, width, *rest)
-            copies = {
-                Box((0, number, 0, *(0 for _ in rest)), (count, 1, width, *rest)): [narrowed(view, 1, number, 1)]
-                for number in range(3)
-            }
+            boxes = [((0, count), (number, number + 1), *full((width, *rest))) for number in range(3)]
             whole = merge_parts(
-                ".".join(path), TensorSpec(spec.dtype, shape, contiguous_strides(shape)), copies, self.path
+                ".".join(path),
+                TensorSpec(spec.dtype, view.shape, contiguous_strides(view.shape)),
+                {box: [boxed(view, box)] for box in boxes},
+                self.path,
             )
             made[path] = replace(whole, shape=spec.shape, strides=contiguous_strides(spec.shape))
         return made
@@ -445,7 +445,7 @@ def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> Tens
     if tuple(map(mul, part, counts)) != weight.shape or math.prod(part) != spec.shape[-1]:
         return spec
     copies = {
-        Box(tuple(map(mul, place, part)), part): [
+        box_at([*map(mul, place, part)], part): [
             replace(spec, shape=part, strides=contiguous_strides(part), offset=spec.offset + number * spec.shape[-1])
         ]
         for number, place in enumerate(product(*map(range, counts)))

@@ -11,21 +11,22 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
+from ckptfix.core.parts import Box, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
+from ckptfix.reading.boxes import boxed
+from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import NANOTRON
 from ckptfix.reading.folders.ranks.files import RankFiles, add_rank, tagged
 from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART
-from ckptfix.reading.folders.ranks.partition import narrowed
 from ckptfix.reading.weights.document import Document
 
 NAME = NANOTRON
@@ -91,14 +92,11 @@ def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -
         for pair in notes[_SLICES].split(";"):
             own, of_whole = pair.split("#")
             spec = _tensor(part)
-            for axis, (begin, length) in enumerate(_slices(own, spec.shape)):
-                spec = narrowed(spec, axis, begin, length)
-            box = Box(*zip(*_slices(of_whole, shape), strict=True)) if shape else Box((), ())
-            copies.setdefault(box, []).append(spec)
+            copies.setdefault(_box(of_whole, shape), []).append(boxed(spec, _box(own, spec.shape)))
     if part is None:
         return None
     whole = TensorSpec(part.dtype, shape, contiguous_strides(shape))
-    if lacks and sum(box.numel for box in copies) < math.prod(shape):
+    if lacks and sum(map(numel, copies)) < math.prod(shape):
         return gone(name, whole, str(files.folder))
     if not all(agree(same, str(files.folder)) for same in copies.values()):
         files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
@@ -111,14 +109,16 @@ def _tensor(part: Any) -> TensorSpec:
     return part
 
 
-def _slices(text: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and the length of slices such as ``0,10,None|None,None,None``."""
+def _box(text: str, shape: Sequence[int]) -> Box:
+    """Return the box of slices such as ``0,10,None|None,None,None``."""
+    made = []
     for size, one in zip(shape, text.split("|"), strict=True):
         start, stop, step = (None if word == "None" else int(word) for word in one.split(","))
         begin, end, jump = slice(start, stop, step).indices(size)
         if jump != 1 or (stop is not None and stop > size):
             raise ValueError(f"the slice {one} of {size} elements")
-        yield begin, max(end - begin, 0)
+        made.append((begin, max(end, begin)))
+    return tuple(made)
 
 
 def _natural(text: str) -> list[tuple[int, str]]:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ckptfix.bytes.sources import is_torn
-from ckptfix.core.parts import lies_in
+from ckptfix.core.parts import Box, full, lies_in, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box, agree, gone, merge_parts
+from ckptfix.reading.boxes import boxed
+from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 
 
 class Split(Struct, frozen=True):
@@ -41,14 +41,13 @@ def stacked(axis: int, widths: Sequence[Sequence[int]], part: TensorSpec) -> Spl
     ``widths`` says how long it is in every rank. ``part`` is that of a rank."""
     places: list[list[tuple[Box, Box]]] = [[] for _ in widths[0]]
     begin, starts = 0, [0] * len(places)
-    before, after = part.shape[:axis], part.shape[axis + 1 :]
-    none, last = (0,) * len(before), (0,) * len(after)
     for own in widths:
         for rank, length in enumerate(own):
-            extent = (*before, length, *after)
-            places[rank].append((Box((*none, begin, *last), extent), Box((*none, starts[rank], *last), extent)))
+            whole, inside = (_stretch(part.shape, axis, start, length) for start in (begin, starts[rank]))
+            places[rank].append((whole, inside))
             begin, starts[rank] = begin + length, starts[rank] + length
-    return Split(axis, places=tuple(map(tuple, places)), shape=(*before, begin, *after))
+    shape = (*part.shape[:axis], begin, *part.shape[axis + 1 :])
+    return Split(axis, places=tuple(map(tuple, places)), shape=shape)
 
 
 _Key = TypeVar("_Key")
@@ -107,9 +106,8 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
         begin = number * size // split.stacked
         for rank, part in enumerate(parts):
             length = part.shape[axis] // split.stacked
-            piece = narrowed(part, axis, number * length, length)
-            offsets = (*(0,) * axis, begin, *(0,) * (len(shape) - axis - 1))
-            copies.setdefault(Box(offsets, piece.shape), []).append(piece)
+            piece = boxed(part, _stretch(part.shape, axis, number * length, length))
+            copies.setdefault(_stretch(shape, axis, begin, length), []).append(piece)
             if (rank + 1) % split.holders == 0:
                 begin += length
     return merge_parts(name, TensorSpec(first.dtype, shape, contiguous_strides(shape)), copies, path)
@@ -119,15 +117,12 @@ def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> 
     copies: dict[Box, list[TensorSpec]] = {}
     for part, places in zip(parts, split.places, strict=True):
         own = [box for _, box in places]
-        if sum(box.numel for box in own) != part.numel or not all(lies_in(box.bounds, part.shape) for box in own):
+        if sum(map(numel, own)) != part.numel or not all(lies_in(box, part.shape) for box in own):
             raise UnreadableError(
                 f"{path}: a part of {name} is {list(part.shape)}, which is not how its ranks are said to divide it"
             )
         for whole, inside in places:
-            piece = part
-            for axis, (begin, length) in enumerate(zip(inside.offsets, inside.shape, strict=True)):
-                piece = narrowed(piece, axis, begin, length)
-            copies.setdefault(whole, []).append(piece)
+            copies.setdefault(whole, []).append(boxed(part, inside))
     if not all(agree(same, path) for same in copies.values()):
         raise UnreadableError(f"{path}: its ranks hold different copies of {name}; put the files of one save together")
     return merge_parts(name, TensorSpec(parts[0].dtype, split.shape, contiguous_strides(split.shape)), copies, path)
@@ -140,10 +135,9 @@ def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:
     }
 
 
-def narrowed(spec: TensorSpec, axis: int, start: int, length: int) -> TensorSpec:
-    """Return the view of a tensor that takes ``length`` elements of an axis from ``start`` on."""
-    shape = (*spec.shape[:axis], length, *spec.shape[axis + 1 :])
-    return replace(spec, shape=shape, offset=spec.offset + start * spec.strides[axis])
+def _stretch(shape: tuple[int, ...], axis: int, start: int, length: int) -> Box:
+    """Return the box that takes ``length`` elements of an axis from ``start`` on."""
+    return (*full(shape[:axis]), (start, start + length), *full(shape[axis + 1 :]))
 
 
 class Joining(Struct):

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from ckptfix.bytes.limits import shown
+from ckptfix.core.parts import Box, box_at
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders.chunks import Box
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.partition import WHOLE, Rule, Split, Splits, stacked
 from ckptfix.reading.pickles.claims import sizes
@@ -108,7 +108,7 @@ def _box(shape: tuple[int, ...], piece: Mapping[str, Any], place: str) -> Box:
     for stride in strides:
         offsets.append(start // max(stride, 1))
         start -= offsets[-1] * stride
-    return Box(tuple(offsets), extent)
+    return box_at(offsets, extent)
 
 
 def _of_sub_parameters(entry: Mapping[str, Any], widths: Any, name: str, parts: Sequence[TensorSpec]) -> Split:
