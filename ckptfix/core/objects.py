@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -50,13 +52,11 @@ class Opaque(Struct, eq=False):
         return {} if self._pairs is None else self._pairs
 
     def own_items(self) -> list[Any]:
-        """Return the list of the items, to be filled."""
         if self._items is None:
             self._items = []
         return self._items
 
     def own_pairs(self) -> dict[Any, Any]:
-        """Return the dict of the pairs, to be filled."""
         if self._pairs is None:
             self._pairs = {}
         return self._pairs
@@ -120,6 +120,23 @@ def _members(value: Any) -> Collection[Any]:
 def holds_tensors(entry: object) -> bool:
     """Return whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
     return any(True for _ in tensors_in(entry))
+
+
+def mappings_in(root: Any) -> Iterator[dict[Any, Any]]:
+    """Yield the dicts in a container, and what objects hold as pairs or as their state: those at the top first, each
+    once, as far as some thousand values go."""
+    seen: set[int] = set()
+    pending = deque([root])
+    while pending and len(seen) < MANY:
+        value = pending.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Opaque):
+            value = value.pairs or value.state
+        if isinstance(value, dict):
+            yield value
+        pending += islice(value.values() if isinstance(value, dict) else _members(value), MANY)
 
 
 # Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from ckptfix.core.finding import counted
-from ckptfix.core.objects import Global, Opaque
+from ckptfix.core.objects import Global, Opaque, mappings_in
 from ckptfix.core.spec import TensorSpec
 
 # Where a ZeRO optimizer keeps its slice of the parameters: stage 1 and 2, stage 3.
@@ -39,7 +39,6 @@ _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
 _LEAST_SHARE = 0.2
-_SEARCH_DEPTH = 3
 
 RANKS_REMEDY = "put the files of all ranks into one folder, as the training left them, and name that folder"
 FLAT_REMEDY = (
@@ -70,9 +69,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     if flat:
         what = f"holds flattened parameters of FSDP, {counted(len(flat), 'tensor')} of one rank"
         return RankShard(what, FLAT_REMEDY, flat)
-    members = entries or next(
-        (found for found in _mappings(root, _SEARCH_DEPTH) if any(map(is_sharded, found.values()))), {}
-    )
+    members = entries or next((found for found in mappings_in(root) if any(map(is_sharded, found.values()))), {})
     parts = tuple(str(key) for key, value in members.items() if isinstance(value, Opaque) and is_sharded(value))
     if parts:
         return RankShard(f"holds one rank's part of {counted(len(parts), 'sharded tensor')}", RANKS_REMEDY, parts)
@@ -80,7 +77,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
     if empty:
         what = f"holds {counted(len(empty), 'weight')} of shape (0,): the model states of ZeRO stage 3, without values"
         return RankShard(what, RANKS_REMEDY, empty)
-    if not entries and any(is_zero_state(mapping) for mapping in _mappings(root, _SEARCH_DEPTH)):
+    if not entries and any(map(is_zero_state, mappings_in(root))):
         return RankShard("holds the optimizer states of one ZeRO rank: slices of weights without names", RANKS_REMEDY)
     return None
 
@@ -126,7 +123,6 @@ def _tensor_parallel(root: Any) -> int:
 
 
 def is_zero_state(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is the state of a ZeRO optimizer."""
     return any(name in mapping for name in SLICES) or ("zero_stage" in mapping and "partition_count" in mapping)
 
 
@@ -172,11 +168,3 @@ def _emptied(root: Any, entries: Mapping[str, Any]) -> tuple[str, ...]:
 def _is_weight(key: str) -> bool:
     leaf = key.rpartition(".")[2]
     return "weight" in leaf or "bias" in leaf
-
-
-def _mappings(value: Any, depth: int) -> Iterator[Mapping[Any, Any]]:
-    if isinstance(value, dict):
-        yield value
-        if depth:
-            for child in value.values():
-                yield from _mappings(child, depth - 1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.finding import counted
-from ckptfix.core.objects import Opaque, is_flat_optimizer, tensors_in
+from ckptfix.core.objects import Opaque, is_flat_optimizer, mappings_in, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in, numpy_type
@@ -19,7 +18,6 @@ _SCHEDULER = {"last_epoch", "_step_count"}  # what every `LRScheduler.state_dict
 
 # Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox.
 _RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
-_NODES = 1000  # values that are looked at for the state of an optimizer, those at the top first
 
 
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
@@ -69,7 +67,7 @@ def why_weightless(document: Document) -> str:
 
 def _state_of(root: Any) -> str | None:
     """Return whose state a file holds, if it is the optimizer's or of what else stands beside a model in training."""
-    if _holds_optimizer(root):
+    if any(map(is_optimizer, mappings_in(root))):
         return "an optimizer's state"
     if isinstance(root, dict) and root.keys() >= _SCHEDULER:
         return "the state of a learning-rate scheduler"
@@ -83,29 +81,6 @@ def is_random_state(value: Any) -> bool:
     if isinstance(value, NumpyArray):
         return value.shape == (624,) and numpy_type(value.dtype)[0] == "u4"
     return isinstance(value, TensorSpec) and value.dtype == "uint8" and value.shape in _RANDOM
-
-
-def _holds_optimizer(root: Any) -> bool:
-    seen: set[int] = set()
-    pending = deque([root])
-    while pending and len(seen) < _NODES:
-        value = pending.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Opaque):
-            value = value.pairs or value.state
-        if isinstance(value, dict):
-            if is_optimizer(value):
-                return True
-            pending.extend(_first(value.values()))
-        elif isinstance(value, (list, tuple)):
-            pending.extend(_first(value))
-    return False
-
-
-def _first(values: Iterable[Any]) -> list[Any]:
-    return list(islice(values, _NODES))
 
 
 def _described(root: Any) -> str:
@@ -124,4 +99,4 @@ def _described(root: Any) -> str:
 
 def _names(root: Any) -> str:
     pairs = root.pairs if isinstance(root, Opaque) else root if isinstance(root, dict) else {}
-    return ", ".join(f"{shown(name):.40}" for name in _first(pairs)[:4])
+    return ", ".join(f"{shown(name):.40}" for name in islice(pairs, 4))
