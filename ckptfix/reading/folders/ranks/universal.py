@@ -39,11 +39,6 @@ def find(folder: Path) -> Path | None:
     return tagged(folder, LATEST, _masters)
 
 
-def document(files: RankFiles) -> Document:
-    """Return the document of a universal checkpoint."""
-    return _Reading(files).document()
-
-
 def folder_of(file: Path) -> Path | None:
     """Return the folder of the checkpoint of which a file is the model states."""
     return file.parent if ZERO_MODEL.fullmatch(file.name) and _masters(file.parent) else None
@@ -54,102 +49,93 @@ def _masters(folder: Path) -> bool:
     return parameters.is_dir() and any((child / f"{MASTER}.pt").is_file() for child in parameters.iterdir())
 
 
-class _Reading:
-    """One reading of a universal checkpoint."""
-
-    def __init__(self, files: RankFiles) -> None:
-        self.files, self.path = files, str(files.folder)
-
-    def document(self) -> Document:
-        """Return the merged document: the container of the model states, with whole weights in it."""
-        # ckptfix writes one under two names, as the stages of ZeRO look for different ones.
-        names = ((file, ZERO_MODEL.fullmatch(file.name)) for file in sorted(self.files.folder.iterdir()))
-        found = {int(match[1] or 0): file for file, match in names if match and int(match[2]) == 0}
-        states = zero.model_states(self.files, found)
-        root = states[0]
-        shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
-        trained, moments, degree = {}, {}, root.get("mp_world_size")
-        for name, shape in shapes.items():
-            entries = dict(self._entries(name, shape, degree if type(degree) is int else 1))
-            if MASTER not in entries:
-                raise UnreadableError(
-                    f"{self.path}: the master of {name} cannot be read"
-                    f" ({clauses(self.files.damage) or 'it has no file'}); fetch it again"
-                )
-            trained[name] = entries.pop(MASTER)
-            moments[name] = entries
-        if extra := [name for name in self._folders() if name not in shapes and name not in root["module"]]:
+def document(files: RankFiles) -> Document:
+    """Return the merged document: the container of the model states, with whole weights in it."""
+    # ckptfix writes one under two names, as the stages of ZeRO look for different ones.
+    names = ((file, ZERO_MODEL.fullmatch(file.name)) for file in sorted(files.folder.iterdir()))
+    found = {int(match[1] or 0): file for file, match in names if match and int(match[2]) == 0}
+    states = zero.model_states(files, found)
+    root = states[0]
+    shapes = {str(name): sizes(shape) for group in root["param_shapes"] for name, shape in group.items()}
+    trained, moments, degree = {}, {}, root.get("mp_world_size")
+    for name, shape in shapes.items():
+        entries = dict(_entries(files, name, shape, degree if type(degree) is int else 1))
+        if MASTER not in entries:
             raise UnreadableError(
-                f"{self.path}: the model states do not name {first_names(extra)}; put the files of one save together"
+                f"{files.folder}: the master of {name} cannot be read"
+                f" ({clauses(files.damage) or 'it has no file'}); fetch it again"
             )
-        frozen = zero.frozen_parameters(root, states, len(states), self.path) if len(states) > 1 else {}
-        weights = zero.whole_module(root, trained, frozen, self.path)
-        merged = {
-            key: weights if key == "module" else value for key, value in root.items() if key not in zero.PARTITION
-        }
-        if (optimizer := self._optimizer(root["param_shapes"], moments)) is not None:
-            merged["optimizer"] = optimizer
-        elif any(moments.values()):
-            self.files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
-        held = {f"{name}/{field}.pt": tensor for name, found in moments.items() for field, tensor in found.items()}
-        self.files.note_repeated({file: [tensor] for file, tensor in held.items() if not file.endswith("/step.pt")})
-        zero.note_masters(self.files, root["module"], trained)
-        version = root.get("ds_version")
-        release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
-        halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
-        copies = {
-            name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
-        }  # none of stage 3, nor of tensor-parallel ranks
-        return self.files.document(NAME, merged, f"{release}, universal", copies)
+        trained[name] = entries.pop(MASTER)
+        moments[name] = entries
+    folders = [child.name for child in (files.folder / PARAMETERS).iterdir() if child.is_dir()]
+    if extra := [name for name in folders if name not in shapes and name not in root["module"]]:
+        raise UnreadableError(
+            f"{files.folder}: the model states do not name {first_names(extra)}; put the files of one save together"
+        )
+    frozen = zero.frozen_parameters(root, states, len(states), str(files.folder)) if len(states) > 1 else {}
+    weights = zero.whole_module(root, trained, frozen, str(files.folder))
+    merged = {key: weights if key == "module" else value for key, value in root.items() if key not in zero.PARTITION}
+    if (optimizer := _optimizer(files, root["param_shapes"], moments)) is not None:
+        merged["optimizer"] = optimizer
+    elif any(moments.values()):
+        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    held = {f"{name}/{field}.pt": tensor for name, found in moments.items() for field, tensor in found.items()}
+    files.note_repeated({file: [tensor] for file, tensor in held.items() if not file.endswith("/step.pt")})
+    zero.note_masters(files, root["module"], trained)
+    version = root.get("ds_version")
+    release = f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed"
+    halves = {name: entry for name, entry in root["module"].items() if isinstance(entry, TensorSpec)}
+    copies = {
+        name: halves[name] for name, spec in trained.items() if name in halves and halves[name].shape == spec.shape
+    }  # none of stage 3, nor of tensor-parallel ranks
+    return files.document(NAME, merged, f"{release}, universal", copies)
 
-    def _folders(self) -> list[str]:
-        return [child.name for child in (self.files.folder / PARAMETERS).iterdir() if child.is_dir()]
 
-    def _entries(self, name: str, shape: tuple[int, ...], degree: int) -> Iterator[tuple[str, Any]]:
-        """Yield the master and the moments of a parameter, each in its whole shape; the step is a number.
+def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -> Iterator[tuple[str, Any]]:
+    """Yield the master and the moments of a parameter, each in its whole shape; the step is a number.
 
-        Of ``degree`` tensor-parallel ranks, the model states have a part, and this is the whole."""
-        folder = self.files.folder / PARAMETERS / name
-        if Path(name).name != name or not folder.is_dir():
-            return
-        for file in sorted(folder.glob("*.pt")):
-            value = root = self.files.root(file)
-            value = value.get("param") if isinstance(value, dict) else value
-            is_step = file.stem == "step"
-            is_number = value.numel == 1 if isinstance(value, TensorSpec) else type(value) in (int, float)
-            if root is not None and not (is_number if is_step else isinstance(value, TensorSpec)):
-                raise UnreadableError(f"{file}: holds no {'number' if is_step else 'tensor'}; fetch it again")
-            if isinstance(value, TensorSpec) and value.shape != shape and not is_step:
-                flat = len(value.shape) == 1 and value.is_contiguous
-                if flat and value.numel == math.prod(shape):
-                    value = replace(value, shape=shape, strides=contiguous_strides(shape))
-                elif len(value.shape) != len(shape) or sum(map(ne, value.shape, shape)) > 1 or degree < 2:
-                    raise UnreadableError(
-                        f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files"
-                        " are of different saves"
-                    )
-            if value is not None:
-                yield file.stem, value
+    Of ``degree`` tensor-parallel ranks, the model states have a part, and this is the whole."""
+    folder = files.folder / PARAMETERS / name
+    if Path(name).name != name or not folder.is_dir():
+        return
+    for file in sorted(folder.glob("*.pt")):
+        value = root = files.root(file)
+        value = value.get("param") if isinstance(value, dict) else value
+        is_step = file.stem == "step"
+        is_number = value.numel == 1 if isinstance(value, TensorSpec) else type(value) in (int, float)
+        if root is not None and not (is_number if is_step else isinstance(value, TensorSpec)):
+            raise UnreadableError(f"{file}: holds no {'number' if is_step else 'tensor'}; fetch it again")
+        if isinstance(value, TensorSpec) and value.shape != shape and not is_step:
+            flat = len(value.shape) == 1 and value.is_contiguous
+            if flat and value.numel == math.prod(shape):
+                value = replace(value, shape=shape, strides=contiguous_strides(shape))
+            elif len(value.shape) != len(shape) or sum(map(ne, value.shape, shape)) > 1 or degree < 2:
+                raise UnreadableError(
+                    f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files"
+                    " are of different saves"
+                )
+        if value is not None:
+            yield file.stem, value
 
-    def _optimizer(
-        self, shapes: list[Mapping[str, Any]], moments: Mapping[str, dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """Return the optimizer's state by name; None if its groups are not there."""
-        file = self.files.folder / PARAMETERS / GROUPS
-        held = self.files.root(file) if file.is_file() else None
-        held = held if isinstance(held, dict) else {}
-        inner = held.get("optimizer_state_dict") or {}
-        # Of stage 3 one level deeper, where a group may consist of several flat ones, and with the only steps.
-        groups = held.get("param_groups") or inner.get("param_groups") or []
-        if sorted(number for group in groups for number in group["params"]) != list(range(len(shapes))):
-            return None
-        steps = {number: state["step"] for number, state in (inner.get("state") or {}).items() if "step" in state}
-        for number, names in enumerate(shapes):
-            for name in names:
-                if number in steps:
-                    moments[str(name)].setdefault("step", with_own_storage(steps[number]))
-        named = [
-            {**group, "params": [str(name) for number in group["params"] for name in shapes[number]]}
-            for group in groups
-        ]
-        return {"state": moments, "param_groups": named}
+
+def _optimizer(
+    files: RankFiles, shapes: list[Mapping[str, Any]], moments: Mapping[str, dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the optimizer's state by name; None if its groups are not there."""
+    file = files.folder / PARAMETERS / GROUPS
+    held = files.root(file) if file.is_file() else None
+    held = held if isinstance(held, dict) else {}
+    inner = held.get("optimizer_state_dict") or {}
+    # Of stage 3 one level deeper, where a group may consist of several flat ones, and with the only steps.
+    groups = held.get("param_groups") or inner.get("param_groups") or []
+    if sorted(number for group in groups for number in group["params"]) != list(range(len(shapes))):
+        return None
+    steps = {number: state["step"] for number, state in (inner.get("state") or {}).items() if "step" in state}
+    for number, names in enumerate(shapes):
+        for name in names:
+            if number in steps:
+                moments[str(name)].setdefault("step", with_own_storage(steps[number]))
+    named = [
+        {**group, "params": [str(name) for number in group["params"] for name in shapes[number]]} for group in groups
+    ]
+    return {"state": moments, "param_groups": named}

@@ -193,7 +193,7 @@ def _routers(root: Any, path: str) -> dict[str, str]:
     return found
 
 
-def _restacked(tensors: Any, path: str) -> Any:
+def _restacked(tensors: dict[str, Any], path: str) -> dict[str, Any]:
     """Return tensors with the parts of AutoEP's stacks of experts as one."""
     found = {key: match for key in tensors if (match := _STACKED.fullmatch(key))}
     parts: dict[str, dict[int, TensorSpec]] = {}
@@ -238,7 +238,6 @@ class _States(Struct):
 
     @property
     def world(self) -> int:
-        """The number of data-parallel ranks."""
         return max(self.counts)
 
     @property
@@ -409,8 +408,7 @@ class Merging:
             self._note_short(
                 {run.ranks[at]: (spec.numel, min(length, start - at * length)) for at, spec in taken.items()}
             )
-        stacked: dict[str, TensorSpec] = _restacked(made, self.path)
-        return stacked
+        return _restacked(made, self.path)
 
     def _check_length(self, index: int, wanted: int, length: int, world: int) -> None:
         """Raise ``UnreadableError`` unless a group's partitions hold its parameters and no more than the padding."""
@@ -449,8 +447,7 @@ class Merging:
                     f"{self.path}: has names and shapes of {start} numbers for each rank, and {first_names(list(odd))}"
                     f" hold {first_names(sorted(set(odd.values())))}; its files are of different saves or damaged"
                 )
-        stacked: dict[str, TensorSpec] = _restacked(made, self.path)
-        return stacked
+        return _restacked(made, self.path)
 
     def _optimizer(
         self, place: Callable[[_Take], dict[str, TensorSpec] | None], groups: Sequence[_Shapes]
@@ -535,7 +532,6 @@ def frozen_parameters(root: Any, roots: Mapping[int, Any], world: int, path: str
 
 
 def lost(name: str, shape: tuple[int, ...], path: str) -> TensorSpec:
-    """Return a master that no file holds any more."""
     return gone(name, TensorSpec("float32", shape, contiguous_strides(shape)), path)
 
 
