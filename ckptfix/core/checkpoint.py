@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.facts import Fact, Kind
@@ -201,9 +200,3 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
             return f"{self.path}: the bytes of {key!r} are gone from the damaged file; see Checkpoint.lost"
         close = nearest(str(key), self.specs)
         return f"{self.path}: has no key {key!r}; {f'did you mean {close!r}?' if close else 'see keys()'}"
-
-    def with_entries(
-        self, entries: Mapping[str, object], metadata: Mapping[str, Mapping[str, Any]] | None
-    ) -> Checkpoint:
-        """Return the same checkpoint with another state_dict in its container."""
-        return replace(self, entries=entries, metadata=metadata)

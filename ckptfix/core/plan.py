@@ -46,10 +46,6 @@ class Plan(Displayed, Struct, frozen=True):
         rules = ", ".join(step.rule for step in self.steps)
         return f"<Plan: {counted(len(self.edits), 'edit')}{f' of {rules}' if rules else ''}>"
 
-    def then(self, *steps: Step) -> Plan:
-        """Return the plan with more steps."""
-        return Plan((*self.steps, *steps))
-
     def inverse(self) -> Plan:
         """Return the plan that undoes this one. Raises ``PlanError`` for edits that lose data, such as casts."""
         steps: list[Step] = []

@@ -79,7 +79,7 @@ def apply_step(checkpoint: Checkpoint, step: Step, value_sources: ValueSources) 
     lost = {key: spec for key, spec in checkpoint.lost.items() if key not in entries}
     # After the first rename the names of a picked set are not those of the file any more: it was taken before.
     picked = checkpoint.picked if all(old == new for old, new in renames.items()) else None
-    return _with_file_edits(replace(checkpoint.with_entries(entries, metadata), lost=lost, picked=picked), step)
+    return _with_file_edits(replace(checkpoint, entries=entries, metadata=metadata, lost=lost, picked=picked), step)
 
 
 def _is_added(edit: Edit) -> bool:

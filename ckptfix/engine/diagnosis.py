@@ -105,10 +105,12 @@ def diagnose(
 
             value_sources = value_sources or ValueSources.of(target, donor, measure)
             step = Step(rule.code, edits)
-            plan, view = plan.then(step), apply_step(view, step, value_sources)
+            plan, view = Plan((*plan.steps, step)), apply_step(view, step, value_sources)
             fixed += cured
             statistics = statistics and statistics.of(view, write_draft)
-            context = replace(context, checkpoint=view, statistics=statistics or {}, plan=made.then(*plan.steps))
+            context = replace(
+                context, checkpoint=view, statistics=statistics or {}, plan=Plan((*made.steps, *plan.steps))
+            )
     _refuse_idle_recipes(findings, settings)
     if plan:  # without one, every rule has seen the result already
         # What the user's map said is done.

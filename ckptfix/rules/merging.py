@@ -178,7 +178,7 @@ def _deltas(
     wider = {
         key: replace(view.specs[key], shape=(rows, *view.specs[key].shape[1:])) for key, rows in merge.resized.items()
     }
-    view = view.with_entries({**view.entries, **wider}, None)
+    view = replace(view, entries={**view.entries, **wider}, metadata=None)
     for component, layers in groups.items():
         keys = [names[component].key_of(layer) for layer in layers]
         turned = _Orientation(view, adapter, dict(zip(keys, layers, strict=True)), target)
@@ -246,7 +246,7 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
                 ]
                 spec = checkpoint.specs[columns[0][0]]
                 add(f"{module}.{name}", spec, (number, rows * len(columns), width), where)
-    return checkpoint.with_entries({**checkpoint.entries, **specs}, None), places
+    return replace(checkpoint, entries={**checkpoint.entries, **specs}, metadata=None), places
 
 
 def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
@@ -562,7 +562,7 @@ def edits_within(checkpoint: Checkpoint, adapter: Adapter, target: Target | None
     """Yield the edits that merge an adapter which was saved inside of its base, and give the base its own names."""
     own = {key for layer in adapter.layers for key in layer.keys.values()} | set(adapter.saved.values())
     names = {key: plain_name(key) for key in checkpoint.entries if key not in own}
-    base = checkpoint.with_entries({name: checkpoint.entries[key] for key, name in names.items()}, None)
+    base = replace(checkpoint, entries={name: checkpoint.entries[key] for key, name in names.items()}, metadata=None)
     stored = {name: key for key, name in names.items()}
     for edit in merge_edits(base, find_merge(base, [adapter], target=target)):
         yield replace(edit, key=stored[edit.key]) if isinstance(edit, MergeAdapter) else edit

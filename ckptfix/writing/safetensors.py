@@ -133,7 +133,7 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
         else entry
         for key, entry in checkpoint.entries.items()
     }
-    return checkpoint.with_entries(entries, checkpoint.metadata)
+    return replace(checkpoint, entries=entries)
 
 
 def _note(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:

@@ -173,7 +173,7 @@ def test_a_fill_from_another_model_is_refused(fill, says):
 
 
 def test_steps_follow_one_another():
-    plan = Plan().then(Step("A", (Rename("a.w", "c"),))).then(Step("B", (Rename("c", "d"), Drop("b.w"))))
+    plan = Plan((Step("A", (Rename("a.w", "c"),)), Step("B", (Rename("c", "d"), Drop("b.w")))))
     assert list(apply_plan(plan, open_state_dict(state())).entries) == ["d", "b.n", "b.extra"]
     assert len(plan.edits) == 3
     assert not Plan()

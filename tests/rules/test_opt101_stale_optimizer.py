@@ -814,7 +814,7 @@ def brought_in_step(path: Path, edits: list[Edit]) -> tuple[dict[str, Any], ckpt
     first = Plan((Step("X", tuple(edits)),))
     (finding,) = (one for one in ckptfix.repair(path, plan=first).report.remaining if one.code == "OPT101")
     assert finding.fix is not None
-    plan = first.then(Step("OPT101", finding.fix.edits))
+    plan = Plan((*first.steps, Step("OPT101", finding.fix.edits)))
     report = ckptfix.repair(path, plan=plan, output=path.with_name("out.pth"), force=True).report
     assert "OPT101" not in {one.code for one in report.remaining}
     made: dict[str, Any] = torch.load(path.with_name("out.pth"), weights_only=True)

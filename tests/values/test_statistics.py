@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.values.statistics import BINS, Statistics, histogram
@@ -111,7 +112,7 @@ def test_a_quantized_tensor_counts_by_its_integers():
     storage = Storage("0", MemorySource(bytes([0, 255, 3])))
     checkpoint = checkpoint_of({})
     spec = TensorSpec("qint8", (3,), (1,), storage)
-    figures = Statistics(checkpoint.with_entries({"q": spec}, None))["q"]
+    figures = Statistics(replace(checkpoint, entries={"q": spec}))["q"]
     assert (figures.numel, figures.minimum, figures.maximum, figures.zeros) == (3, -1.0, 3.0, 1)
 
 
@@ -151,7 +152,7 @@ def test_an_edited_view_is_not_read_again():
     source = source_of(checkpoint, "module.a")
     before = Statistics(checkpoint)
     figures = before["module.a"]
-    edited = checkpoint.with_entries({"a": checkpoint.entries["module.a"], "b": checkpoint.entries["module.a"]}, None)
+    edited = replace(checkpoint, entries={"a": checkpoint.entries["module.a"], "b": checkpoint.entries["module.a"]})
     after = before.of(edited)
     assert list(after) == ["a", "b"]
     assert after["a"] is after["b"] is figures
@@ -215,7 +216,7 @@ def test_tensors_without_numbers_are_absent():
     packed = TensorSpec("quint4x2", (4,), (1,), Storage("0", MemorySource(bytes(2))))
     overlapping = torch.zeros(2000).as_strided((1000, 1000), (1, 1))
     checkpoint = checkpoint_of({"meta": torch.zeros(3, device="meta"), "endless": overlapping, "w": torch.zeros(1)})
-    statistics = Statistics(checkpoint.with_entries({**checkpoint.entries, "packed": packed}, None))
+    statistics = Statistics(replace(checkpoint, entries={**checkpoint.entries, "packed": packed}))
     assert list(statistics) == ["w"]
     assert "meta" not in statistics
     with pytest.raises(KeyError):

@@ -181,7 +181,7 @@ def narrowed(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     entries = {name: checkpoint.entries[key] for key, name in checkpoint.picked.items()}
     metadata = rename_metadata(checkpoint.metadata, checkpoint.picked)
-    return replace(checkpoint.with_entries(entries, metadata), picked=None)
+    return replace(checkpoint, entries=entries, metadata=metadata, picked=None)
 
 
 def _sizes(keys: Collection[str]) -> dict[str, int]:
