@@ -51,7 +51,6 @@ class OpenFile:
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def read(self, start: int, count: int) -> bytes:

@@ -192,7 +192,6 @@ def bounded_key(key: Any, path: str) -> Any:
 
 
 def bounded_keys(keys: Iterable[Any], path: str) -> list[Any]:
-    """Return the keys of one new dict or set, each of them bounded."""
     return Bounds(path, 0).keys(keys)
 
 

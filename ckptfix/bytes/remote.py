@@ -283,10 +283,14 @@ class RemoteFile(OpenFile):
             raise UnreadableError(f"{self.path}: changed while it was read; run the same command again")
 
     def _ask(self, start: int, stop: int) -> Answer:
-        try:
-            return persistently(lambda: self._range(start, stop), self.path, "read", PATIENCE)
-        except PlaceError as error:
-            raise UnreadableError(*error.args) from error
+        return _answered(lambda: self._range(start, stop), self.path, "read")
+
+
+def _answered(action: Callable[[], T], url: str, verb: str) -> T:
+    try:
+        return persistently(action, url, verb, PATIENCE)
+    except PlaceError as error:
+        raise UnreadableError(*error.args) from error
 
 
 def download_advice(url: str) -> str:
@@ -319,10 +323,7 @@ def files_beside(url: str) -> list[str] | None:
     if scheme in ("http", "https"):
         return None
     listed = partial(_hub_names if scheme == "hf" else _store_names, url)
-    try:
-        return sorted(persistently(listed, url, "listed", PATIENCE))
-    except PlaceError as error:
-        raise UnreadableError(*error.args) from error
+    return sorted(_answered(listed, url, "listed"))
 
 
 # ---- servers

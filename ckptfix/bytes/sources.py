@@ -236,12 +236,6 @@ def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) ->
 _BUFFERS: deque[memoryview] = deque(maxlen=4)
 
 
-def blocks_of(data: memoryview) -> Iterator[memoryview]:
-    """Yield bytes in memory in the same blocks as ``stream``."""
-    for start in range(0, data.nbytes, BLOCK):
-        yield data[start : start + BLOCK]
-
-
 PIECE = 64 << 10  # bytes that are copied at once: so few that no fresh memory is asked for them
 
 
@@ -313,7 +307,6 @@ class Content(Struct, eq=False, weakref=True):
 
     @property
     def bounds(self) -> Bounds:
-        """The limits on what is parsed of the file."""
         if self.shared_bounds is None:
             self.shared_bounds = Bounds(self.path, len(self))
         return self.shared_bounds
@@ -333,7 +326,6 @@ class WindowContent(Content, kw_only=True):
 
     @classmethod
     def of(cls, outer: Content, start: int, stop: int) -> WindowContent:
-        """Return the range from ``start`` to ``stop``."""
         window = cls(outer.path, b"", outer.file, outer=outer, start=start)
         window.size = stop - start
         return window

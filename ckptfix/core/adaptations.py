@@ -81,11 +81,9 @@ class Adaptation(Struct, frozen=True):
         return self.with_recipe(self.recipe)
 
     def with_recipe(self, recipe: str) -> str:
-        """Return the same for another recipe."""
         return f"{self.name}{'' if self.keys == '*' else f'@{self.keys}'}={recipe}"
 
     def files(self) -> tuple[str, ...]:
-        """Return the files that the recipe names."""
         return tuple(self.recipe.split(",")) if self.name == HEAD else ()
 
     def layers(self) -> tuple[int, ...]:

@@ -34,7 +34,6 @@ class DType(Struct, frozen=True, dict=True):
 
     @cached_property
     def is_complex(self) -> bool:
-        """Whether the elements are complex numbers."""
         return "complex" in self.name
 
     @cached_property

@@ -80,7 +80,6 @@ class Likeness(Struct, frozen=True):
 
     @property
     def is_headless(self) -> bool:
-        """Whether only the head is missing."""
         return self.fit is Fit.HEADLESS or (
             self.fit is Fit.PART and bool(self.missing) and not (self.added or self.differing)
         )
@@ -90,7 +89,6 @@ class Likeness(Struct, frozen=True):
         return dict(self.sizes) | ({"num_classes": 0} if self.is_headless else {})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the likeness as plain JSON data."""
         others = [other.to_json() for other in self.others]
         return {**to_builtins(self), "others": others, "target": self.target, "model": self.model}
 

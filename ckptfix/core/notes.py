@@ -147,7 +147,10 @@ def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]
         for key, value in note.get("entries", {}).items():
             if not isinstance(state_dict.get(key), TensorSpec):
                 state_dict[key] = _decode(value)
-        restore_order(state_dict, note.get("order"))
+        order = note.get("order")
+        if isinstance(order, list) and len(order) == len(state_dict) and set(order) == set(state_dict):
+            for key in order:
+                state_dict.move_to_end(key)
         path = note.get("path", [])
         if not path:
             return state_dict
@@ -157,11 +160,3 @@ def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
         # A note that somebody else edited: the weights stand without it.
         return state_dict
-
-
-def restore_order(state_dict: OrderedDict[str, Any], order: Any) -> OrderedDict[str, Any]:
-    """Put the keys into the order of a note, in place, where it names exactly these keys."""
-    if isinstance(order, list) and len(order) == len(state_dict) and set(order) == set(state_dict):
-        for key in order:
-            state_dict.move_to_end(key)
-    return state_dict

@@ -46,7 +46,6 @@ class Task(Struct):
     done: int = 0
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
         self.done += nbytes
         if (watcher := _watcher.get()) is not None:
             watcher.advanced(self)

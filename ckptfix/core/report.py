@@ -125,7 +125,6 @@ class Report(Displayed, Struct, frozen=True):
 
     @property
     def failed_forward(self) -> bool:
-        """Whether the forward test failed."""
         return self.smoke is not None and self.smoke.passed is False
 
     @property
@@ -231,7 +230,6 @@ def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | 
 
 
 def error_to_json(source: str, message: str) -> dict[str, Any]:
-    """Return the entry of a file that could not be checked."""
     return {"version": REPORT_VERSION, "source": source, "exit_code": 2, "error": message}
 
 

@@ -118,7 +118,6 @@ class TensorSpec(Struct, frozen=True, gc=False):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return DTYPES[self.dtype].itemsize
 
     @property
@@ -325,12 +324,10 @@ class TensorStatistics(Struct):
 
     @property
     def nonfinite(self) -> int:
-        """How many numbers are NaN or infinite."""
         return self.nan + self.pos_inf + self.neg_inf
 
     @property
     def finite(self) -> int:
-        """How many are neither."""
         return self.numel - self.nonfinite
 
     @property
@@ -340,7 +337,6 @@ class TensorStatistics(Struct):
 
     @property
     def all_zero(self) -> bool:
-        """Whether there are numbers, and each is zero."""
         return 0 < self.numel == self.zeros
 
     @property

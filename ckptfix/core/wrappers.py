@@ -74,7 +74,6 @@ def shared_modules(keys: Collection[str]) -> int:
 
 
 def without_first(key: str, count: int) -> str:
-    """Return the key without its first ``count`` segments."""
     return ".".join(key.split(".", count)[count:])
 
 

@@ -115,12 +115,10 @@ class AdapterLayer(Struct, frozen=True):
 
     @property
     def is_kronecker(self) -> bool:
-        """Whether it is one of LoKr."""
         return bool({"lokr_w1", "lokr_w1_a"} & self.keys.keys())
 
     @property
     def type(self) -> str:
-        """The name of its type."""
         for role, name in (("scale", "IA3"), ("hada_w1_a", "LoHa"), ("magnitude", "DoRA"), ("A", "LoRA")):
             if role in self.keys:
                 return name
@@ -177,11 +175,9 @@ class Adapter(Struct, frozen=True):
         return any(layer.component.startswith("lora_") for layer in self.layers)
 
     def spec(self, layer: AdapterLayer, role: str) -> TensorSpec | None:
-        """Return the spec of a tensor of a layer."""
         return self.checkpoint.specs.get(layer.keys.get(role, ""))
 
     def settings(self, layer: AdapterLayer) -> Mapping[str, Any]:
-        """Return the configuration of the component of a layer."""
         start = f"{layer.component}."
         parts = {key.removeprefix(start): value for key, value in self.config.items() if key.startswith(start)}
         return parts or self.config
@@ -191,7 +187,6 @@ class Adapter(Struct, frozen=True):
         return next((spec for role in _WITH_RANK if (spec := self.spec(layer, role)) is not None), None)
 
     def rank(self, layer: AdapterLayer) -> int:
-        """Return the rank of a layer."""
         config, one = self.settings(layer), self.with_rank(layer)
         stored = 0 if one is None or not one.shape else one.shape[0]
         path, source = self.path or self.checkpoint.path, "fetch the adapter again"
@@ -344,7 +339,6 @@ def _config(file: Path) -> Mapping[str, Any]:
 
 
 def _noted(checkpoint: Checkpoint, name: str) -> str:
-    """Return a text of the header of a safetensors file."""
     notes = (remark for remark in checkpoint.remarked(Kind.NOTE) if remark.place == name)
     return next((str(remark.data["text"]) for remark in notes), "")
 

@@ -53,7 +53,6 @@ class AssembledBytes:
         self._pieces = [(place, shaped(piece, extent(place))) for place, piece in pieces if piece.numel]
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``."""
         found = bytearray()
         for panel in self.pieces(start, stop):
             found += panel
@@ -112,7 +111,6 @@ def boxed(spec: TensorSpec, box: Box) -> TensorSpec:
 
 
 def _ordered(piece: TensorSpec) -> AssembledBytes:
-    """Return the bytes of a piece in row-major order."""
     return AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
 
 

@@ -36,7 +36,6 @@ Source = str | os.PathLike[str] | Mapping[str, Any]  # a checkpoint file, or a s
 
 
 def is_remote(source: object) -> bool:
-    """Return whether a source is a URL."""
     return isinstance(source, str) and is_url(source)
 
 

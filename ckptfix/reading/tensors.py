@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusal, soundness
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import PartedBytes, are_equal, blocks_of, located, stream
+from ckptfix.bytes.sources import MemoryBytes, PartedBytes, are_equal, located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
@@ -391,7 +391,7 @@ def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
     if is_range(spec):
         yield from stream(spec.storage.source, *spec.extent)
         return
-    yield from blocks_of(row_major_bytes(spec, path))
+    yield from stream(MemoryBytes(row_major_bytes(spec, path)), 0, spec.nbytes)
 
 
 def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:

@@ -191,7 +191,6 @@ def has_backup(source: Path) -> bool:
 
 
 def backup_of(source: Path) -> Path:
-    """Return the name of a backup."""
     return source.with_name(source.name + ".bak")
 
 
@@ -251,7 +250,6 @@ def flush_file(path: Path) -> None:
 
 
 def unwritten(output: Path, error: OSError) -> WriteError:
-    """Return the error of a file that could not be written."""
     return WriteError(f"{output}: cannot be written: {error.strerror}; nothing was left over")
 
 

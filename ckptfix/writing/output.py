@@ -22,7 +22,7 @@ from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
 from ckptfix.reading import safetensors
-from ckptfix.reading.folders.shard_index import WEIGHT_MAP
+from ckptfix.reading.folders.shard_index import WEIGHT_MAP, Numbering
 from ckptfix.writing import safetensors as safetensors_write
 from ckptfix.writing import torch_files as torch_write
 from ckptfix.writing.atomic import deliver_files, flush_file, remove_leftovers, temporary_folder_beside, unwritten
@@ -136,8 +136,7 @@ class ShardNames(Struct, frozen=True):
     @property
     def shards(self) -> list[str]:
         """``model-00001-of-00002.safetensors`` and so on."""
-        stem, suffix = self.output.stem, self.output.suffix
-        return [f"{stem}-{number:05}-of-{self.count:05}{suffix}" for number in range(1, self.count + 1)]
+        return Numbering(self.output.stem, f"{self.count:05}", self.output.suffix).names()
 
     @property
     def index(self) -> Path:
@@ -146,11 +145,9 @@ class ShardNames(Struct, frozen=True):
 
     @property
     def longest(self) -> Path:
-        """The longest of the names."""
         return max((self.index, self.output.with_name(self.shards[0])), key=lambda path: len(path.name))
 
     def check_free(self) -> None:
-        """Raise ``WriteError`` if one of the files is there already."""
         for name in (self.index.name, *self.shards):
             if (self.output.parent / name).exists():
                 raise WriteError(f"{self.output.parent / name}: is there already; move it away, or name another output")
@@ -187,11 +184,8 @@ def _write_index(index: Path, shards: list[str], parts: list[Checkpoint], checkp
     total = sum(spec.nbytes for spec in {spec.view: spec for spec in checkpoint.specs.values()}.values())
     content = {"metadata": {"total_size": total}, WEIGHT_MAP: {key: home[key] for key in checkpoint.entries}}
     try:
-        with index.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        flush_file(index)
     except OSError as error:
         raise unwritten(output, error) from error
 

@@ -49,7 +49,6 @@ class PickleWriter:
         self._alive: list[Any] = []
 
     def dump(self, root: Any) -> bytes:
-        """Return the whole pickle of ``root``."""
         self._out, self._done = [b"\x80\x02"], bytearray()
         self._save(root)
         self._out.append(b".")

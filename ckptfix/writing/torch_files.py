@@ -150,7 +150,6 @@ class ZipWriter:
         self._end = file.tell()
 
     def write(self, name: str, data: bytes) -> None:
-        """Append a member from memory."""
         self.member(name, len(data), zlib.crc32(data))
         self._file.write(data)
 

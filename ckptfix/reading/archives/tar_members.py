@@ -76,7 +76,6 @@ def files(content: Content, damage: list[Fact]) -> Iterator[tuple[str, int, int]
 
 
 def members(content: Content) -> tuple[list[Member], list[Fact]]:
-    """Return every file of an archive, and what is wrong with it."""
     damage: list[Fact] = []
     found = [
         Member(name, content[start : start + min(size, _HEAD)], partial(_blocks, content, start, size))

@@ -80,7 +80,6 @@ class Expansion:
             view = view[self._file.write(view) :]
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes that were gathered so far."""
         if self._file is None:
             return bytes(self._memory[start:stop])
         return os.pread(self._file.fileno(), stop - start, start)
@@ -286,10 +285,7 @@ COMPRESSIONS = (
 def sniff(content: Content) -> Compression | None:
     """Return the compression of the content by its first bytes, None if it has none."""
     head = content[:10]
-    for compression in COMPRESSIONS:
-        if head.startswith(compression.magic):
-            return compression
-    return None
+    return next((compression for compression in COMPRESSIONS if head.startswith(compression.magic)), None)
 
 
 class PackedBytes(Struct, eq=False):

@@ -217,7 +217,6 @@ class _Reading:
         self.chunks: dict[str, list[tuple[int, str, TensorSpec]]] = {}
 
     def document(self) -> Document:
-        """Return the document of the folder."""
         parts = []
         for file in _metadata_files(self.folder):
             content = Content.of_file(str(file))

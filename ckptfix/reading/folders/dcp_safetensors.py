@@ -77,7 +77,6 @@ def read_folder(folder: Path, salvage: bool) -> Document:
 
 
 def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, tuple[int, ...]]]:
-    """Return the document of a shard, and where its chunks begin."""
     content = Content.of_file(str(file_inside(folder, name, str(folder / "shards"))))
     content.salvage = salvage
     if not is_safetensors(content):

@@ -37,7 +37,6 @@ class Numbering(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many shards there are."""
         return int(self.total)
 
     @classmethod
@@ -47,7 +46,6 @@ class Numbering(Struct, frozen=True):
         return cls(match[1], match[3], match[4]) if match else None
 
     def names(self) -> list[str]:
-        """Return the name of every shard of the set."""
         return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, self.count + 1)]
 
 
@@ -60,7 +58,6 @@ class ShardIndex(Struct, frozen=True):
 
     @property
     def files(self) -> list[str]:
-        """The names of the shards, each once."""
         return list(dict.fromkeys(self.weight_map.values()))
 
 
@@ -111,7 +108,6 @@ class LocalFolder(Struct, frozen=True, dict=True):
         return str(self.path)
 
     def names(self) -> list[str]:
-        """Return the names of the files in it, as far as they are known."""
         try:
             return sorted(path.name for path in self.path.iterdir() if path.is_file())
         except OSError as error:
@@ -159,7 +155,6 @@ Folder = LocalFolder | RemoteFolder
 
 
 def folder_of(path: str) -> Folder:
-    """Return the folder of a file."""
     return RemoteFolder(path.rpartition("/")[0]) if is_url(path) else LocalFolder(Path(path).parent)
 
 

@@ -135,7 +135,6 @@ class PickleMachine(PickleStream):
         return self.is_torn or self.runs != [[]]
 
     def load(self) -> Any:
-        """Return the inert value of the pickle."""
         try:
             while not self._run():
                 pass
@@ -279,7 +278,6 @@ class PickleMachine(PickleStream):
     # -----------------------------------------------------------------------------------------------------------------
 
     def push(self, value: Any) -> None:
-        """Put a value on the stack."""
         self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
@@ -287,7 +285,6 @@ class PickleMachine(PickleStream):
         self.stack.append(self.bounds.make(value))
 
     def pop(self) -> Any:
-        """Take the top value off the stack."""
         return self.stack.pop()
 
     def mark(self) -> None:
@@ -323,7 +320,6 @@ class PickleMachine(PickleStream):
         self.stack.append(known)
 
     def reduce(self) -> None:
-        """REDUCE: what stands for calling the global with the arguments."""
         args = self.stack.pop()
         self.stack[-1] = self.instantiate(self.stack[-1], args)
 

@@ -60,7 +60,6 @@ class PickleStream:
             )
 
     def take(self, count: int) -> bytes:
-        """Return the next ``count`` bytes of the stream."""
         place, start = self.place, self.position
         if 0 <= count <= len(self.window) - place:
             self.place = place + count
@@ -75,7 +74,6 @@ class PickleStream:
         return self._data[start : start + count]
 
     def byte(self) -> int:
-        """Return the next byte, as a number."""
         return self.take(1)[0]
 
     def unsigned(self, width: int) -> int:
@@ -83,7 +81,6 @@ class PickleStream:
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> bytes:
-        """Return the bytes up to the next newline."""
         end = self.window.find(b"\n", self.place)
         if end >= 0:
             return self.take(end + 1 - self.place)[:-1]

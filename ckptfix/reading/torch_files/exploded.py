@@ -49,7 +49,6 @@ class FolderArchive(TorchArchive):
         self.members: dict[str, Path] = members
 
     def source(self, name: str) -> ByteSource:
-        """Return the bytes of a file."""
         file = open_file(str(self.members[name]))
         return FileBytes(file, 0, file.size)
 

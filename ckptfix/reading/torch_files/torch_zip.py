@@ -61,7 +61,6 @@ class TorchArchive:
         self.path, self.nbytes, self.bounds = path, nbytes, bounds
 
     def source(self, name: str) -> ByteSource:
-        """Return the bytes of a member."""
         raise NotImplementedError
 
     def is_whole(self, name: str) -> bool:

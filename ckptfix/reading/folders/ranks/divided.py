@@ -38,7 +38,6 @@ def divided(tensor: Opaque) -> Divided:
 
 
 def _of_shards(tensor: Opaque) -> Divided:
-    """Return the shards of a ``ShardedTensor``."""
     shards, metadata, *rest = tensor.state
     parts = []
     for shard in shards:
@@ -50,7 +49,6 @@ def _of_shards(tensor: Opaque) -> Divided:
 
 
 def _of_mesh(tensor: Opaque) -> Divided:
-    """Return the local part of a ``DTensor``."""
     local, spec = tensor.attributes["_local_tensor"], tensor.attributes["_spec"].attributes
     meta = spec["tensor_meta"]  # a named tuple of shape, strides and dtype
     shape = sizes(meta.args[0] if meta.args else meta.attributes["shape"])

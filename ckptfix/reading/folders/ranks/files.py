@@ -267,7 +267,6 @@ class RankFiles:
             self.note_order({name: _numbers(saved) for name, saved in words.items()}, words)
 
     def document(self, form: str, root: Any, producer: str, copies: Mapping[str, TensorSpec] | None = None) -> Document:
-        """Return the merged document."""
         return Document(
             str(self.folder),
             form,

@@ -556,7 +556,6 @@ def _renumbered(
 
 
 def _experts(state: Mapping[tuple[str, ...], Any]) -> int:
-    """Return how many experts of each layer a rank holds."""
     return len({match[2] for path in state if (match := _EXPERT.search(path[-1]))})
 
 

@@ -72,7 +72,6 @@ def rules(*lines: str) -> tuple[Rule, ...]:
 
 
 def find_rule(table: Sequence[Rule], name: str) -> Rule | None:
-    """Return the first rule for a name."""
     return next((rule for rule in table if rule.pattern.fullmatch(name)), None)
 
 
