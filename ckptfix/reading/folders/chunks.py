@@ -37,15 +37,18 @@ def _plain(part: TensorSpec, path: str) -> TensorSpec:
     return part
 
 
-def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[TensorSpec]], path: str) -> TensorSpec:
-    """Return the tensor ``spec`` with the bytes of its parts; a part that several ranks saved has several copies.
+def merge_parts(
+    name: str, dtype: str, shape: tuple[int, ...], copies: Mapping[Box, Sequence[TensorSpec]], path: str
+) -> TensorSpec:
+    """Return the row-major tensor of its parts; a part that several ranks saved has several copies.
 
     Raises ``UnreadableError`` unless the parts are of the dtype and fill the shape, each element once. A tensor that
     lacks bytes of a damaged file is torn; the checksums of its parts speak for any other."""
-    check_tiling(copies, spec.shape, name)
+    check_tiling(copies, shape, name)
+    spec = TensorSpec(dtype, shape, contiguous_strides(shape))
     parts: dict[Box, TensorSpec] = {}
     for box, same in copies.items():
-        if any((part.dtype, part.shape) != (spec.dtype, extent(box)) for part in same):
+        if any((part.dtype, part.shape) != (dtype, extent(box)) for part in same):
             raise UnreadableError(
                 f"{path}: the part of {name} at {[start for start, _ in box]} has another shape or dtype"
             )
@@ -57,7 +60,7 @@ def merge_parts(name: str, spec: TensorSpec, copies: Mapping[Box, Sequence[Tenso
         return gone(name, spec, path)
     pieces = [(box, _plain(part, path)) for box, part in filled.items()]
     storages = tuple(storage for part in filled.values() for storage in part.storages)
-    storage = Storage(name, bytes_of_boxes(spec.shape, spec.itemsize, pieces), parts=storages)
+    storage = Storage(name, bytes_of_boxes(shape, spec.itemsize, pieces), parts=storages)
     return checked(replace(spec, storage=storage), path)
 
 

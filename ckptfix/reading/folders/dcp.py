@@ -269,7 +269,7 @@ class _Reading:
         for box, (location, *others) in places.items() if len(places) > 1 else ():
             if location is not None and not others and numel(box):
                 self.chunks.setdefault(location.file, []).append((location.offset, name, copies[box][0]))
-        return merge_parts(name, item.spec, copies, str(self.folder))
+        return merge_parts(name, item.dtype, item.shape, copies, str(self.folder))
 
     def _note_repeated(self) -> None:
         """Note files whose chunks have the checksums of those of another file, of which one was copied over the other.

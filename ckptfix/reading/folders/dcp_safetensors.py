@@ -107,7 +107,7 @@ def _tensor(key: str, parts: dict[Box, list[TensorSpec]], path: str, faults: lis
     try:
         if any(spec.dtype != whole.dtype for spec in specs):
             raise UnreadableError(f"the chunks of {key} differ in their dtypes")
-        return merge_parts(key, whole, parts, path)
+        return merge_parts(key, whole.dtype, shape, parts, path)
     except UnreadableError as error:
         faults.append(Fact.of(Kind.CHUNKS_LACKING, key, error=str(error)))
         return gone(key, whole, path)

@@ -35,7 +35,7 @@ def test_any_range_of_any_tiling(tiling: tuple[tuple[int, ...], list[Box]], data
     whole = torch.arange(int(torch.Size(shape).numel()), dtype=torch.int16).reshape(shape)
     check_tiling(boxes, shape, "w")
     parts = {box: [spec_of_tensor(whole[tuple(slice(*ends) for ends in box)].clone())] for box in boxes}
-    made = merge_parts("w", spec_of_tensor(whole), parts, "memory")
+    made = merge_parts("w", "int16", shape, parts, "memory")
     assert made.storage is not None
     source = made.storage.source
     expected = whole.numpy().tobytes()

@@ -431,7 +431,7 @@ class _Merge:
                 f"{self.path}: its ranks hold {held} of the {spec.numel} elements of {name}"
                 f" ({'; '.join(moved) or 'one was copied over another, or is of another save'}); fetch the files again"
             )
-        return merge_parts(name, spec, found.copies, self.path)
+        return merge_parts(name, spec.dtype, spec.shape, found.copies, self.path)
 
 
 def _read(path: _Path, leaf: Any, file: Path) -> Any:

@@ -316,12 +316,8 @@ class _Reading:
             kind, head, element = (size * step for size in by_kind)
             view = replace(spec, shape=(count, 3, width, *rest), strides=(head, kind, element, *spec.strides[1:]))
             boxes = [((0, count), (number, number + 1), *full((width, *rest))) for number in range(3)]
-            whole = merge_parts(
-                ".".join(path),
-                TensorSpec(spec.dtype, view.shape, contiguous_strides(view.shape)),
-                {box: [boxed(view, box)] for box in boxes},
-                self.path,
-            )
+            copies = {box: [boxed(view, box)] for box in boxes}
+            whole = merge_parts(".".join(path), spec.dtype, view.shape, copies, self.path)
             made[path] = replace(whole, shape=spec.shape, strides=contiguous_strides(spec.shape))
         return made
 
@@ -450,8 +446,7 @@ def _unflattened(name: str, spec: TensorSpec, weight: TensorSpec | None) -> Tens
         ]
         for number, place in enumerate(product(*map(range, counts)))
     }
-    whole = TensorSpec(spec.dtype, weight.shape, contiguous_strides(weight.shape))
-    return merge_parts(name, whole, copies, name)
+    return merge_parts(name, spec.dtype, weight.shape, copies, name)
 
 
 def _by_name(state: Mapping[str, dict[str, Any]], saved: Any) -> dict[str, Any]:

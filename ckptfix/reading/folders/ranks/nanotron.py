@@ -100,7 +100,7 @@ def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -
         return gone(name, whole, str(files.folder))
     if not all(agree(same, str(files.folder)) for same in copies.values()):
         files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
-    return merge_parts(name, whole, copies, str(files.folder))
+    return merge_parts(name, whole.dtype, shape, copies, str(files.folder))
 
 
 def _tensor(part: Any) -> TensorSpec:

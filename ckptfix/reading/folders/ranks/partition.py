@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.parts import Box, full, lies_in, numel
-from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
@@ -109,7 +109,7 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
             copies.setdefault(_stretch(shape, axis, begin, length), []).append(piece)
             if (rank + 1) % split.holders == 0:
                 begin += length
-    return merge_parts(name, TensorSpec(first.dtype, shape, contiguous_strides(shape)), copies, path)
+    return merge_parts(name, first.dtype, shape, copies, path)
 
 
 def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> TensorSpec:
@@ -124,7 +124,7 @@ def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> 
             copies.setdefault(whole, []).append(boxed(part, inside))
     if not all(agree(same, path) for same in copies.values()):
         raise UnreadableError(f"{path}: its ranks hold different copies of {name}; put the files of one save together")
-    return merge_parts(name, TensorSpec(parts[0].dtype, split.shape, contiguous_strides(split.shape)), copies, path)
+    return merge_parts(name, parts[0].dtype, split.shape, copies, path)
 
 
 def emptied(state: Mapping[_Key, Any], path: str) -> dict[_Key, Any]:
