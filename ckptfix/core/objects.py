@@ -97,7 +97,8 @@ def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> I
         pending.extend(reversed(children))
 
 
-_LEADS_ON = (TensorSpec, dict, list, tuple, Opaque)
+_CONTAINERS = (dict, list, tuple, Opaque)
+_LEADS_ON = (TensorSpec, *_CONTAINERS)
 
 
 def _members(value: Any) -> Collection[Any]:
@@ -124,7 +125,7 @@ def holds_tensors(entry: object) -> bool:
 
 def mappings_in(root: Any) -> Iterator[dict[Any, Any]]:
     """Yield the dicts in a container, and what objects hold as pairs or as their state: those at the top first, each
-    once, as far as some thousand values go."""
+    once, as far as some thousand containers go."""
     seen: set[int] = set()
     pending = deque([root])
     while pending and len(seen) < MANY:
@@ -136,7 +137,8 @@ def mappings_in(root: Any) -> Iterator[dict[Any, Any]]:
             value = value.pairs or value.state
         if isinstance(value, dict):
             yield value
-        pending += islice(value.values() if isinstance(value, dict) else _members(value), MANY)
+        members = value.values() if isinstance(value, dict) else _members(value)
+        pending += islice((member for member in members if isinstance(member, _CONTAINERS)), MANY)
 
 
 # Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer.
