@@ -142,7 +142,7 @@ def repair(
         if is_changed or destination is not None:
             report = weighed(report)
         if dry_run:
-            report = replace(report, is_dry_run=True)
+            report = replace(report, is_dry_run=True, is_rewrite=is_changed or destination is not None)
         else:
             report = deliver(diagnosis.result, report, destination, shaped, goal.forward_test, drafts)
     log_edits(report.source, report.edits)

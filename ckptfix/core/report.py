@@ -74,8 +74,8 @@ class Report(Displayed, Struct, frozen=True):
     ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``), ``tied`` the keys that
     a plain read of it lacks, as it has their tensors under another key. ``accepted`` are the rules, or beginnings of
     their codes, whose findings the user accepts. ``is_refused`` says that the result must not be written,
-    ``is_dry_run`` that nothing was to be; ``call`` is how the library was called. The figures and what follows them are
-    no part of the JSON form."""
+    ``is_dry_run`` that nothing was to be, ``is_rewrite`` that a file would be written even without edits; ``call`` is
+    how the library was called. The figures and what follows them are no part of the JSON form."""
 
     source: str
     format: str
@@ -101,6 +101,7 @@ class Report(Displayed, Struct, frozen=True):
     accepted: tuple[str, ...] = ()
     is_refused: bool = False
     is_dry_run: bool = False
+    is_rewrite: bool = False
     call: Call | None = None
 
     def __repr__(self) -> str:

@@ -177,7 +177,7 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     open_ones = [finding for finding in remaining if not report.is_fixable(finding)]
     is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in open_ones)
     is_blocked = is_blocked or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
-    is_undone = report.is_dry_run and bool(report.edits)
+    is_undone = report.is_dry_run and (bool(report.edits) or report.is_rewrite)
     if presentation.mode == CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):

@@ -31,7 +31,7 @@ MODELS = {
 
 def printed(text: str) -> list[list[str]]:
     """The commands of a report, word by word."""
-    return [shlex.split(command) for command in re.findall(r"^ +(?:run|or): (ckptfix .*)$", text, re.MULTILINE)]
+    return [shlex.split(command) for command in re.findall(r"^ *(?:run|or): (ckptfix .*)$", text, re.MULTILINE)]
 
 
 def run_all(capsys: pytest.CaptureFixture[str], *words: str) -> set[int]:
@@ -129,6 +129,18 @@ def test_a_written_file_is_compared_and_not_repaired_again(tmp_path, monkeypatch
     (line,) = (line for line in lines if "compare: " in line)
     assert line.endswith("ckptfix check net.fixed.pth --like known:torchvision/resnet18")
     assert exit_code(shlex.split(line.partition("ckptfix ")[2])) == 1  # it is another model
+
+
+@pytest.mark.parametrize("options", [[], ["--for-torch", "1.4.0"], ["--format", "safetensors"], ["-o", "copy.pth"]])
+def test_a_dry_run_prints_the_command_that_writes_a_file_without_defects(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2, 2)}, "a.pth")
+    assert exit_code(["repair", "a.pth", "--dry-run", *options]) == 0
+    commands = printed(capsys.readouterr().out)
+    assert len(commands) == bool(options)
+    for command in commands:
+        assert exit_code(command[1:]) == 0
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_old_torch_is_not_given_weights_only(tmp_path, monkeypatch, capsys):
