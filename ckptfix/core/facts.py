@@ -63,6 +63,7 @@ class Kind(Enum):
     DATA_CUT = "data-cut"
     DATA_SURPLUS = "data-surplus"
     BYTES_BEFORE = "bytes-before"
+    ODD_STRIDES = "odd-strides"
     # Checkpoints of several files.
     SHARD_UNREADABLE = "shard-unreadable"
     SHARD_DAMAGED = "shard-damaged"

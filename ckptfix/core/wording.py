@@ -198,6 +198,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     ),
     Kind.DATA_SURPLUS: "has {surplus} bytes after its last tensor (incomplete metadata, file not fully covered)",
     Kind.BYTES_BEFORE: _bytes_before,
+    Kind.ODD_STRIDES: "their strides make elements overlap, as one flipped bit of the pickle does",
     Kind.SHARD_UNREADABLE: "has a shard that cannot be read ({error})",
     Kind.SHARD_DAMAGED: lambda fact: f"has a shard {fact.place} that {_caused(fact)}",
     Kind.SHARDS_MISSING: _shards_missing,

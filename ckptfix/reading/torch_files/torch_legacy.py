@@ -90,8 +90,22 @@ def read(content: Content, nesting: int = 0) -> Document:
         if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
             remarks.append(Fact(Kind.LAST_STORAGE, str(keys[-1])))
     document = Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
-    document.doubtful = dict.fromkeys(located.cut, _DOUBT)
+    odd = (
+        spec.storage.source for spec in tensors_in(root) if spec.storage is not None and _overlaps(spec, spec.storage)
+    )
+    document.doubtful = dict.fromkeys(odd, Fact(Kind.ODD_STRIDES)) | dict.fromkeys(located.cut, _DOUBT)
     return document
+
+
+def _overlaps(spec: TensorSpec, storage: Storage) -> bool:
+    """Return whether a tensor as large as its storage does not reach all of it, so that some elements share a place.
+
+    Nothing in a legacy file proves its pickle, and a stride that lost a bit gives other values. Windows and expanded
+    tensors have more elements than they store."""
+    if spec.is_contiguous or spec.nbytes != storage.nbytes:
+        return False
+    start, stop = spec.extent
+    return stop - start < spec.nbytes
 
 
 def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:

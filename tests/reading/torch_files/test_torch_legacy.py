@@ -166,6 +166,22 @@ def test_strides_that_writers_produce_are_no_damage(value, tmp_path):
     same(dict(checkpoint.state_dict()), {"w": value})
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("bit", range(4))
+def test_a_flipped_bit_in_a_stride_is_said(bit, place, tmp_path):
+    path = old({"w": torch.randn(4, 3, 5), "other": torch.zeros(3)}, tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"K\x0fK\x05K\x01\x87") + 1 + 2 * place] ^= 1 << bit
+    path.write_bytes(data)
+    stride = (15, 5, 1)[place]
+    if stride ^ 1 << bit > stride:  # past the end of the storage
+        with pytest.raises(HostileError):
+            opened(path)
+    else:
+        (finding,) = ckptfix.check(path, select=("FIL203",)).findings
+        assert (finding.level, finding.keys) == (Level.WARNING, ("w",))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64], ids=str)
 @pytest.mark.parametrize("beside", [{}, {"m": torch.empty(3, device="meta")}], ids=["", "beside the meta device"])
 def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_said(dtype, beside, tmp_path):
