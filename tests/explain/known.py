@@ -437,7 +437,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         'RuntimeError: Expected hasRecord("version") to be true, but got false.  (Could this error message be improved?'
         "  If so, please report an enhancement request to PyTorch.)",
     ),
-    "distributed-missing-key": ("ValueError: Could not find shard at 'torch.Size([0, 0])' for FQN: 'model.fc.weight'",),
+    "distributed-missing-key": (
+        "ValueError: Could not find shard at 'torch.Size([0, 0])' for FQN: 'model.fc.weight'",
+        "KeyError: \"optimizer.state.exp_avg.decoder.final_layernorm.weight from model not in state dict: ['args']\"",
+    ),
     "sharded-checkpoint": (
         "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
         " Possibly due to an overwrite of an old checkpoint.",
@@ -464,7 +467,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "tensor_model_parallel_size value from checkpoint (2) is not equal to the input argument value (1).",
         "Unable to find latest file at out/latest, if trying to load latest checkpoint please ensure this file"
         " exists or pass an explicit checkpoint tag when loading a checkpoint.",
+        "FileNotFoundError: Config file ckpt/actor/fsdp_config.json does not exist.",
+        "AssertionError: Unsupported mesh_dim_names ('fsdp', 'tp')",
+        "NotImplementedError: FSDP + TP is not supported yet",
+        "ValueError: Non-DTensor entry 'rotary.inv_freq' differs between rank 0 and rank 3; expected a replicated"
+        " buffer/parameter identical on every rank",
+        "ValueError: Tried to load from out/checkpoint-5 but couldn't find a valid metadata file. However, potential"
+        " model and optimizer checkpoint directories exist.",
     ),
+    "dtensors-and-tensors": (),
     "lightning-version": (),
     "transformers-wrapper": (),
     "safetensors-without-format": (
