@@ -14,6 +14,7 @@ from ckptfix.reading.folders.rank_shards import is_zero_state, rank_shard
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in, numpy_type
 from ckptfix.reading.weights.document import Document
 
+MOMENTS = frozenset(("exp_avg", "momentum_buffer"))
 _SCHEDULER = {"last_epoch", "_step_count"}  # what every `LRScheduler.state_dict` has
 
 # Shapes of the states of torch's random generators, of all releases: Mersenne Twister, MTGP32 and Philox.
@@ -23,7 +24,14 @@ _RANDOM = {(5056,), (5048,), (816,), (816008,), (824048,), (16,)}
 def is_optimizer(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping is the state of an optimizer: its state_dict, or what the object was pickled as."""
     is_nested = "param_groups" in mapping and "state" in mapping
-    return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping)
+    return is_nested or is_flat_optimizer(mapping) or is_zero_state(mapping) or _are_moments(mapping)
+
+
+def _are_moments(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has what an optimizer keeps of each parameter: a shard of its state (colossalai)."""
+    return bool(mapping) and all(
+        isinstance(value, dict) and not MOMENTS.isdisjoint(value) for value in mapping.values()
+    )
 
 
 def is_of_training(value: Any) -> bool:

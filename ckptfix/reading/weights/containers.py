@@ -18,7 +18,14 @@ from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
-from ckptfix.reading.foreign.weightless import NAME_THEM, is_of_training, is_optimizer, is_random_state, why_weightless
+from ckptfix.reading.foreign.weightless import (
+    MOMENTS,
+    NAME_THEM,
+    is_of_training,
+    is_optimizer,
+    is_random_state,
+    why_weightless,
+)
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document, doubtful_remarks, split_entries, without_torn
@@ -434,7 +441,7 @@ def _is_apart(value: Any) -> bool:
     if isinstance(value, Opaque) and value.cls.module.startswith("torch._"):
         return True
     mapping = _mapping(value) or {}
-    return is_optimizer(mapping) or not mapping.keys().isdisjoint(("exp_avg", "momentum_buffer", "shadow_params"))
+    return is_optimizer(mapping) or not {"shadow_params", *MOMENTS}.isdisjoint(mapping)
 
 
 def _is_of_layer(key: Any) -> bool:

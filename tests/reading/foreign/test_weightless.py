@@ -38,6 +38,9 @@ def test_weights_beside_an_optimizer_are_found(value, tmp_path):
         pytest.param(torch.optim.Adam([torch.ones(2)]), id="object"),
         pytest.param({"optimizer": torch.optim.SGD([torch.ones(2)])}, id="object-below"),
         pytest.param({"gan": {"generator": {"optimizer": STATE}}}, id="deep"),
+        pytest.param(
+            {n: {"step": 3, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)} for n in (4, 5)}, id="shard"
+        ),
     ],
 )
 def test_an_optimizer_alone_is_said_to_be_one(value, tmp_path):
