@@ -27,7 +27,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptfix.core.target import BUFFER, Target, target_from_module
-from ckptfix.known.table import PATH, SKETCH, Items, Table, expanded, fixed, hashes_of, is_passing, starred, text_of
+from ckptfix.known.table import (
+    PATH,
+    SKETCH,
+    Items,
+    KnownStructures,
+    expanded,
+    fixed,
+    hashes_of,
+    is_passing,
+    starred,
+    text_of,
+)
 
 CLASSES, CHANNELS, WORDS = 1009, 1013, 1_000_003
 MARKS = {"classes": ("c", CLASSES), "channels": ("i", CHANNELS), "words": ("v", WORDS)}
@@ -412,7 +423,7 @@ def _natural(name: str) -> list[Any]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def unpacked(table: Table) -> tuple[Structures, dict[str, str]]:
+def unpacked(table: KnownStructures) -> tuple[Structures, dict[str, str]]:
     """Return what a table has, and the versions of its libraries."""
     structures: Structures = {}
     for number in range(len(table)):
@@ -479,7 +490,7 @@ def main() -> None:
     """Gather the libraries that are named, one after the other."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _stop)
-    structures, versions = unpacked(Table())
+    structures, versions = unpacked(KnownStructures())
     for library in sys.argv[1:]:
         gather_library(library, structures, versions)
         PATH.write_bytes(packed(structures, versions))

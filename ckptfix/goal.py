@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptfix.core.target import Target
     from ckptfix.engine.changes import Measure
     from ckptfix.engine.delivery import ForwardTest
-    from ckptfix.rules.rule import Twin
+    from ckptfix.rules.rule import SourceModel
 
 
 class Goal(Struct, frozen=True, dict=True):
@@ -62,7 +62,7 @@ class Goal(Struct, frozen=True, dict=True):
         return measure_with(self.model, self.arguments, self.settings.seed)
 
     @property
-    def twin(self) -> Twin | None:
+    def source_model(self) -> SourceModel | None:
         """The model of ``--source-model``, which proves a map by running beside the target."""
         if self.settings.source_model is None:
             return None

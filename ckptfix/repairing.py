@@ -76,7 +76,7 @@ def check(
     checkpoint = open_source(source, checked)
     goal = Goal(checked, model, like, model_args).for_file(checkpoint)
     checkpoint = with_fitting_set(source, checkpoint, goal.target, checked)
-    diagnosis = diagnose(checkpoint, goal.target, checked, goal.donor, goal.measure, twin=goal.twin)
+    diagnosis = diagnose(checkpoint, goal.target, checked, goal.donor, goal.measure, source_model=goal.source_model)
     report = report_on(checkpoint, goal.target, diagnosis, checked, Call.of(CHECK, source, model, given, checked))
     unread = ("the values were not read: for a URL, --values (values=True) fetches the whole file",)
     return replace(report, fixed=(), edits=(), remarks=(*report.remarks, *(unread if is_unread else ())))
@@ -131,7 +131,13 @@ def repair(
     with Drafts(None if dry_run else destination, shaped) as drafts:
         if plan is None:
             diagnosis = diagnose(
-                checkpoint, goal.target, shaped, goal.donor, goal.measure, twin=goal.twin, draft=drafts.attempt
+                checkpoint,
+                goal.target,
+                shaped,
+                goal.donor,
+                goal.measure,
+                source_model=goal.source_model,
+                draft=drafts.attempt,
             )
         else:
             diagnosis = carry_out(plan, checkpoint, goal.target, shaped, goal.donor, goal.measure, drafts.attempt)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -142,6 +143,17 @@ def test_work_on_names_imports_no_torch():
     """A check and even a repair that changes names alone: parse, rules, write, comparison."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stderr, done.stdout.split()) == ("", [])
+
+
+def test_no_two_classes_share_a_name():
+    classes = Counter(
+        node.name
+        for module in names()
+        if room(module) != "callbacks"  # one for each framework, all of the same name
+        for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 OF_MESSAGES = "explain/"

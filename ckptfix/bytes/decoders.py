@@ -47,7 +47,7 @@ _ENCRYPTED, _AES = 1, 99
 _LZMA_HEAD = 9
 
 
-class Stored:
+class StoredDecoder:
     """The decoder of bytes that were never packed."""
 
     def __init__(self, nbytes: int) -> None:
@@ -79,7 +79,7 @@ def zip_decoder(method: int, packed: int, size: int, head: bytes) -> tuple[Decod
     The dictionary that an LZMA member claims is memory: never more is taken than its ``size`` can make use of
     (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` if its properties are none."""
     if method == STORED:
-        return partial(Stored, packed), 0
+        return partial(StoredDecoder, packed), 0
     if method != LZMA:
         return deflate if method == DEFLATED else bzip2, 0
     if len(head) < _LZMA_HEAD or int.from_bytes(head[2:4], "little") != 5 or head[4] >= 9 * 5 * 5:

@@ -65,10 +65,10 @@ def _checkpoints(path: str) -> Iterable[str]:
         pass
     except CkptfixError:  # it is one, and the check says what is wrong with it
         return [path]
-    from ckptfix.zoo.items import Kind, list_zoo
+    from ckptfix.zoo.items import ItemKind, list_zoo
     from ckptfix.zoo.places import open_place
 
-    items = [item for item in list_zoo(open_place(path)) if item.kind is not Kind.OTHER and not item.is_doubtful]
+    items = [item for item in list_zoo(open_place(path)) if item.kind is not ItemKind.OTHER and not item.is_doubtful]
     if is_of_library:  # beside its weights are an optimizer and the like, and in folders those of other steps
         names = [(item, Path(item.name).name) for item in items]
         items = [item for item, name in names if name != "training_args.bin" and not OF_TRAINERS.fullmatch(name)]

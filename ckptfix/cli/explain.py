@@ -48,13 +48,13 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
     with console.guarding(file or ""):
         given, form = _given(text, console), choices.get("output_format", "full")
         # Here and not above: --help and --version need nothing of the library.
-        from ckptfix.explain import Subject, Verdict, judge, nearest
+        from ckptfix.explain import MessageContext, Verdict, judge, nearest
         from ckptfix.explain import explain as explain_text
         from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
         from ckptfix.report.advice import Presentation
 
         report = _report(file, choices, console) if file is not None else None
-        subject = Subject(
+        subject = MessageContext(
             file, option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
         )
         if report is not None and not isinstance(report, str):

@@ -17,7 +17,7 @@ from ckptfix.core.finding import Level, counted
 from ckptfix.core.report import Report, envelope, error_to_json
 from ckptfix.core.wording import typed
 from ckptfix.errors import UsageError
-from ckptfix.report.advice import Form, Presentation, suggested
+from ckptfix.report.advice import Presentation, ReportFormat, suggested
 from ckptfix.report.style import Line
 
 
@@ -79,7 +79,7 @@ class ReportWriter:
 _FOR_PEOPLE = ("full", "concise")
 
 
-def _form(name: str) -> Form:
+def _form(name: str) -> ReportFormat:
     """Return a new form of this name."""
     if name in _FOR_PEOPLE:
         return _Lines(name)
@@ -93,7 +93,7 @@ def _form(name: str) -> Form:
     return WorkflowCommands() if name == "github" else JUnitDocument()
 
 
-class _Lines(Form):
+class _Lines(ReportFormat):
     """The reports for people, who read errors on stderr: full ones are apart."""
 
     def __init__(self, name: str) -> None:
@@ -108,7 +108,7 @@ class _Lines(Form):
         yield from full_lines(report, presentation) if self._is_full else concise_lines(report, presentation)
 
 
-class _JsonDocument(Form):
+class _JsonDocument(ReportFormat):
     """The reports in ckptfix's own form, with what only the command line knows."""
 
     def __init__(self) -> None:

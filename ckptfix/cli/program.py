@@ -257,14 +257,14 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
 
 
 def _click_option(option: Option) -> click.Option:
-    from ckptfix.core.option import LISTS, Kind
+    from ckptfix.core.option import LISTS, Type
 
     flags = [f"{option.long}/{option.no}" if option.no else option.long, *([option.short] if option.short else [])]
-    kinds: Mapping[Kind, Any] = {Kind.WHOLE: click.INT, Kind.NUMBER: click.FLOAT}
+    kinds: Mapping[Type, Any] = {Type.WHOLE: click.INT, Type.NUMBER: click.FLOAT}
     is_list = option.kind in LISTS
     return click.Option(
         [option.name, *flags],
-        is_flag=option.kind is Kind.SWITCH,
+        is_flag=option.kind is Type.SWITCH,
         default=None,
         multiple=is_list,
         type=click.Choice(option.choices) if option.choices else kinds.get(option.kind),
@@ -278,17 +278,17 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
     from click.shell_completion import CompletionItem
 
     from ckptfix.core.adaptations import RECIPES
-    from ckptfix.core.option import Kind
+    from ckptfix.core.option import Type
 
     if option.name in ("select", "ignore", "accept", "replace"):
         before, comma, code = begun.rpartition(",")
         return [CompletionItem(f"{before}{comma}{known}") for known in rule_codes(code)]
-    if option.kind is Kind.PAIRS:
+    if option.kind is Type.PAIRS:
         recipes = (f"{name}={recipe}" for name, recipes in RECIPES.items() for recipe in recipes or ("",))
         return [CompletionItem(text) for text in recipes if text.startswith(begun)]
     items = [CompletionItem(word) for word in (*option.words, *option.prefixes) if word.startswith(begun)]
     return (
-        [*items, CompletionItem(begun, type="file")] if option.kind in (Kind.FILE, Kind.FILES, Kind.INPUTS) else items
+        [*items, CompletionItem(begun, type="file")] if option.kind in (Type.FILE, Type.FILES, Type.INPUTS) else items
     )
 
 

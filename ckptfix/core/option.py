@@ -16,7 +16,7 @@ FITS = (*REPAIRS, EXPLAIN)
 ALL = (*READS, MAP, RULE, EXPLAIN)
 
 
-class Kind(Enum):
+class Type(Enum):
     """What an option takes."""
 
     SWITCH = auto()
@@ -31,7 +31,7 @@ class Kind(Enum):
     ARGUMENTS = auto()  # the arguments of a function: a mapping or a list
 
 
-LISTS = (Kind.NAMES, Kind.INPUTS, Kind.FILES, Kind.PAIRS)  # kinds of options that can be given several times
+LISTS = (Type.NAMES, Type.INPUTS, Type.FILES, Type.PAIRS)  # kinds of options that can be given several times
 
 
 class Scope(Enum):
@@ -53,7 +53,7 @@ class Option(Struct, frozen=True):
     takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out."""
 
     name: str
-    kind: Kind
+    kind: Type
     commands: tuple[str, ...]
     help: str
     metavar: str = ""

@@ -26,9 +26,9 @@ from ckptfix.core.option import (
     REPAIRS,
     RULE,
     WRITES,
-    Kind,
     Option,
     Scope,
+    Type,
 )
 from ckptfix.core.settings import SETTINGS
 from ckptfix.core.wording import nearest, no_option, typed
@@ -38,94 +38,94 @@ from ckptfix.errors import Opt, UsageError
 # The options that the library does not take as settings, grouped as in the help.
 _OTHERS: Mapping[str, tuple[Option, ...]] = {
     "Zoo": (
-        Option("init", Kind.SWITCH, (MIGRATE,), help="Look at the files of SRC, draft zoo.toml, and stop."),
-        Option("table", Kind.FILE, (MIGRATE,), metavar="FILE", default="zoo.toml in the working directory, if any",
+        Option("init", Type.SWITCH, (MIGRATE,), help="Look at the files of SRC, draft zoo.toml, and stop."),
+        Option("table", Type.FILE, (MIGRATE,), metavar="FILE", default="zoo.toml in the working directory, if any",
             help="The table of the zoo."),
-        Option("only", Kind.INPUTS, (MIGRATE,), metavar="NAME",
+        Option("only", Type.INPUTS, (MIGRATE,), metavar="NAME",
             help="Only this file, by its path below SRC. Repair options given with it are a decision about this"
             " file, and later runs remember it."),
-        Option("listed", Kind.FILE, (MIGRATE,), metavar="FILE", flag="--list",
+        Option("listed", Type.FILE, (MIGRATE,), metavar="FILE", flag="--list",
             help="Only the files named in this file, one per line."),
-        Option("others", Kind.TEXT, (MIGRATE,), default="copy", choices=("copy", "skip"),
+        Option("others", Type.TEXT, (MIGRATE,), default="copy", choices=("copy", "skip"),
             help="What to do with files that are not checkpoints."),
-        Option("resume", Kind.SWITCH, (MIGRATE,), default="resume", no="--no-resume",
+        Option("resume", Type.SWITCH, (MIGRATE,), default="resume", no="--no-resume",
             help="Skip what an earlier run has done."),
-        Option("verify", Kind.SWITCH, (MIGRATE,),
+        Option("verify", Type.SWITCH, (MIGRATE,),
             help="Hash the sources and outputs of earlier runs, and redo what differs."),
-        Option("jobs", Kind.WHOLE, (MIGRATE,), metavar="N", default="one per core", short="-j",
+        Option("jobs", Type.WHOLE, (MIGRATE,), metavar="N", default="one per core", short="-j",
             help="How many files to process at the same time."),
-        Option("jobs", Kind.WHOLE, (CHECK,), metavar="N", default="1", short="-j", is_for_once=True,
+        Option("jobs", Type.WHOLE, (CHECK,), metavar="N", default="1", short="-j", is_for_once=True,
             help="How many files to process at the same time."),
-        Option("memory", Kind.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free",
+        Option("memory", Type.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free",
             help="Memory that all jobs together may use, such as 4GB."),
-        Option("temporary", Kind.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free", flag="--temp-space",
+        Option("temporary", Type.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free", flag="--temp-space",
             help="Disk space for temporary files, which only URLs need."),
-        Option("engine", Kind.TEXT, (MIGRATE,), default="local", choices=("local", "ray"),
+        Option("engine", Type.TEXT, (MIGRATE,), default="local", choices=("local", "ray"),
             help="What runs the jobs: processes of this machine, or tasks of a Ray cluster."),
-        Option("address", Kind.TEXT, (MIGRATE,), metavar="ADDRESS", default="one on this machine",
+        Option("address", Type.TEXT, (MIGRATE,), metavar="ADDRESS", default="one on this machine",
             help="With --engine ray: the cluster, such as host:6379 or auto."),
     ),
     "Model to fit": (
-        Option("model", Kind.TEXT, FITS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY", scope=Scope.REPAIR,
+        Option("model", Type.TEXT, FITS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY", scope=Scope.REPAIR,
             words=("timm:", "torchvision:", "transformers:", "diffusers:", "open_clip:", "smp:", "lightning:",
                 "torchaudio:", "ultralytics:", "detectron2:"),
             help="The model that the checkpoint has to fit: one of a library (timm:resnet50[num_classes=10],"
             " torchvision:NAME, transformers:FOLDER, …), built without its weights; or a factory of yours, which runs"
             " your code. The current directory is importable."),
-        Option("model_args", Kind.ARGUMENTS, FITS, metavar="JSON", scope=Scope.REPAIR, needs_model=True,
+        Option("model_args", Type.ARGUMENTS, FITS, metavar="JSON", scope=Scope.REPAIR, needs_model=True,
             help="Arguments of the model: an object of keyword arguments; for a factory, an array too."),
-        Option("like", Kind.FILE, FITS, metavar="FILE|known:NAME", scope=Scope.REPAIR, prefixes=(KNOWN,),
+        Option("like", Type.FILE, FITS, metavar="FILE|known:NAME", scope=Scope.REPAIR, prefixes=(KNOWN,),
             help="Another checkpoint that this one has to fit, or a known architecture (known:timm/resnet50, or"
             " known:timm/resnet50[num_classes=10]). This runs no code."),
     ),
     "Reading": (
-        Option("other_weights", Kind.TEXT, (DIFF, MAP), metavar="NAME",
+        Option("other_weights", Type.TEXT, (DIFF, MAP), metavar="NAME",
             help="The state_dict of B, if it has another name than that of A."),
-        Option("file", Kind.FILE, (EXPLAIN,), metavar="PATH",
+        Option("file", Type.FILE, (EXPLAIN,), metavar="PATH",
             help="The checkpoint that the message is about, which is then checked too."),
-        Option("atol", Kind.NUMBER, (DIFF,), metavar="X", default="0", help="Ignore differences up to X + rtol * |b|."),
-        Option("rtol", Kind.NUMBER, (DIFF,), metavar="X", default="0", help="See --atol."),
+        Option("atol", Type.NUMBER, (DIFF,), metavar="X", default="0", help="Ignore differences up to X + rtol * |b|."),
+        Option("rtol", Type.NUMBER, (DIFF,), metavar="X", default="0", help="See --atol."),
     ),
     "Rules": (
-        Option("all", Kind.SWITCH, (RULE,), help="List every rule, one line each."),
+        Option("all", Type.SWITCH, (RULE,), help="List every rule, one line each."),
     ),
     "Repairs": (
     ),
     "Forward test": (
-        Option("prove", Kind.SWITCH, (MAP,),
+        Option("prove", Type.SWITCH, (MAP,),
             help="Run both models, with the same random weights and input: a map that gives equal outputs is verified."
             " A and B have to be models."),
     ),
     "Output": (
-        Option("output", Kind.FILE, (REPAIR,), metavar="OUT", default="<stem>.fixed<suffix>", short="-o",
+        Option("output", Type.FILE, (REPAIR,), metavar="OUT", default="<stem>.fixed<suffix>", short="-o",
             help="The file to write."),
-        Option("in_place", Kind.SWITCH, (REPAIR,), help="Replace the file itself."),
-        Option("backup", Kind.SWITCH, (REPAIR,), scope=Scope.CONFIG,
+        Option("in_place", Type.SWITCH, (REPAIR,), help="Replace the file itself."),
+        Option("backup", Type.SWITCH, (REPAIR,), scope=Scope.CONFIG,
             help="With --in-place: keep the old file as <name>.bak."),
-        Option("dry_run", Kind.SWITCH, WRITES, short="-n", is_for_once=True,
+        Option("dry_run", Type.SWITCH, WRITES, short="-n", is_for_once=True,
             help="Show what would be done, and write nothing."),
-        Option("plan", Kind.FILE, (REPAIR,), metavar="FILE", is_for_once=True,
+        Option("plan", Type.FILE, (REPAIR,), metavar="FILE", is_for_once=True,
             help="Write the edits to this file as JSON, to read them or to --apply them later."),
-        Option("apply", Kind.FILE, (REPAIR,), metavar="FILE", is_for_once=True,
+        Option("apply", Type.FILE, (REPAIR,), metavar="FILE", is_for_once=True,
             help="Apply exactly the edits of a saved plan."),
     ),
     "Report": (
-        Option("output_format", Kind.TEXT, (CHECK, REPAIR), default="full",
+        Option("output_format", Type.TEXT, (CHECK, REPAIR), default="full",
             choices=("full", "concise", "json", "github", "sarif", "junit"), scope=Scope.CONFIG, is_for_once=True,
             help="How the report is written."),
-        Option("output_format", Kind.TEXT, (INSPECT, EXPLAIN), default="full", choices=("full", "concise", "json"),
+        Option("output_format", Type.TEXT, (INSPECT, EXPLAIN), default="full", choices=("full", "concise", "json"),
             scope=Scope.CONFIG, is_for_once=True,
             help="How the answer is written."),
-        Option("output_format", Kind.TEXT, (DIFF, MIGRATE), default="full", choices=("full", "json"),
+        Option("output_format", Type.TEXT, (DIFF, MIGRATE), default="full", choices=("full", "json"),
             scope=Scope.CONFIG, is_for_once=True,
             help="How the result is written to stdout."),
-        Option("output_format", Kind.TEXT, (MAP,), default="full", choices=("full", "json", "python"), is_for_once=True,
+        Option("output_format", Type.TEXT, (MAP,), default="full", choices=("full", "json", "python"), is_for_once=True,
             help="How the map is written: as text, as a file for --rename-map, or as a Python function."),
-        Option("report", Kind.FILE, REPAIRS, metavar="FILE", is_for_once=True,
+        Option("report", Type.FILE, REPAIRS, metavar="FILE", is_for_once=True,
             help="Also write the report as a self-contained HTML page."),
-        Option("quiet", Kind.SWITCH, ALL, short="-q", scope=Scope.CONFIG, is_for_once=True,
+        Option("quiet", Type.SWITCH, ALL, short="-q", scope=Scope.CONFIG, is_for_once=True,
             help="Print no notes and no progress, and nothing about files without defects."),
-        Option("verbose", Kind.SWITCH, ALL, short="-v", scope=Scope.CONFIG, is_for_once=True,
+        Option("verbose", Type.SWITCH, ALL, short="-v", scope=Scope.CONFIG, is_for_once=True,
             help="Print every key and all evidence, and the traceback of an internal error."),
     ),
 }
@@ -163,7 +163,7 @@ def flag_text(option: Opt) -> str:
 def key_text(option: Opt) -> str:
     """Return an option as it is written in a TOML file: ``fill = "target"``."""
     key = BY_NAME[option.name].long.removeprefix("--") if option.name in BY_NAME else option.name
-    if option.name in BY_NAME and BY_NAME[option.name].kind is Kind.PAIRS and option.value is not None:
+    if option.name in BY_NAME and BY_NAME[option.name].kind is Type.PAIRS and option.value is not None:
         pairs = (text.partition("=") for text in _pairs(option.value))
         return f"{key} = {{ {', '.join(f'{json.dumps(name)} = {json.dumps(text)}' for name, _, text in pairs)} }}"
     return key if option.value is None else f"{key} = {json.dumps(option.value)}"
@@ -185,16 +185,16 @@ def _words(name: str, value: object) -> list[str]:
     option = BY_NAME.get(name)
     if option is None or value is None:
         return [option.long] if option is not None else []
-    if option.kind is Kind.SWITCH:
+    if option.kind is Type.SWITCH:
         return [option.long] if value else [option.no] if option.no else []
-    if option.kind is Kind.PAIRS:
+    if option.kind is Type.PAIRS:
         value = _pairs(value)
     if isinstance(value, (list, tuple)) and option.kind in LISTS:
-        joined = [",".join(map(str, value))] if option.kind is Kind.NAMES and value else map(str, value)
+        joined = [",".join(map(str, value))] if option.kind is Type.NAMES and value else map(str, value)
         return [word for item in joined for word in (option.long, item)]
     return [
         option.long,
-        json.dumps(value) if option.kind is Kind.ARGUMENTS and not isinstance(value, str) else str(value),
+        json.dumps(value) if option.kind is Type.ARGUMENTS and not isinstance(value, str) else str(value),
     ]
 
 
@@ -215,14 +215,14 @@ def _pairs(value: Any) -> tuple[str, ...]:
 
 
 def _library_form(option: Option, value: Any) -> Any:
-    if option.kind is Kind.PAIRS:
+    if option.kind is Type.PAIRS:
         return _pairs(value)
-    if option.kind is Kind.NAMES:
+    if option.kind is Type.NAMES:
         texts = (value,) if isinstance(value, str) else value
         return tuple(name for text in texts for name in text.replace(",", " ").split())
-    if option.kind in (Kind.INPUTS, Kind.FILES):
+    if option.kind in (Type.INPUTS, Type.FILES):
         return (value,) if isinstance(value, str) else tuple(value)
-    if option.kind is Kind.ARGUMENTS and isinstance(value, str):
+    if option.kind is Type.ARGUMENTS and isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
@@ -232,18 +232,18 @@ def _library_form(option: Option, value: Any) -> Any:
     return value
 
 
-_TOML: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
-    Kind.SWITCH: ("true or false", lambda value: isinstance(value, bool)),
-    Kind.TEXT: ("a string", lambda value: isinstance(value, str)),
-    Kind.FILE: ("a string", lambda value: isinstance(value, str)),
-    Kind.NAMES: ("a list of strings", lambda value: is_texts(value)),
-    Kind.INPUTS: ("a list of strings", lambda value: is_texts(value)),
-    Kind.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
-    Kind.PAIRS: ("a table of strings", lambda value: isinstance(value, dict) and is_texts([*value.values()])),
+_TOML: Mapping[Type, tuple[str, Callable[[Any], bool]]] = {
+    Type.SWITCH: ("true or false", lambda value: isinstance(value, bool)),
+    Type.TEXT: ("a string", lambda value: isinstance(value, str)),
+    Type.FILE: ("a string", lambda value: isinstance(value, str)),
+    Type.NAMES: ("a list of strings", lambda value: is_texts(value)),
+    Type.INPUTS: ("a list of strings", lambda value: is_texts(value)),
+    Type.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
+    Type.PAIRS: ("a table of strings", lambda value: isinstance(value, dict) and is_texts([*value.values()])),
     # A bool is not a number here: `seed = true` is a slip.
-    Kind.WHOLE: ("an integer", lambda value: type(value) is int),
-    Kind.NUMBER: ("a number", lambda value: type(value) in (int, float)),
-    Kind.ARGUMENTS: ("a table or a list", lambda value: isinstance(value, dict | list)),
+    Type.WHOLE: ("an integer", lambda value: type(value) is int),
+    Type.NUMBER: ("a number", lambda value: type(value) in (int, float)),
+    Type.ARGUMENTS: ("a table or a list", lambda value: isinstance(value, dict | list)),
 }
 
 
@@ -285,13 +285,13 @@ def from_toml(
 
 def _below(folder: Path, option: Option, value: Any) -> Any:
     """Return the value with its paths relative to the folder of the file that it was read from."""
-    if option.kind is Kind.FILE and not option.is_word(value) and "://" not in value:
+    if option.kind is Type.FILE and not option.is_word(value) and "://" not in value:
         return str(folder / value)
-    if option.kind is Kind.FILES:
+    if option.kind is Type.FILES:
         return [str(folder / text) for text in ([value] if isinstance(value, str) else value)]
-    if option.kind is Kind.INPUTS:
+    if option.kind is Type.INPUTS:
         return [_input_below(folder, text) for text in value]
-    if option.kind is Kind.PAIRS:
+    if option.kind is Type.PAIRS:
         return [below(folder, text) for text in _pairs(value)]
     return value
 

@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from ckptfix.core.adaptations import adaptation
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
 from ckptfix.core.facts import Kind
-from ckptfix.core.option import Kind as OptionKind
+from ckptfix.core.option import Type
 from ckptfix.core.options import BY_NAME, INPUT_SUFFIXES
 from ckptfix.core.plan import Plan
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
@@ -172,15 +172,15 @@ def files_read(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         option = BY_NAME.get(name)
         if option is None or not value or not (option.is_setting or name == "like"):
             continue
-        if option.kind is OptionKind.FILE and isinstance(value, (str, os.PathLike)):
+        if option.kind is Type.FILE and isinstance(value, (str, os.PathLike)):
             path = os.fspath(value)
             is_name = option.is_word(path) or (name == "rename_map" and not Path(path).exists())  # of a map that ships
             yield from () if is_name else ((name, path),)
-        elif option.kind is OptionKind.FILES:
+        elif option.kind is Type.FILES:
             yield from ((name, path) for path in adapter_paths(value))
-        elif option.kind is OptionKind.PAIRS:
+        elif option.kind is Type.PAIRS:
             yield from ((name, file) for text in value for file in adaptation(text).files())
-        elif option.kind is OptionKind.INPUTS:
+        elif option.kind is Type.INPUTS:
             files = (text.rpartition("=")[2] for text in value)
             yield from ((name, file) for file in files if file.endswith(INPUT_SUFFIXES) and Path(file).is_file())
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptfix.core.spec import TensorStatistics
     from ckptfix.core.target import Target
     from ckptfix.engine.changes import Measure
-    from ckptfix.rules.rule import Twin
+    from ckptfix.rules.rule import SourceModel
     from ckptfix.values.statistics import Statistics, WriteDraft
 
 # Edits after which every tensor is there as it was.
@@ -62,15 +62,14 @@ def diagnose(
     donor: Checkpoint | None = None,
     measure: Measure | None = None,
     done: tuple[Checkpoint, Plan] | None = None,
-    twin: Twin | None = None,
+    source_model: SourceModel | None = None,
     draft: WriteDraft | None = None,
 ) -> Diagnosis:
     """Run every selected rule; each sees the checkpoint after the fixes of those before it.
 
-    ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing. ``twin`` is the
-    model that the file belongs to. ``draft`` writes what becomes of the checkpoint, if that saves a pass over it.
-    Raises ``InternalError`` if a second pass would still propose something: then a rule of ours is wrong (law 2 of
-    the design)."""
+    ``done`` is the checkpoint as it was opened, and what was done to it since, if that is not nothing.
+    ``source_model`` is the model that the file belongs to. ``draft`` writes the result already if that saves a pass
+    over it. Raises ``InternalError`` if a second pass would still propose something: then a rule is wrong (law 2)."""
     findings: list[Finding] = []
     fixed: list[Finding] = []
     plan, view, value_sources = Plan(), checkpoint, None
@@ -86,7 +85,7 @@ def diagnose(
                 draft(view)
 
     statistics = _statistics(view, settings, write_draft)
-    context = Context(view, target, statistics or {}, settings, donor, before, made, twin)
+    context = Context(view, target, statistics or {}, settings, donor, before, made, source_model)
     for rule in RULES:
         is_selected = settings.selects(rule.code)
         if not is_selected and not rule.is_wanted(settings):

@@ -1,6 +1,6 @@
 """What an error message means, and what to do about it. What is known of messages is in ``messages.toml``."""
 
-from ckptfix.explain.explanation import Explanation, Subject, explain, nearest
+from ckptfix.explain.explanation import Explanation, MessageContext, explain, nearest
 from ckptfix.explain.format import Verdict, judge
 
-__all__ = ["Explanation", "Subject", "Verdict", "explain", "judge", "nearest"]
+__all__ = ["Explanation", "MessageContext", "Verdict", "explain", "judge", "nearest"]

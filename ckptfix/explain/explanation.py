@@ -23,7 +23,7 @@ from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file
 _NEAR, _AROUND, _LONGEST = 100, 60, 160
 
 
-class Record(Struct, frozen=True, dict=True):
+class KnownMessage(Struct, frozen=True, dict=True):
     """What is known of one message: a table of ``messages.toml``, which says at its top what each field is."""
 
     name: str
@@ -76,7 +76,7 @@ class Record(Struct, frozen=True, dict=True):
         return None
 
 
-def _load() -> tuple[Record, ...]:
+def _load() -> tuple[KnownMessage, ...]:
     data = parse_toml(Path(__file__).parent / "messages.toml")
 
     def advice(given: Mapping[str, Any]) -> Iterator[Advice]:
@@ -88,9 +88,9 @@ def _load() -> tuple[Record, ...]:
             else:
                 yield Advice(text, command=do) if do.startswith("ckptfix ") else Advice(text, code=do)
 
-    def record(name: str, entry: dict[str, Any]) -> Record:
+    def record(name: str, entry: dict[str, Any]) -> KnownMessage:
         lists = {field: tuple(value) for field, value in entry.items() if isinstance(value, list)}
-        return Record(name, **{**entry, **lists, "advice": tuple(advice(entry.get("advice", {})))})
+        return KnownMessage(name, **{**entry, **lists, "advice": tuple(advice(entry.get("advice", {})))})
 
     return tuple(record(name, entry) for name, entry in data["message"].items())
 
@@ -102,7 +102,7 @@ FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # what stands in a command for a file o
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
-class Subject(Struct, frozen=True):
+class MessageContext(Struct, frozen=True):
     """What is known beside the text: the file, the flags that name its model, word by word, the path of the state_dict
     in the container, and the subscripts that lead to it from what torch.load returns (``['model']``)."""
 
@@ -133,19 +133,19 @@ class Explanation(Struct, frozen=True):
     about_file: bool = False
 
 
-def recognise(message: Message) -> list[tuple[Record, Mapping[str, str]]]:
+def recognise(message: Message) -> list[tuple[KnownMessage, Mapping[str, str]]]:
     """Return the records that a message matches, each with what it captured; a general one only where no other does."""
     found = [(record, said) for record in RECORDS if (said := record.match(message)) is not None]
     return [pair for pair in found if not pair[0].general] or found
 
 
-def explain(text: str, subject: Subject | None = None) -> Explanation | None:
+def explain(text: str, subject: MessageContext | None = None) -> Explanation | None:
     """Return what the text means; None if nothing in it is known.
 
     ``text`` is a message or any log with tracebacks. Of chained exceptions the one is explained that the rest follow
     from: the cause where one was raised from the other, and the later one where it was raised while the first was
     handled, unless only the first is known."""
-    subject = subject or Subject()
+    subject = subject or MessageContext()
     if subject.file is None:
         subject = replace(subject, file=file_name(text))
     parts = messages(text)
@@ -159,7 +159,7 @@ def explain(text: str, subject: Subject | None = None) -> Explanation | None:
     return _explanation(parts[chosen], known[chosen][1], _place_in_chain(parts, chosen), others, subject)
 
 
-def _by_frames(text: str, parts: list[Message], subject: Subject) -> Explanation | None:
+def _by_frames(text: str, parts: list[Message], subject: MessageContext) -> Explanation | None:
     """Return what is known of a message by the lines of code that it came through, or by the file that it is about."""
     whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
     found = [
@@ -170,7 +170,7 @@ def _by_frames(text: str, parts: list[Message], subject: Subject) -> Explanation
     return _explanation(parts[-1], found, "", (), subject) if found else None
 
 
-def _choose(parts: list[Message], known: Mapping[int, list[tuple[Record, Mapping[str, str]]]]) -> int | None:
+def _choose(parts: list[Message], known: Mapping[int, list[tuple[KnownMessage, Mapping[str, str]]]]) -> int | None:
     """Return which of the messages is explained."""
     special = [number for number, found in known.items() if not found[0][0].general]
     numbers = special or list(known)
@@ -200,10 +200,10 @@ def _place_in_chain(parts: list[Message], chosen: int) -> str:
 
 def _explanation(
     message: Message,
-    found: list[tuple[Record, Mapping[str, str]]],
+    found: list[tuple[KnownMessage, Mapping[str, str]]],
     chain: str,
     others: tuple[str, ...],
-    subject: Subject,
+    subject: MessageContext,
 ) -> Explanation:
     (record, captured), *rest = found
     own_causes, own_advice = read_fit(message) if record.reads_keys else ((), ())
@@ -228,7 +228,7 @@ def _explanation(
     )
 
 
-def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: Subject) -> Iterator[Advice]:
+def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subject: MessageContext) -> Iterator[Advice]:
     words = {
         "FILE": quoted(no_option(subject.file)) if subject.file else FILE,
         "MODEL": typed(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
@@ -251,11 +251,11 @@ _FEWEST_WORDS, _SIMILAR = 5, 0.53
 _VALUE = re.compile(r"'[^']{0,200}'|\"[^\"]{0,200}\"|[\w./\\-]*[/\\][\w./\\-]*|\[[\d, ]*\]|\b\w*Error\b")
 
 
-def nearest(text: str) -> tuple[Record, float] | None:
+def nearest(text: str) -> tuple[KnownMessage, float] | None:
     """Return the record whose example reads most like the text, with its similarity; None if none is close.
 
     Names, numbers, paths and the exception's class do not count."""
-    best: tuple[Record, float] | None = None
+    best: tuple[KnownMessage, float] | None = None
     for message in messages(text):
         own = _words(message.readings[0][:2000])
         for record in RECORDS:

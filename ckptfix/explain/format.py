@@ -11,7 +11,7 @@ from msgspec import Struct
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.report import Report
 from ckptfix.core.wording import typed
-from ckptfix.explain.explanation import MODEL, Explanation, Record
+from ckptfix.explain.explanation import MODEL, Explanation, KnownMessage
 from ckptfix.explain.fit import Advice
 from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
@@ -132,7 +132,7 @@ def concise_lines(explanation: Explanation) -> Iterator[Line]:
             yield f"{explanation.name}: {'run' if advice.command else 'code'}: {advice.command or advice.code}"
 
 
-def unknown_lines(close: tuple[Record, float] | None) -> Iterator[Line]:
+def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
     """Yield what is said of a text that is not known."""
     yield (Span("not recognised: ", "strong"), "no message that ckptfix knows is in this text.")
     if close is not None:
@@ -160,7 +160,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
 
 
 def to_json(
-    explanation: Explanation | None, close: tuple[Record, float] | None = None, verdict: Verdict | None = None
+    explanation: Explanation | None, close: tuple[KnownMessage, float] | None = None, verdict: Verdict | None = None
 ) -> dict[str, Any]:
     """Return the explanation as plain data. An unknown text is not ``recognised``, and may have a ``nearest``."""
     data: dict[str, Any] = {"version": VERSION, "recognised": explanation is not None}

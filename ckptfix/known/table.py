@@ -234,7 +234,7 @@ def hashes_of(texts: Iterable[bytes], cut: int = 0) -> list[int]:
     return sorted({crc32(text[cut:]) * 2654435761 & 0xFFFFFFFF for text in texts})
 
 
-class Table:
+class KnownStructures:
     """The table, read as far as it is asked."""
 
     def __init__(self, path: Path = PATH) -> None:
@@ -329,9 +329,9 @@ def expanded(lines: list[str], line: int, modules: dict[int, Items]) -> Items:
 
 
 @cache
-def table() -> Table:
+def table() -> KnownStructures:
     """Return the table that comes with ckptfix."""
-    return Table()
+    return KnownStructures()
 
 
 def known_target(spec: str) -> Target:

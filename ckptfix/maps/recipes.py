@@ -243,12 +243,12 @@ Sources: ``transformers/trainer.py`` and ``trainer_pt_utils.py``; ``timm/optim/_
 of BEiT; ``util/lr_decay.py`` of MAE; ``engine/trainer.py`` of ultralytics; ``solver/build.py`` of detectron2;
 ``main.py`` of DETR."""
 
-Part = Callable[[str], Hashable]
-Kind = Callable[[Layout, str], Hashable]
+PartOf = Callable[[str], Hashable]
+KindOf = Callable[[Layout, str], Hashable]
 Order = Callable[[Iterable[str]], list[str]]
 _NUMBERED = re.compile(r"(.*?\.\d+)\.")
 _LISTED = re.compile("bias|norm|bn|embed|token")
-_PARTS: Mapping[str, Part] = {
+_PARTS: Mapping[str, PartOf] = {
     "": lambda key: 0,
     "part": lambda key: bare(key).partition(".")[0],
     "kind of part": lambda key: bare(key).partition(".")[0].rstrip("0123456789"),
@@ -257,7 +257,7 @@ _PARTS: Mapping[str, Part] = {
     "layer": _layer,
     "module": lambda key: key.rpartition(".")[0],
 }
-_KINDS: Mapping[str, Kind] = {
+_KINDS: Mapping[str, KindOf] = {
     "": lambda layout, key: 0,
     "biases": lambda layout, key: bare(key).endswith("bias"),
     "names with bias": lambda layout, key: "bias" in key,
@@ -284,7 +284,7 @@ def _biases_last(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: bare(key).endswith("bias"))
 
 
-def _from_the_last(part: Part, keys: Iterable[str]) -> list[str]:
+def _from_the_last(part: PartOf, keys: Iterable[str]) -> list[str]:
     places: dict[Hashable, int] = {}
     for key in keys:
         places.setdefault(part(key), -len(places))
@@ -459,5 +459,5 @@ def _words(key: str) -> set[str]:
     return {*names, *(name.rstrip("0123456789") for name in names)} - {""}
 
 
-def _label(part: Part, kind: Kind, layout: Layout, key: str) -> tuple[Hashable, Hashable]:
+def _label(part: PartOf, kind: KindOf, layout: Layout, key: str) -> tuple[Hashable, Hashable]:
     return part(key), kind(layout, key)

@@ -56,7 +56,7 @@ class Presentation(Struct, frozen=True):
         return call_text(self.call, command, choices)
 
 
-class Form:
+class ReportFormat:
     """What the reports of a run become: lines of each file, which are written at once, or one text at the end."""
 
     def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:

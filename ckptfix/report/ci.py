@@ -25,7 +25,7 @@ from msgspec import Struct, field
 from ckptfix.core.finding import Blocks, Finding, Level
 from ckptfix.core.report import Report
 from ckptfix.errors import printable
-from ckptfix.report.advice import Form, Presentation, message_with_count, remedies_text
+from ckptfix.report.advice import Presentation, ReportFormat, message_with_count, remedies_text
 from ckptfix.report.key_lists import fold_keys
 from ckptfix.report.style import Line, TextFormat
 from ckptfix.report.terminal import headline
@@ -38,7 +38,7 @@ _ATTACK = named("executable-payload")
 _MOST_KEYS = 100
 
 
-class SarifLog(Form, Struct):
+class SarifLog(ReportFormat, Struct):
     """One run of ckptfix over any number of files. ``version`` is that of ckptfix."""
 
     version: str
@@ -132,7 +132,7 @@ def _uri(source: str) -> str:
 _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice"}
 
 
-class WorkflowCommands(Form):
+class WorkflowCommands(ReportFormat):
     """A command for each finding, and for each file that could not be checked."""
 
     def add(self, report: Report, presentation: Presentation) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-class JUnitDocument(Form):
+class JUnitDocument(ReportFormat):
     """One run of ckptfix over any number of files."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ Slot = tuple[str, ...]  # the alternatives of one segment, in a fixed order
 Pattern = tuple[Slot, ...]
 
 
-class Fold(Struct, frozen=True):
+class KeyGroup(Struct, frozen=True):
     """The keys of a full product of alternatives. ``spec`` is what they have in common beside the pattern."""
 
     slots: Pattern
@@ -37,7 +37,7 @@ class Fold(Struct, frozen=True):
         return ".".join(_slot_text(slot) for slot in self.slots)
 
 
-def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> list[Fold]:
+def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> list[KeyGroup]:
     """Fold keys into patterns, in the order of their first keys.
 
     With ``spec`` only keys for which it gives the same text come together. A key that occurs twice counts once."""
@@ -52,7 +52,7 @@ def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> 
         group.setdefault(tuple((segment,) for segment in segments), number)
 
     folds = [
-        (number, Fold(pattern, text))
+        (number, KeyGroup(pattern, text))
         for (text, _), patterns in groups.items()
         for pattern, number in _folded(patterns, ranks).items()
     ]

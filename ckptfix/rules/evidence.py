@@ -1,8 +1,8 @@
 """Third of five steps for an optimizer: which names its positions have, as far as the file and the model show it.
 
 In comes an ``Optimizer`` and the ``Change`` of the parameters. Out come the ``Naming``s that fit, each with the
-``Scope``, the parameters that such an optimizer has. The names of the file count first (``named_by_itself``), then the
-groups of a live optimizer (``as_live``), then the recipes (``by_recipe``). What follows from them is in ``following``.
+``OptimizerScope``, the parameters that such an optimizer has. The names of the file count first (``named_by_itself``),
+then the groups of a live optimizer (``as_live``), then the recipes (``by_recipe``). What follows is in ``following``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptfix.maps.recipes import (
 from ckptfix.rules.origins import Change, Shape
 
 
-class Scope(Struct, frozen=True):
+class OptimizerScope(Struct, frozen=True):
     """The parameters of the file that an optimizer may have, and which new ones belong to it."""
 
     layout: Layout
@@ -39,7 +39,7 @@ class Scope(Struct, frozen=True):
     is_of_form: bool = False  # whether they are what Muon has, or leaves: of equal shapes, so that any order would fit
 
 
-def scopes(change: Change) -> Iterator[Scope]:
+def scopes(change: Change) -> Iterator[OptimizerScope]:
     """Yield what optimizers are built of: all parameters, the trainable ones, or those of one part of a model."""
     parameters = change.parameters
     orders = [("the file's order", list(parameters))] if change.is_ordered else []
@@ -68,7 +68,7 @@ def scopes(change: Change) -> Iterator[Scope]:
         for keys, takes, what in chosen:
             which = " ".join(filter(None, (what, f"in {whose}" if len(dict(orders)) > 1 else "")))
             layout = Layout({key: parameters[key].shape for key in keys}, known, change.layers)
-            yield Scope(layout, takes, which, what in forms)
+            yield OptimizerScope(layout, takes, which, what in forms)
 
 
 # Muon is for matrices, and the rest has an optimizer of its own; so have tables and heads in most scripts.
@@ -100,14 +100,14 @@ def widths(change: Change) -> list[Change]:
     return [change, wide] if wide.parameters.keys() != change.parameters.keys() else [change]
 
 
-def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[Scope, Naming]]:
+def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[OptimizerScope, Naming]]:
     """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
     a script's own are not looked for in more orders of a sorted file than can agree. The orders of few scripts count if
     no recipe with the model's order fits, and the only ones if they are asked for (``is_rare``)."""
     new = change.of_model({key: spec.shape for key, spec in change.result.items()})
     known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
 
-    def fitting(of_trainers: bool = False, is_rare: bool = False) -> list[tuple[Scope, Naming]]:
+    def fitting(of_trainers: bool = False, is_rare: bool = False) -> list[tuple[OptimizerScope, Naming]]:
         return [
             (scope, naming)
             for scope in known

@@ -41,7 +41,7 @@ from ckptfix.rules.rule import Context, Rule
 def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Supply a tied key from its twin, and report twins that differ."""
     # A file of tied layers has one of them, and the target may have both: then the model of the file says which.
-    groups = (*target.ties, *(context.twin.ties if context.twin is not None else ()))
+    groups = (*target.ties, *(context.source_model.ties if context.source_model is not None else ()))
     if ties := list({edit.key: edit for edit in _ties(context.checkpoint, target, groups)}.values()):
         yield rule.finding(
             Level.ERROR,

@@ -25,7 +25,7 @@ from ckptfix.maps.positions import NAMED, Naming, named_by_itself, stored_names
 from ckptfix.maps.recipes import ORDERS_BY_NAME, Layout, Order, Recipe, number_of
 from ckptfix.rules.evidence import (
     ORDERS,
-    Scope,
+    OptimizerScope,
     are_listed_anew,
     as_live,
     by_recipe,
@@ -39,7 +39,7 @@ from ckptfix.rules.origins import Change, Shape
 STEP = "step"  # the count of steps in a row, which is a tensor of one element since torch 1.12
 
 
-class Step(NamedTuple):
+class StateStep(NamedTuple):
     """The next parameter of a group of the result, and the id that its state comes from."""
 
     key: str
@@ -57,7 +57,7 @@ class Followed(Struct, frozen=True):
     optimizer: Optimizer
     naming: Naming
     like: tuple[int, ...]
-    groups: tuple[tuple[Step, ...], ...]
+    groups: tuple[tuple[StateStep, ...], ...]
     anew: tuple[str, ...]
     added: tuple[str, ...]
     gone: tuple[str, ...]
@@ -138,7 +138,7 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
     if found:
         return list(found.values())
     for own in as_live(optimizer, change):
-        if (made := follow(optimizer, own, change, Scope(Layout({}), lambda key: True))) is not None:
+        if (made := follow(optimizer, own, change, OptimizerScope(Layout({}), lambda key: True))) is not None:
             found.setdefault(made.outcome, made)
     if found:
         return list(found.values())
@@ -168,7 +168,7 @@ def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
 def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
     """Follow names that are certain, by the recipe of their groups if there is one."""
     known = replace(change, is_wide=True).parameters
-    scope = Scope(Layout({}), lambda key: key not in change.frozen, which)
+    scope = OptimizerScope(Layout({}), lambda key: key not in change.frozen, which)
     made: list[Followed | None] = []
     recipes: list[Recipe] = []
     for order in [list(known)] if change.is_ordered else change.model_orders[:ORDERS]:
@@ -187,12 +187,12 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
     return follow(optimizer, naming, change, scope) if agree or is_free else None
 
 
-def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: Scope) -> Followed | None:
+def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: OptimizerScope) -> Followed | None:
     """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
     return _Following(optimizer, naming, change, scope).followed()
 
 
-Grouped = tuple[Sequence[int], Sequence[Sequence[Step]]]
+Grouped = tuple[Sequence[int], Sequence[Sequence[StateStep]]]
 """The groups of the result, each with the old one that it is like."""
 
 
@@ -202,8 +202,8 @@ class _Following(Struct, dict=True):
     optimizer: Optimizer
     naming: Naming
     change: Change
-    scope: Scope
-    steps: Sequence[Step] = ()
+    scope: OptimizerScope
+    steps: Sequence[StateStep] = ()
 
     @cached_property
     def ids(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class _Following(Struct, dict=True):
         """Return the parameters of the file that a key of the result comes from and that have an id."""
         return [source for source in self.change.origins[key].sources if source in self.ids]
 
-    def places(self, steps: Iterable[Step]) -> list[int]:
+    def places(self, steps: Iterable[StateStep]) -> list[int]:
         """Return the old groups of what parameters of the result come from."""
         return [self.group_of[str(self.ids[source])] for step in steps for source in self.sources(step.key)]
 
@@ -235,7 +235,7 @@ class _Following(Struct, dict=True):
     def followed(self) -> Followed | None:
         """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
         change, live = self.change, self.change.live
-        steps: list[Step] = []
+        steps: list[StateStep] = []
         anew: list[str] = []
         added: list[str] = []
         carried: set[Any] = set()
@@ -249,7 +249,7 @@ class _Following(Struct, dict=True):
                 continue
             step = self._carried(key, spec)
             if step.source is not None and step.source in carried:
-                step = Step(key)  # a tie that is undone: the state stays with its first name
+                step = StateStep(key)  # a tie that is undone: the state stays with its first name
             carried.add(step.source)
             steps.append(step)
             if step.source is None and not step.parts:
@@ -275,7 +275,7 @@ class _Following(Struct, dict=True):
         which = self.scope.which
         return Followed(self.optimizer, self.naming, tuple(like), whole, tuple(anew), tuple(added), gone, which)
 
-    def _begun(self, like: int, steps: Sequence[Step]) -> tuple[Step, ...] | None:
+    def _begun(self, like: int, steps: Sequence[StateStep]) -> tuple[StateStep, ...] | None:
         """Give the shape to those that begin with a state; None if one has to, and it is not known."""
         optimizer = self.optimizer
         is_new = [step.source is None and not step.parts for step in steps]
@@ -286,24 +286,24 @@ class _Following(Struct, dict=True):
         pairs = zip(steps, is_new, strict=True)
         return tuple(step._replace(shape=self.change.after[step.key].shape) if new else step for step, new in pairs)
 
-    def _carried(self, key: str, spec: TensorSpec) -> Step:
+    def _carried(self, key: str, spec: TensorSpec) -> StateStep:
         """Return where the state of a parameter comes from; nowhere if it cannot be carried exactly."""
         origin, ids = self.change.origins[key], self.ids
         sources = origin.sources
         if not origin.is_trained or not all(source in ids for source in sources):
-            return Step(key)
+            return StateStep(key)
         shapes = [self.change.before[source].shape for source in sources]
         rows = [self.row(source) for source in sources]
         if origin.key and (shapes[0] == spec.shape or not rows[0]):
-            return Step(key, ids[origin.key])
+            return StateStep(key, ids[origin.key])
         if origin.key and spec.shape and _is_reshapable(rows[0], shapes[0]):
-            return Step(key, ids[origin.key], spec.shape)
+            return StateStep(key, ids[origin.key], spec.shape)
         if origin.key or not all(rows) or not spec.shape or not _are_elementwise(rows, shapes):
-            return Step(key)
+            return StateStep(key)
         if not all(map(self._is_of_elements, rows[0].keys() - SCALARS)):
-            return Step(key)
+            return StateStep(key)
         parts = tuple(Part(str(ids[part.source]), part.box, part.place, part.view, part.axes) for part in origin.parts)
-        return Step(key, None, spec.shape, parts)
+        return StateStep(key, None, spec.shape, parts)
 
     def _is_of_elements(self, name: str) -> bool:
         """Return whether tensors of this name have the shape of their parameter in all rows: what Shampoo keeps of an
@@ -314,7 +314,7 @@ class _Following(Struct, dict=True):
     def _as_in(self, live: Sequence[Sequence[str]]) -> Grouped:
         """Group the parameters as a live optimizer does; each group is like that which most of them were in."""
         of_key = {step.key: step for step in self.steps}
-        groups = [[of_key.get(key, Step(key)) for key in keys] for keys in live]
+        groups = [[of_key.get(key, StateStep(key)) for key in keys] for keys in live]
         like = []
         for group in groups:
             sources = [str(step.source) for step in group if step.source is not None]
@@ -373,22 +373,22 @@ class _Following(Struct, dict=True):
                 old[recipe.label(self.scope.layout, self.naming.names[group["params"][0]])] = place
         return old
 
-    def _group_like(self, members: Sequence[Step]) -> int | None:
+    def _group_like(self, members: Sequence[StateStep]) -> int | None:
         """Return the old group of some parameters, else that of others of their kind, if its hyperparameters are those
         of all of them. A vector that was a matrix is of the kind that decays no more."""
         before, after = self.change.before, self.change.after
 
-        def kind(step: Step) -> tuple[str, int]:
+        def kind(step: StateStep) -> tuple[str, int]:
             return step.key.rpartition(".")[2], len(after[step.key].shape)
 
-        def form(step: Step) -> tuple[str, bool]:
+        def form(step: StateStep) -> tuple[str, bool]:
             return kind(step)[0], kind(step)[1] < 2
 
-        def is_flat_as_before(step: Step) -> bool:
+        def is_flat_as_before(step: StateStep) -> bool:
             sources = self.change.origins[step.key].sources
             return all((len(before[key].shape) < 2) == form(step)[1] for key in sources)
 
-        def like(kind: Callable[[Step], Hashable]) -> list[int]:
+        def like(kind: Callable[[StateStep], Hashable]) -> list[int]:
             kinds = set(map(kind, members))
             return self.places(step for step in self.steps if kind(step) in kinds and is_flat_as_before(step))
 
@@ -402,7 +402,7 @@ class _Following(Struct, dict=True):
         settings = [_settings(self.optimizer.groups[place]) for place in places]
         return all(one == settings[0] for one in settings)
 
-    def _in_own_order(self) -> Sequence[Step] | None:
+    def _in_own_order(self) -> Sequence[StateStep] | None:
         """Return the parameters in the order of the result if the optimizer had them in that of the model, else in its
         own; None if nothing tells the place of a new one, or the model may have another order than it had."""
         optimizer, change, names = self.optimizer, self.change, self.naming.names
@@ -422,7 +422,7 @@ class _Following(Struct, dict=True):
             return None
         return sorted(self.steps, key=lambda step: min(own[step.key]))
 
-    def _may_be_sorted(self, groups: Sequence[Sequence[Step]]) -> bool:
+    def _may_be_sorted(self, groups: Sequence[Sequence[StateStep]]) -> bool:
         """Return whether a script may list the result in another order: its names, or the groups as it meets them."""
         names, change = self.naming.names, self.change
         lists = [[bare(names[number]) for number in group["params"]] for group in self.optimizer.groups]

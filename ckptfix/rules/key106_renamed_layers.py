@@ -106,19 +106,19 @@ Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | Non
 
 def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Propose the map from the layers of another implementation, if it explains the file."""
-    checkpoint, twin = context.checkpoint, context.twin
+    checkpoint, source_model = context.checkpoint, context.source_model
     if two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
         return  # an adapter is merged first: it has the names of its layers
     source, wanted = _tensors(checkpoint, target), _slots(target)
-    if twin is None:  # a weight that is in parts on one side goes where it would go as one
+    if source_model is None:  # a weight that is in parts on one side goes where it would go as one
         source = _as_whole(
             source, {key: spec.shape for key, spec in checkpoint.specs.items()}, _parts(checkpoint, target)
         )
         if not in_parts(checkpoint.specs):
             wanted = _as_whole(wanted, wanted, in_parts([key for key in wanted if key not in checkpoint.specs]))
-    if twin is not None:  # its order says more than that of a file, which may be sorted
-        source = {key: source[key] for key in (*twin.shapes, *source) if key in source}
-    converters = twin.converts if twin is not None else None, target.converts
+    if source_model is not None:  # its order says more than that of a file, which may be sorted
+        source = {key: source[key] for key in (*source_model.shapes, *source) if key in source}
+    converters = source_model.converts if source_model is not None else None, target.converts
     values: Values = None
     if target.stored is not None and context.settings.values and _is_left_over(source, wanted):
         values = _values(checkpoint, target.stored, source, wanted)
@@ -129,8 +129,8 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     )
     if inference is None:
         is_done = any(step.rule == rule.code for step in context.plan.steps)
-        if twin is not None and not is_done and not any(obstacles(checkpoint, target)):
-            fitting = twin.prove(context.before or checkpoint, [context.plan])
+        if source_model is not None and not is_done and not any(obstacles(checkpoint, target)):
+            fitting = source_model.prove(context.before or checkpoint, [context.plan])
             remedies = OTHER_MAP if context.settings.rename or context.settings.rename_map else OTHER_MODELS
             yield rule.finding(
                 Level.WARNING if fitting.is_refuted else Level.NOTE,
@@ -142,8 +142,8 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         return
     proof: Equivalence | None = None
     moves = moves_of(inference, checkpoint)
-    if twin is not None:
-        inference, moves, proof = proved(inference, twin, target.tie_of, checkpoint)
+    if source_model is not None:
+        inference, moves, proof = proved(inference, source_model, target.tie_of, checkpoint)
     is_own = inference.origin not in ("", "values")  # a look at the result would not say the same
     if not is_own:
         moves = _settled(moves, source, wanted, target.tie_of, values)
@@ -186,7 +186,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             if is_refuted
             else ()
             if is_safe
-            else PROOF[: 2 if target.modules and not twin else 1],
+            else PROOF[: 2 if target.modules and not source_model else 1],
         )
     if proof is not None and proof.is_proved and proof.unobservable:
         yield rule.finding(

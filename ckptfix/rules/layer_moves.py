@@ -21,7 +21,7 @@ from ckptfix.maps.trees import Label
 from ckptfix.rules import RENAMED_LAYERS
 from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
 from ckptfix.rules.quantised_layers import companions
-from ckptfix.rules.rule import Twin
+from ckptfix.rules.rule import SourceModel
 
 Moves = dict[str, Match]
 
@@ -30,13 +30,13 @@ MOST_MAPS, MOST_SECONDS = 24, 10.0
 
 
 def proved(
-    inference: Inference, twin: Twin, tied: Collection[str], checkpoint: Checkpoint
+    inference: Inference, source_model: SourceModel, tied: Collection[str], checkpoint: Checkpoint
 ) -> tuple[Inference, Moves, Equivalence]:
     """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
     for some in _rounds(inference, tied):
         possible = [(each, moves_of(_decided(each), checkpoint)) for each in some]
         plans = [Plan((Step(RENAMED_LAYERS.code, tuple(edits_of(moves, checkpoint))),)) for _, moves in possible]
-        proof = twin.prove(checkpoint, plans)
+        proof = source_model.prove(checkpoint, plans)
         if proof.chosen is not None:
             chosen, moves = possible[proof.chosen]
             shown = moves.keys() - set(proof.open) if proof.is_proved else ()

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from ckptfix.core.target import Converter, Target
 
 
-Figures = Mapping[str, TensorStatistics]  # by key
+StatisticsByKey = Mapping[str, TensorStatistics]  # by key
 
 
-class Twin(Struct, frozen=True):
+class SourceModel(Struct, frozen=True):
     """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
     runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible. ``converts``
     and ``ties`` are those of ``Target``."""
@@ -50,12 +50,12 @@ class Context(Struct, frozen=True, dict=True):
 
     checkpoint: Checkpoint
     target: Target | None
-    statistics: Figures
+    statistics: StatisticsByKey
     settings: Settings
     donor: Checkpoint | None = None
     before: Checkpoint | None = None
     plan: Plan = field(default_factory=Plan)
-    twin: Twin | None = None
+    source_model: SourceModel | None = None
 
     @cached_property
     def initial(self) -> Mapping[str, torch.Tensor]:
@@ -70,14 +70,14 @@ class Context(Struct, frozen=True, dict=True):
         return tensor_statistics(spec_of_tensor(self.initial[key])) if key in self.initial else None
 
     @cached_property
-    def matrices(self) -> Figures:
+    def matrices(self) -> StatisticsByKey:
         """The figures of weight matrices and kernels."""
         from ckptfix.values.roles import is_matrix
 
         specs, target = self.checkpoint.specs, self.target
         return {key: each for key, each in self.statistics.items() if is_matrix(key, specs[key], target)}
 
-    def figures_of(self, specs: Mapping[str, TensorSpec]) -> Figures:
+    def figures_of(self, specs: Mapping[str, TensorSpec]) -> StatisticsByKey:
         """Return the figures of tensors that lie beside the state_dict, as far as they are whole; each storage is read
         once."""
         from ckptfix.values.statistics import Statistics

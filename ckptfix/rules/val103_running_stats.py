@@ -39,7 +39,7 @@ from ckptfix.core.edits import Edit
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, replaces, reset_edits
-from ckptfix.rules.rule import Context, Figures, Rule
+from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 
 _VARIANCE = "running_var"
 
@@ -105,19 +105,19 @@ def _beside(key: str, name: str) -> str:
     return key.removesuffix(_VARIANCE) + name
 
 
-def _batches(key: str, statistics: Figures) -> int | None:
+def _batches(key: str, statistics: StatisticsByKey) -> int | None:
     """Return how many batches were counted; None if the file does not say (before torch 0.4.1)."""
     counter = statistics.get(_beside(key, NUM_BATCHES_TRACKED))
     return None if counter is None or counter.numel != 1 else int(counter.maximum)
 
 
-def _evidence(key: str, statistics: Figures) -> dict[str, float | int | None]:
+def _evidence(key: str, statistics: StatisticsByKey) -> dict[str, float | int | None]:
     variance = statistics[key]
     figures = {"minimum": variance.minimum, "zeros": variance.zeros, "numel": variance.numel}
     return {**figures, "num_batches_tracked": _batches(key, statistics)}
 
 
-def _defects(key: str, statistics: Figures, counts_batches: bool) -> Iterator[str]:
+def _defects(key: str, statistics: StatisticsByKey, counts_batches: bool) -> Iterator[str]:
     """Yield what is wrong with the statistics of one norm; ``counts_batches`` is whether any norm of the file has."""
     variance, mean = statistics[key], statistics.get(_beside(key, "running_mean"))
     batches = _batches(key, statistics)

@@ -58,7 +58,7 @@ from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
-from ckptfix.rules.rule import Context, Figures, Rule
+from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 from ckptfix.values.optimizer import Training, alignment, counted_steps, strongest_decay, trainings
 from ckptfix.values.roles import (
     Norm,
@@ -168,7 +168,7 @@ class _Matrix(Struct, frozen=True):
         """Return whether other values would be large enough."""
         return not figures.nonfinite and figures.rms >= max(OF_START * self.start, OF_KIND * (self.peers or 0.0))
 
-    def companions(self, statistics: Figures) -> Iterator[str]:
+    def companions(self, statistics: StatisticsByKey) -> Iterator[str]:
         """Yield the vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
         bias = self.key.removesuffix("weight") + "bias"
         if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
@@ -177,7 +177,7 @@ class _Matrix(Struct, frozen=True):
         if self.norm and scale and scale.rms < OF_START:
             yield from (key for key in self.norm.vectors if statistics[key].rms < OF_START)
 
-    def evidence(self, statistics: Figures) -> dict[str, Any]:
+    def evidence(self, statistics: StatisticsByKey) -> dict[str, Any]:
         batches = self.norm.figures("num_batches_tracked", statistics) if self.norm else None
         return {
             "rms": self.figures.rms,
@@ -276,7 +276,7 @@ def _is_decayed(matrix: _Matrix) -> bool:
     return matrix.figures.rms < OF_KIND * matrix.peers and not lives_on
 
 
-def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: Figures) -> bool:
+def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: StatisticsByKey) -> bool:
     """Return whether the norm after the matrix was updated and divides by the matrix's result, not just by its eps."""
     variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
     batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None

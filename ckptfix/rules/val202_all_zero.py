@@ -44,7 +44,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, counted
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart, replaces
-from ckptfix.rules.rule import Context, Figures, Rule
+from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import (
     Norm,
@@ -191,7 +191,7 @@ def _is_trained(context: Context) -> bool:
     return counted or was_stepped(context.checkpoint.root)
 
 
-def _zero_companions(norm: Norm | None, statistics: Figures) -> Iterator[str]:
+def _zero_companions(norm: Norm | None, statistics: StatisticsByKey) -> Iterator[str]:
     """Yield the weight and bias of the norm after a matrix where both are zero."""
     found = [key for key in norm.vectors if key in statistics] if norm else []
     if all(statistics[key].all_zero for key in found):

@@ -50,9 +50,9 @@ def main() -> None:
 
             tell(DONE, compare_twins(order["job"]))
         else:
-            from ckptfix.smoke.exam import Job, examine
+            from ckptfix.smoke.exam import Exam, examine
 
-            tell(DONE, examine(convert(order["job"], Job), tell))
+            tell(DONE, examine(convert(order["job"], Exam), tell))
         faulthandler.cancel_dump_traceback_later()
 
 

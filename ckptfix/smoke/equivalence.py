@@ -36,7 +36,7 @@ from ckptfix.modules.factory import Arguments as ModelArguments
 from ckptfix.modules.factory import build_module, target_of
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import FOR_LOADING
-from ckptfix.rules.rule import Twin
+from ckptfix.rules.rule import SourceModel
 from ckptfix.smoke.derive import derive_inputs, is_transformers_model
 from ckptfix.smoke.forward import load_strictly
 from ckptfix.smoke.inputs import Arguments, Input, RandomInput, make_arguments, parse_inputs
@@ -64,7 +64,7 @@ Outputs = Sequence[tuple[str, "torch.Tensor"]]
 Alignment = tuple[tuple[int, int, int, int, int], ...]
 
 
-def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settings) -> Twin:
+def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settings) -> SourceModel:
     """Return the file's model, and what proves a map from it to the target: in a process of its own, or on copies of
     models that are given as such. Raises ``TargetError`` if the model cannot be built, ``UsageError`` for inputs that
     are not written as such."""
@@ -105,7 +105,7 @@ def twin_of(source: Any, model: Any, arguments: ModelArguments, settings: Settin
         return proof
 
     shapes = {key: slot.shape for key, slot in twin.slots.items() if slot.shape is not None}
-    return Twin(shapes, prove, twin.converts, twin.ties)
+    return SourceModel(shapes, prove, twin.converts, twin.ties)
 
 
 def _in_float64(edits: Iterable[Edit]) -> tuple[Edit, ...]:

@@ -22,15 +22,15 @@ from ckptfix.errors import TargetError, UnreadableError
 from ckptfix.modules.factory import build_module
 from ckptfix.reading.opening import open_file
 from ckptfix.smoke.derive import Guess, derive_inputs
-from ckptfix.smoke.forward import Pass, Setting, Subject, attempt, choose_device, forward, load_strictly, synchronize
+from ckptfix.smoke.forward import Loaded, Pass, Setting, attempt, choose_device, forward, load_strictly, synchronize
 from ckptfix.smoke.inputs import Arguments, Draw, RandomInput, parse_inputs, scale_check
 from ckptfix.smoke.outcome import (
     AFTERTHOUGHTS,
     CHECKPOINT,
     ENVIRONMENT,
     MODEL,
+    ExamOutcome,
     Gradients,
-    Outcome,
     diagnose,
     figures_of,
     holds_for_any_input,
@@ -47,7 +47,7 @@ _NOT_RUN = "the model did not run"
 Tried = list[tuple[Guess, Pass]]
 
 
-class Job(Struct, frozen=True):
+class Exam(Struct, frozen=True):
     """What is to be examined: the file, the factory that builds its model, and how to run it."""
 
     file: str
@@ -67,9 +67,9 @@ class Progress:
 
     ``stage`` is what is running, ``so_far`` the outcome up to there."""
 
-    def __init__(self, tell: Callable[[str, Outcome], None]) -> None:
+    def __init__(self, tell: Callable[[str, ExamOutcome], None]) -> None:
         self.stage = "start"
-        self.so_far = Outcome()
+        self.so_far = ExamOutcome()
         self._tell = tell
 
     def enter(self, stage: str) -> None:
@@ -82,7 +82,7 @@ class Progress:
         self.so_far = replace(self.so_far, **facts)
 
 
-def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_far: None) -> Outcome:
+def examine(job: Exam, tell: Callable[[str, ExamOutcome], None] = lambda stage, so_far: None) -> ExamOutcome:
     """Run the whole test; an error of the user's code is part of the outcome and never raised."""
     progress = Progress(tell)
     try:
@@ -92,11 +92,11 @@ def examine(job: Job, tell: Callable[[str, Outcome], None] = lambda stage, so_fa
             return progress.so_far
         failure = diagnose(progress.stage, error)
         if progress.stage == "training":
-            return replace(progress.so_far, training=Outcome(device=progress.so_far.device, failure=failure))
+            return replace(progress.so_far, training=ExamOutcome(device=progress.so_far.device, failure=failure))
         return replace(progress.so_far, failure=failure)
 
 
-def _examine(job: Job, progress: Progress) -> Outcome:
+def _examine(job: Exam, progress: Progress) -> ExamOutcome:
     subject = _load(job, progress)
     control = control_of(job.factory, job.factory_args, subject)
     progress.enter("input")
@@ -122,13 +122,13 @@ def _examine(job: Job, progress: Progress) -> Outcome:
         return progress.so_far
 
 
-def _load(job: Job, progress: Progress) -> Subject:
+def _load(job: Exam, progress: Progress) -> Loaded:
     """Return the model with the values of the file, on its device, in eval mode."""
-    progress.so_far = Outcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
+    progress.so_far = ExamOutcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
     progress.enter("device")
     device, notes = choose_device(job.device)
     compared = None if job.reference is None else Comparison(job.reference.label, unlike=_NOT_RUN)
-    progress.so_far = Outcome(device=str(device), notes=notes, derived=not job.inputs, compared=compared)
+    progress.so_far = ExamOutcome(device=str(device), notes=notes, derived=not job.inputs, compared=compared)
     progress.enter("build")
     model = build_module(job.factory, job.factory_args, job.seed)
     progress.enter("read")
@@ -166,7 +166,7 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
     return checkpoint.state_dict()
 
 
-def _try_in_turn(subject: Subject, guesses: list[Guess], progress: Progress) -> Tried:
+def _try_in_turn(subject: Loaded, guesses: list[Guess], progress: Progress) -> Tried:
     """These inputs, up to the first that the model takes or that shows that no other can help."""
     tried: Tried = []
     for guess in guesses:
@@ -196,7 +196,7 @@ def _deciding(tried: Tried) -> Pass | None:
     return next((run for run, failure in failures if failure is not None and holds_for_any_input(failure)), None)
 
 
-def recheck_in_float32(run: Pass, subject: Subject) -> Outcome:
+def recheck_in_float32(run: Pass, subject: Loaded) -> ExamOutcome:
     """Return the outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
     if not run.outcome.non_finite or subject.dtype.itemsize >= torch.float32.itemsize:
         return run.outcome
@@ -205,7 +205,7 @@ def recheck_in_float32(run: Pass, subject: Subject) -> Outcome:
     return replace(run.outcome, finite_in_float32=wide.outcome.is_good)
 
 
-def _look_further(run: Pass, subject: Subject, job: Job, progress: Progress) -> None:
+def _look_further(run: Pass, subject: Loaded, job: Exam, progress: Progress) -> None:
     """Training mode where it was asked for, and the CPU where the model ran elsewhere."""
     failure = run.outcome.failure
     if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
@@ -216,14 +216,14 @@ def _look_further(run: Pass, subject: Subject, job: Job, progress: Progress) -> 
         progress.learn(devices=compare_with_cpu(subject, run, progress.so_far))
 
 
-def _may_be_innocent(outcome: Outcome) -> bool:
+def _may_be_innocent(outcome: ExamOutcome) -> bool:
     """Return whether values that are not finite may be the model's own, or the input's: no weight shows a defect."""
     if outcome.failure is not None:
         return outcome.failure.origin is not None and outcome.failure.blame == MODEL
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
 
 
-def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progress: Progress) -> None:
+def _compare(job: Exam, reference: Reference, run: Pass, subject: Loaded, progress: Progress) -> None:
     """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
     if not progress.so_far.is_good:
         progress.learn(compared=Comparison(reference.label, unlike="the output is not finite"))
@@ -241,7 +241,7 @@ def _compare(job: Job, reference: Reference, run: Pass, subject: Subject, progre
     progress.learn(compared=seen)
 
 
-def _without_verdict(tried: Tried, subject: Subject, control: Control, progress: Progress) -> Outcome:
+def _without_verdict(tried: Tried, subject: Loaded, control: Control, progress: Progress) -> ExamOutcome:
     """No input runs; what is left to find out is whether the model runs without the file."""
     failed = tried[0][1].outcome if tried else progress.so_far
     undecided = NO_GUESS
@@ -270,7 +270,7 @@ _MOST_REDRAWN = 2  # guesses that a model rejects in its own words, and not for 
 Anatomy = Mapping[str, tuple[int, ...] | None]
 
 
-def redraw(subject: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> Pass | None:
+def redraw(subject: Loaded, tried: list[tuple[Guess, Pass]], base: ExamOutcome) -> Pass | None:
     """Return the first pass that is good once other numbers stand in an input of the same shape; None without one.
 
     Random noise is no image: its negative values make NaN in a root or a logarithm, and a detector finds nothing in it.
@@ -289,28 +289,28 @@ def redraw(subject: Subject, tried: list[tuple[Guess, Pass]], base: Outcome) -> 
     return None
 
 
-def _may_be_the_numbers(outcome: Outcome) -> bool:
+def _may_be_the_numbers(outcome: ExamOutcome) -> bool:
     if outcome.failure is not None:
         return outcome.failure.blame == MODEL and not holds_for_any_input(outcome.failure)
     return bool(outcome.non_finite) and has_sound_weights(outcome)
 
 
-def has_sound_weights(outcome: Outcome) -> bool:
+def has_sound_weights(outcome: ExamOutcome) -> bool:
     """Return whether the first module to make a value that is not finite has weights that can be right."""
     return outcome.origin is None or not outcome.origin.broken
 
 
-Control = Callable[[Setting], Subject | None]
+Control = Callable[[Setting], Loaded | None]
 
 
-def control_of(factory: str, factory_args: Any, first: Subject) -> Control:
+def control_of(factory: str, factory_args: Any, first: Loaded) -> Control:
     """Return what builds a second model, to run as the first did, once that is gone: two need not be in memory at once.
 
     It gives None if the factory gives the first model again, or one of other shapes (lazy layers take any input), or
     does not run twice: then nothing can be compared."""
     model, anatomy, seed = weakref.ref(first.model), _anatomy(first.model), first.seed
 
-    def build(setting: Setting) -> Subject | None:
+    def build(setting: Setting) -> Loaded | None:
         gc.collect()
         try:
             second = build_module(factory, factory_args, seed)
@@ -321,7 +321,7 @@ def control_of(factory: str, factory_args: Any, first: Subject) -> Control:
     return build
 
 
-def compare_non_finite(control: Subject, run: Pass, base: Outcome) -> Outcome:
+def compare_non_finite(control: Loaded, run: Pass, base: ExamOutcome) -> ExamOutcome:
     """Return the outcome of a pass that made values that are not finite, after the control has run on the same input.
 
     Where the control makes none, the file is at fault after all. Only -Inf, in both, is the model's own way to say
@@ -352,11 +352,11 @@ _DOUBLED = "the batch of 1 was doubled, since a BatchNorm cannot train on one va
 _NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
 
 
-def train(subject: Subject, arguments: Arguments, backward: bool, base: Outcome) -> Outcome:
+def train(subject: Loaded, arguments: Arguments, backward: bool, base: ExamOutcome) -> ExamOutcome:
     """Return the outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
     # A check in float32 may have converted the model since the pass in eval mode.
     arguments = replace(arguments, notes=(), warnings=()).to(subject.device, subject.dtype)
-    base = Outcome(device=base.device, derived=base.derived)
+    base = ExamOutcome(device=base.device, derived=base.derived)
     buffers = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
     subject.model.train()
     # The detection has to see the forward pass too: it remembers which line made each step of the graph.
@@ -372,7 +372,7 @@ def train(subject: Subject, arguments: Arguments, backward: bool, base: Outcome)
     return outcome
 
 
-def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
+def _forward(subject: Loaded, arguments: Arguments, base: ExamOutcome) -> Pass:
     """Return the pass with a batch of at least two, unless the model takes no more than one."""
     if arguments.batch > 1:
         return attempt(subject, arguments, base)
@@ -381,7 +381,7 @@ def _forward(subject: Subject, arguments: Arguments, base: Outcome) -> Pass:
     return alone if alone.outcome.is_good else run
 
 
-def _backward(subject: Subject, run: Pass) -> Outcome:
+def _backward(subject: Loaded, run: Pass) -> ExamOutcome:
     """Go backward under anomaly detection; if that stops, again without it, to see what is reached."""
     operator = where = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -403,7 +403,7 @@ def _backward(subject: Subject, run: Pass) -> Outcome:
     return replace(run.outcome, gradients=replace(_look(subject), operator=operator, where=where))
 
 
-def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Subject) -> None:
+def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Loaded) -> None:
     loss = _projection((tensor for _, tensor in outputs), subject.seed)
     if loss is not None:
         torch.autograd.backward(loss)
@@ -425,7 +425,7 @@ def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | No
     return torch.stack([part.float() for part in parts]).sum() if parts else None
 
 
-def _look(subject: Subject) -> Gradients:
+def _look(subject: Loaded) -> Gradients:
     finite = frozen = 0
     non_finite, zero, missing = [], [], []
     for name, parameter in subject.model.named_parameters():

@@ -19,7 +19,7 @@ from typing import IO, Any
 from msgspec import Struct, convert
 
 from ckptfix.errors import Opt, UsageError
-from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, Failure, Outcome, user_line
+from ckptfix.smoke.outcome import BLAME_OF_STAGE, CHECKPOINT, ENVIRONMENT, ExamOutcome, Failure, user_line
 from ckptfix.writing.atomic import temporary_folder_beside
 
 TAIL = 4096  # how many of the last bytes that the user's model printed are kept
@@ -47,7 +47,7 @@ class Ending(Struct, frozen=True):
 
 
 def launch(
-    job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None, kind: type[Any] = Outcome
+    job: Mapping[str, Any], timeout: float, variables: Mapping[str, str] | None = None, kind: type[Any] = ExamOutcome
 ) -> Ending:
     """Run the job in a new process, in a process group of its own, for ``timeout`` seconds at most, with these
     environment variables beside the parent's. ``kind`` is the class of the outcome.

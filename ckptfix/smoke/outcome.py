@@ -56,7 +56,7 @@ class Figures(Struct, frozen=True):
         return ": ".join(filter(None, (f"{self.tensor} {self.shown}", ", ".join(filter(None, (bad, span))))))
 
 
-class Origin(Struct, frozen=True):
+class FaultOrigin(Struct, frozen=True):
     """The first module whose inputs were finite and whose output was not."""
 
     module: str
@@ -95,7 +95,7 @@ class Failure(Struct, frozen=True):
     kind: str = ""
     where: str = ""
     keys: tuple[str, ...] = ()
-    origin: Origin | None = None
+    origin: FaultOrigin | None = None
     traceback: str = ""
 
     @property
@@ -131,7 +131,7 @@ class Gradients(Struct, frozen=True):
         return "gradients: " + (", ".join(f"{count} {what}" for count, what in parts if count) or "nothing to train")
 
 
-class Outcome(Struct, frozen=True):
+class ExamOutcome(Struct, frozen=True):
     """What the child saw. ``failure`` None and no ``non_finite``: the model ran and gave finite values.
 
     ``derived`` means that the input came from the model and not from the user; ``undecided`` says why there is no
@@ -147,13 +147,13 @@ class Outcome(Struct, frozen=True):
     seconds: float = 0.0
     failure: Failure | None = None
     non_finite: tuple[Figures, ...] = ()
-    origin: Origin | None = None
+    origin: FaultOrigin | None = None
     derived: bool = False
     undecided: str = ""
     finite_in_float32: bool | None = None
     shared: bool = False
     warnings: tuple[str, ...] = ()
-    training: Outcome | None = None
+    training: ExamOutcome | None = None
     gradients: Gradients | None = None
     devices: Comparison | None = None
     compared: Comparison | None = None
@@ -327,7 +327,7 @@ def diagnose(
     error: BaseException,
     running: tuple[str, str] | None = None,
     depth: int = 0,
-    origin: Origin | None = None,
+    origin: FaultOrigin | None = None,
 ) -> Failure:
     """Return what to say of an error that was raised in this stage.
 
@@ -384,7 +384,7 @@ def blame_of_assert(printed: str) -> str | None:
     return INPUT if _INDEX_ASSERT.search(printed) else None
 
 
-def _blame(stage: str, error: BaseException, depth: int, origin: Origin | None) -> str:
+def _blame(stage: str, error: BaseException, depth: int, origin: FaultOrigin | None) -> str:
     text = str(error)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
         return ENVIRONMENT

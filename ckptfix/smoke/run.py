@@ -19,7 +19,7 @@ from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.core.wording import first_names
 from ckptfix.engine.delivery import ForwardTest
 from ckptfix.rules import VALUES, named
-from ckptfix.smoke.exam import Job
+from ckptfix.smoke.exam import Exam
 from ckptfix.smoke.forward import check_device_name
 from ckptfix.smoke.inputs import parse_inputs
 from ckptfix.smoke.launch import NO_ANSWER, Ending, death, launch
@@ -29,10 +29,10 @@ from ckptfix.smoke.outcome import (
     ENVIRONMENT,
     INPUT,
     MODEL,
+    ExamOutcome,
     Failure,
+    FaultOrigin,
     Gradients,
-    Origin,
-    Outcome,
     blame_of_assert,
     is_out_of_memory,
     is_sticky,
@@ -61,7 +61,7 @@ def run_smoke(
     compared. Raises ``UsageError`` for settings that have no meaning; whatever the user's code does is a finding."""
     parse_inputs(settings.input)
     check_device_name(settings.device)
-    job = Job(
+    job = Exam(
         str(Path(file).absolute()),
         factory,
         factory_args,
@@ -116,8 +116,8 @@ def judge(ending: Ending, timeout: float) -> tuple[SmokeResult, list[Finding]]:
     return result, findings
 
 
-def _complete(ending: Ending, timeout: float) -> Outcome:
-    outcome: Outcome = ending.outcome
+def _complete(ending: Ending, timeout: float) -> ExamOutcome:
+    outcome: ExamOutcome = ending.outcome
     if ending.answered:
         return outcome
     if ending.stage in AFTERTHOUGHTS:
@@ -125,11 +125,11 @@ def _complete(ending: Ending, timeout: float) -> Outcome:
         return replace(outcome, notes=(*outcome.notes, *unfinished))
     failure = death(ending, timeout)
     if ending.stage == "training":
-        return replace(outcome, training=Outcome(device=outcome.device, derived=outcome.derived, failure=failure))
+        return replace(outcome, training=ExamOutcome(device=outcome.device, derived=outcome.derived, failure=failure))
     return replace(outcome, failure=failure)
 
 
-def _with_assert(outcome: Outcome, printed: str) -> Outcome:
+def _with_assert(outcome: ExamOutcome, printed: str) -> ExamOutcome:
     """Blame the input for a failed index assert of a kernel; a derived input proves nothing."""
     failure = outcome.failure
     if failure is None or not is_sticky(f"{failure.error} {printed}") or blame_of_assert(printed) != INPUT:
@@ -141,7 +141,7 @@ def _with_assert(outcome: Outcome, printed: str) -> Outcome:
     return replace(outcome, failure=replace(failure, blame=INPUT))
 
 
-def _checks(outcome: Outcome) -> tuple[str, ...]:
+def _checks(outcome: ExamOutcome) -> tuple[str, ...]:
     """Return what was looked at beyond the pass in eval mode, a line each."""
     checks = []
     if outcome.training is not None:
@@ -215,7 +215,7 @@ _STAGE = {
 }
 
 
-def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
+def findings_of(outcome: ExamOutcome, printed: str = "") -> list[Finding]:
     """Return what a finished test found; ``printed`` is the tail of what the model printed."""
     found = [named("forward-odd-input").finding(Level.NOTE, text, remedies=(_SCALE,)) for text in outcome.warnings]
     if outcome.undecided:  # a warning and no error: a guess that fails says nothing against the file
@@ -232,7 +232,7 @@ def findings_of(outcome: Outcome, printed: str = "") -> list[Finding]:
     return [*found, *_differing(outcome), *_incomparable(outcome)]
 
 
-def _failing(failure: Failure, outcome: Outcome, printed: str) -> Finding:
+def _failing(failure: Failure, outcome: ExamOutcome, printed: str) -> Finding:
     evidence: dict[str, Any] = {
         "blame": failure.blame,
         "stage": failure.stage,
@@ -271,7 +271,7 @@ def _remedies(failure: Failure, device: str) -> tuple[Remedy, ...]:
     return _REMEDIES[failure.blame]
 
 
-def _non_finite(outcome: Outcome) -> Finding:
+def _non_finite(outcome: ExamOutcome) -> Finding:
     evidence: dict[str, Any] = {
         "outputs": [str(figures) for figures in outcome.non_finite],
         "inputs": list(outcome.inputs),
@@ -318,7 +318,7 @@ def _non_finite(outcome: Outcome) -> Finding:
     )
 
 
-def _culprit(origin: Origin) -> str:
+def _culprit(origin: FaultOrigin) -> str:
     culprit = f"the first to make {_kinds(origin)} of finite values is {origin.name}"
     if not origin.weights:
         return culprit
@@ -329,7 +329,7 @@ def _culprit(origin: Origin) -> str:
     return f"{culprit}, whose {' and '.join(states) or 'own weights are finite'}"
 
 
-def _in_training(training: Outcome, is_good_in_eval: bool) -> list[Finding]:
+def _in_training(training: ExamOutcome, is_good_in_eval: bool) -> list[Finding]:
     """Warnings: the pass in eval mode is what proves the file."""
     failure, gradients = training.failure, training.gradients
     if failure is not None:
@@ -372,7 +372,7 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
             )
 
 
-def _differing(outcome: Outcome) -> Iterator[Finding]:
+def _differing(outcome: ExamOutcome) -> Iterator[Finding]:
     devices = outcome.devices
     if devices is not None and not devices.unlike and not devices.is_close:
         yield named("forward-devices-differ").finding(
@@ -384,7 +384,7 @@ def _differing(outcome: Outcome) -> Iterator[Finding]:
         )
 
 
-def _incomparable(outcome: Outcome) -> Iterator[Finding]:
+def _incomparable(outcome: ExamOutcome) -> Iterator[Finding]:
     seen = outcome.compared
     if seen is None or outcome.failure is not None:
         return
@@ -409,7 +409,7 @@ def _distance(seen: Comparison) -> dict[str, Any]:
     return {"difference": seen.difference, "scale": seen.scale, "agreement": seen.agreement}
 
 
-def _origin(origin: Origin) -> dict[str, Any]:
+def _origin(origin: FaultOrigin) -> dict[str, Any]:
     weights = sorted(origin.weights, key=lambda figures: not (figures.is_broken or figures.is_negative_variance))
     return {
         "first_module": origin.module,
@@ -420,6 +420,6 @@ def _origin(origin: Origin) -> dict[str, Any]:
     }
 
 
-def _kinds(origin: Origin) -> str:
+def _kinds(origin: FaultOrigin) -> str:
     counts = {"NaN": origin.output.nan, "Inf": origin.output.positive_inf + origin.output.negative_inf}
     return " and ".join(kind for kind, count in counts.items() if count)

@@ -90,7 +90,7 @@ def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = 
         return tally_units(units, encoding, narrowing)
 
 
-class Part(NamedTuple):
+class ScanPart(NamedTuple):
     """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way,
     ``place`` the byte of the file at which the tensor begins, if words of it are kept, ``row`` the bytes of a row of a
     matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next."""
@@ -167,7 +167,7 @@ _FAINT = Narrowing(math.nextafter(FAINT, 0), math.inf)  # float16 has no such sm
 Edges = Sequence[tuple[int, int]]
 
 
-def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = ()) -> list[Part]:
+def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = ()) -> list[ScanPart]:
     """Return the parts of a strided tensor that has elements, and a storage; ``edges`` are the first and one past the
     last element of each, if they are not to be chosen."""
     dtype, stored, walk, storage = DTYPES[spec.dtype], encoding(spec.dtype), Walk(spec), spec.storage
@@ -181,11 +181,11 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = ()) -
     place, row = _samples(spec, walk)
     distance = _distance(distinct * stored.units) * stored.itemsize
     if not edges and (nbytes <= PART or proved is not None or not walk.is_run):
-        return [Part(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance)]
+        return [ScanPart(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance)]
     step = max(PART // size, 1)
     edges = edges or [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
     return [
-        Part(walk, stored, cast, start, stop, (stop - start) * size, None, place, row, distance)
+        ScanPart(walk, stored, cast, start, stop, (stop - start) * size, None, place, row, distance)
         for start, stop in edges
     ]
 
@@ -200,7 +200,7 @@ def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int]:
     return None if file is None else file.offset + spec.offset * spec.itemsize, row
 
 
-def looks(parts: Sequence[Part]) -> Iterator[TensorStatistics]:
+def looks(parts: Sequence[ScanPart]) -> Iterator[TensorStatistics]:
     """Yield the figures of parts, of one or of many tensors, in their order."""
     batches = list(batched(parts, lambda part: part.nbytes, BATCH))
     return chain.from_iterable(side_by_side(lambda batch: [part.look() for part in batch], batches))

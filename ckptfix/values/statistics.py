@@ -16,7 +16,7 @@ from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
 from ckptfix.values.merged_tensors import MergedBytes, is_merged
-from ckptfix.values.scan import Part, looks, parts_of
+from ckptfix.values.scan import ScanPart, looks, parts_of
 from ckptfix.values.tally import COUNTS, join
 from ckptfix.values.walk import Walk
 
@@ -99,7 +99,7 @@ class Statistics(Mapping[str, TensorStatistics]):
     def _watch_draft(self, draft: WriteDraft) -> None:
         """Write a draft of the checkpoint, and gather the figures of merged tensors on the way: with their products
         worked out once more for the figures, a merge of 4 GB takes 7.3 s of user time and not 4.7."""
-        watched: list[tuple[TensorSpec, list[Part], dict[int, TensorStatistics], MergedBytes]] = []
+        watched: list[tuple[TensorSpec, list[ScanPart], dict[int, TensorStatistics], MergedBytes]] = []
         for spec in self._specs.values():
             source = spec.storage.source if spec.storage is not None else None
             if isinstance(source, MergedBytes) and source.watch is None and spec.is_contiguous and spec.numel:
@@ -129,7 +129,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         return len(self._specs)
 
 
-def _look(parts: Sequence[Part], found: dict[int, TensorStatistics], number: int, block: memoryview) -> None:
+def _look(parts: Sequence[ScanPart], found: dict[int, TensorStatistics], number: int, block: memoryview) -> None:
     found[number] = parts[number].look([block])
 
 
@@ -182,14 +182,14 @@ def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> T
     return _assemble(spec, parts, looks(parts))
 
 
-def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[Part]:
+def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[ScanPart]:
     """Return what has to be looked at; nothing for a tensor without elements."""
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"
     return parts_of(values, narrowing) if values.numel else []
 
 
-def _assemble(spec: TensorSpec, parts: Sequence[Part], looks: Iterator[TensorStatistics]) -> TensorStatistics:
+def _assemble(spec: TensorSpec, parts: Sequence[ScanPart], looks: Iterator[TensorStatistics]) -> TensorStatistics:
     figures = next(looks) if parts else TensorStatistics()
     for _, found in zip(parts[1:], looks, strict=False):  # the rest is of other tensors
         join(figures, found)

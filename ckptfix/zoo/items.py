@@ -161,7 +161,7 @@ _COMMON = re.compile(r"meta\.pt|common\.pt|metadata\.json")  # what Lightning an
 _RANK = re.compile(r"shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
-class Kind(str, Enum):
+class ItemKind(str, Enum):
     """What an item of a zoo is."""
 
     FILE = "file"  # a checkpoint in one file
@@ -178,7 +178,7 @@ class Item(Struct, frozen=True):
     size: int  # bytes of all its files
     # Identifies its version without reading it. Of a FOLDER: a digest of its files' names, sizes and stamps.
     stamp: str
-    kind: Kind
+    kind: ItemKind
     # The files of a FOLDER, or of a model and what a trainer saved beside it, sorted by name; empty otherwise.
     parts: tuple[Entry, ...] = ()
     # Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket or
@@ -348,7 +348,7 @@ def _group(name: str, entries: Iterable[Entry]) -> Item:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{part.name}\0{part.size}\0{part.stamp}\n".encode("utf-8", "surrogateescape"))
-    return Item(name, sum(part.size for part in parts), digest.hexdigest()[:32], Kind.FOLDER, parts)
+    return Item(name, sum(part.size for part in parts), digest.hexdigest()[:32], ItemKind.FOLDER, parts)
 
 
 def _head(place: Place, entry: Entry) -> bytes:
@@ -393,7 +393,7 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
     for entry in entries if absent else ():
         for way in _ways(entry.name):
             absent.pop(way, None)
-    items += [Item(name, 0, "", Kind.FILE, fault=ABSENT) for name in absent]
+    items += [Item(name, 0, "", ItemKind.FILE, fault=ABSENT) for name in absent]
     return sorted(items, key=lambda item: item.name)
 
 
@@ -418,7 +418,7 @@ def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterat
     yield from map(taken, list(numbered(files)))
     for name in sorted(name for name in files.own if _last(name) in MODELS and name not in files.parts):
         entry = files.own[name]
-        model = Item(name, entry.size, entry.stamp, Kind.FILE, (entry,))
+        model = Item(name, entry.size, entry.stamp, ItemKind.FILE, (entry,))
         if (found := _with_trainer(model, files)) is not model and files.looks.get(name) is Looks.CHECKPOINT:
             yield taken(found)
 
@@ -438,11 +438,11 @@ def _is_blob(name: str, caches: set[str]) -> bool:
 
 def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
     """Return the item of a file that is part of nothing else."""
-    looks, kind, fault = files.looks.get(entry.name), Kind.FILE, entry.fault
+    looks, kind, fault = files.looks.get(entry.name), ItemKind.FILE, entry.fault
     if is_blob:
-        kind, fault = Kind.OTHER, "a blob of a Hugging Face cache, which snapshots/ has under its true name"
+        kind, fault = ItemKind.OTHER, "a blob of a Hugging Face cache, which snapshots/ has under its true name"
     elif entry.special or (fault is None and looks not in (Looks.CHECKPOINT, Looks.DOUBTFUL)):
-        kind = Kind.OTHER
+        kind = ItemKind.OTHER
     return Item(entry.name, entry.size, entry.stamp, kind, (), fault, is_doubtful=looks is Looks.DOUBTFUL)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptfix.zoo.items import Item, Kind
+from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.manifest import Outcome, Record, now, versions
 from ckptfix.zoo.zoo_toml import Treatment
 
@@ -78,7 +78,7 @@ class Job(Struct, frozen=True):
     @property
     def runs_model(self) -> bool:
         """Whether the user's code is run: with torch, and as much memory as the model needs."""
-        return self.treatment.model is not None and self.item.kind is not Kind.OTHER
+        return self.treatment.model is not None and self.item.kind is not ItemKind.OTHER
 
     @property
     def fetches(self) -> bool:
@@ -88,7 +88,7 @@ class Job(Struct, frozen=True):
     @property
     def written_name(self) -> str:
         """The name of the output if the checkpoint is written anew: a folder becomes one file."""
-        if self.item.kind is Kind.FOLDER:
+        if self.item.kind is ItemKind.FOLDER:
             return self.treatment.output_name(self.item.name, is_folder=True)
         return self.output
 

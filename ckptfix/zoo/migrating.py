@@ -29,7 +29,7 @@ from ckptfix.zoo.items import ABSENT, Item, list_zoo
 from ckptfix.zoo.job import Done, Others
 from ckptfix.zoo.manifest import Outcome, Record, read_manifest
 from ckptfix.zoo.places import Place, open_place, walk_if_there
-from ckptfix.zoo.planning import Plan
+from ckptfix.zoo.planning import MigrationPlan
 from ckptfix.zoo.resources import Budget, memory_at_hand, room_at
 from ckptfix.zoo.workspace import Workspace, opened
 from ckptfix.zoo.zoo_toml import Table
@@ -176,7 +176,7 @@ def migrate(
         )
         known = {record.source: record for record in read_manifest(workspace.manifest)}
         workspace.weights.index()
-        plan = Plan(
+        plan = MigrationPlan(
             items,
             known,
             table,
@@ -202,7 +202,7 @@ def migrate(
 
 def _run(
     engine: Engine,
-    plan: Plan,
+    plan: MigrationPlan,
     workspace: Workspace,
     summary: Summary,
     outputs: dict[str, str | None],

@@ -32,7 +32,7 @@ from ckptfix.report.page.data import weights_to_json
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
 from ckptfix.zoo.committing import copy_file, deliver_staged, sha256_of_files
-from ckptfix.zoo.items import Item, Kind, on_this_machine
+from ckptfix.zoo.items import Item, ItemKind, on_this_machine
 from ckptfix.zoo.job import SOURCE, Done, Job, Others, Staged, Workplace, failed
 from ckptfix.zoo.manifest import Outcome, Record, free_name, line_of
 from ckptfix.zoo.naming import name_with_hash, wrong_hash
@@ -77,7 +77,7 @@ def treated(job: Job, path: Path, area: Workplace) -> Done:
         refuse_taken(job, goal)
         if job.dry_run:
             facts = {"output": goal}
-        elif not done.is_changed and (job.item.kind is Kind.FOLDER or not job.item.beside):
+        elif not done.is_changed and (job.item.kind is ItemKind.FOLDER or not job.item.beside):
             parts = tuple(part.name for part in job.item.parts)
             facts = {"output": goal, "output_size": job.item.size, "output_sha256": sha256, "output_parts": parts}
             staged = _copied(job, path, goal, area)
@@ -244,7 +244,7 @@ def _perform(job: Job, area: Workplace) -> Done:
     source, destination = open_place(job.source), open_place(job.destination)
     if job.known is not None and _still_holds(job.known, job.item, source, destination, area):
         return Done(job.number, job.known, is_known=True)
-    if job.item.fault is not None and job.item.kind is not Kind.OTHER:
+    if job.item.fault is not None and job.item.kind is not ItemKind.OTHER:
         raise UnreadableError(f"{job.item.name}: {job.item.fault}")
     with on_this_machine(source, job.item, area.file(SOURCE)) as path:
         try:
@@ -264,7 +264,7 @@ def _perform(job: Job, area: Workplace) -> Done:
 
 def _done(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
     """Return what comes of an item that is at a path of this machine."""
-    if job.item.kind is Kind.OTHER:
+    if job.item.kind is ItemKind.OTHER:
         return mirrored(job, path, area)
     if job.adopts:
         return adopted(job, path, destination, area)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.errors import UsageError
-from ckptfix.zoo.items import Item, Kind
+from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.job import Job, Others
 from ckptfix.zoo.manifest import OWN_NAMES, Journal, Outcome, Record, free_name, version
 from ckptfix.zoo.zoo_toml import Table, Treatment, with_decision
@@ -30,7 +30,7 @@ class Status(Enum):
     BY_HAND = "an output was put in its place by hand"
 
 
-class Plan(Struct, dict=True):
+class MigrationPlan(Struct, dict=True):
     """What a migration does with the items of a zoo. ``known`` is what an earlier run wrote down, by source."""
 
     items: list[Item]
@@ -64,7 +64,7 @@ class Plan(Struct, dict=True):
         )
         claims = Counter({*OWN_NAMES, *beside})
         for item in self.items:
-            if item.kind is not Kind.OTHER or self.others is not Others.SKIP:
+            if item.kind is not ItemKind.OTHER or self.others is not Others.SKIP:
                 claims.update(_names(item, self._output(item, self._treatment_of(item))))
         return claims
 
@@ -126,7 +126,7 @@ class Plan(Struct, dict=True):
             treatment,
             output,
             # What the result depends on besides the bytes.
-            self.others.value if item.kind is Kind.OTHER else common.digest(version()),
+            self.others.value if item.kind is ItemKind.OTHER else common.digest(version()),
             taken=tuple(self._taken(item, treatment, output)),
             others=self.others,
             dry_run=self.dry_run,
@@ -149,13 +149,13 @@ class Plan(Struct, dict=True):
     def _taken(self, item: Item, treatment: Treatment, output: str) -> Iterator[str]:
         """Of the names that the output may get, those that it may not have."""
         yield from (name for name in _names(item, output) if self._claims[name] > 1)
-        if item.kind is Kind.FOLDER:
+        if item.kind is ItemKind.FOLDER:
             name = treatment.output_name(item.name, is_folder=True)
             if name in self._claims and name not in {part.name for part in item.parts}:
                 yield name
 
     def _output(self, item: Item, treatment: Treatment) -> str:
-        return free_name(item.name if item.kind is not Kind.FILE else treatment.output_name(item.name))
+        return free_name(item.name if item.kind is not ItemKind.FILE else treatment.output_name(item.name))
 
 
 def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> Status:
@@ -172,7 +172,7 @@ def status_of(known: Record, job: Job, size_of: Callable[[str], int | None]) -> 
         return Status.NEW
     sizes = [size_of(name) for name in known.written]
     is_there = None not in sizes and (not sizes or sum(size or 0 for size in sizes) == known.output_size)
-    if known.outcome not in (Outcome.DECISION, Outcome.UNREADABLE) or job.item.kind is Kind.OTHER:
+    if known.outcome not in (Outcome.DECISION, Outcome.UNREADABLE) or job.item.kind is ItemKind.OTHER:
         return Status.DONE if is_there else Status.NEW
     if not sizes:
         is_free = job.written_name not in job.taken  # else it is the output of another source
@@ -189,6 +189,6 @@ def _plain(decision: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(item: Item, output: str) -> Iterable[str]:
     """Return the names in the destination that an item certainly claims."""
-    if item.kind is Kind.FOLDER:
+    if item.kind is ItemKind.FOLDER:
         return (part.name for part in item.parts)
     return (output, *(join(dirname(output), basename(entry.name)) for entry in item.beside))

@@ -20,7 +20,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ckptfix.core.checkpoint import Checkpoint, value_at
-from ckptfix.core.facts import Kind as FactKind
+from ckptfix.core.facts import Kind
 from ckptfix.core.objects import Opaque
 from ckptfix.core.progress import Task
 from ckptfix.core.wrappers import bare, colliding, segments_in
@@ -29,7 +29,7 @@ from ckptfix.known.recognition import Shapes, modern_name
 from ckptfix.known.table import is_passing
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.weights.modules import module_parts
-from ckptfix.zoo.items import Item, Kind, fetch_item
+from ckptfix.zoo.items import Item, ItemKind, fetch_item
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.resources import room_at
@@ -46,7 +46,7 @@ HOLDERS = frozenset(
 WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.optim.swa_utils.", "torch.nn.modules.container.")
 
 
-class Layout(Struct, frozen=True, dict=True):
+class ItemLayout(Struct, frozen=True, dict=True):
     """Names and shapes without the prefixes of wrappers, and without what comes and goes between releases."""
 
     shapes: Shapes
@@ -67,7 +67,7 @@ class Sight(Struct, frozen=True):
     """What was seen of one checkpoint. Without a layout it could not be read, and ``fault`` says why."""
 
     name: str
-    layout: Layout | None = None
+    layout: ItemLayout | None = None
     prefix: str = ""  # what was before the keys, as it was there
     dtypes: tuple[str, ...] = ()
     weights: str = "."  # the state_dict that is taken by default
@@ -84,8 +84,8 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
     """Return what is seen of each checkpoint, in the order of the items. Equal layouts are one object.
 
     ``room`` is the bytes that copies of remote files may take on this machine, by default most of what is free."""
-    layouts: dict[str, Layout] = {}
-    items = [item for item in items if item.kind is not Kind.OTHER]
+    layouts: dict[str, ItemLayout] = {}
+    items = [item for item in items if item.kind is not ItemKind.OTHER]
     sights = []
     task = Task(f"looking at {place.name}", sum(item.size for item in items))
     with temporary_folder() as scratch:
@@ -128,7 +128,7 @@ def each_on_this_machine(
             taken -= size
 
 
-def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> Sight:
+def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout]) -> Sight:
     if isinstance(path, CkptfixError):  # it could not be fetched
         return Sight(item.name, fault=str(path))
     try:
@@ -140,7 +140,7 @@ def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, Layout]) -> 
             with suppress(CkptfixError):
                 whole = len(open_file(str(path), salvage=True).specs)
         return Sight(item.name, fault=fault, is_hostile=is_hostile, whole=whole)
-    if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarked(FactKind.PAYLOAD)]:
+    if payload := [f"{fact.data['name']}()" for fact in checkpoint.remarked(Kind.PAYLOAD)]:
         fault = f"is built to run {', '.join(payload[:3])} when it is loaded"
         return Sight(item.name, fault=fault, is_hostile=True, whole=len(checkpoint.specs))
     shapes, prefix = plain_names({key: spec.shape for key, spec in checkpoint.specs.items()})
@@ -184,9 +184,9 @@ def _holder(names: Iterable[str]) -> str | None:
     return only if only in HOLDERS and all("." in name for name in names) else None
 
 
-def layout_of(shapes: Shapes) -> Layout:
+def layout_of(shapes: Shapes) -> ItemLayout:
     """Return the layout of names and shapes."""
-    return Layout({key: shape for key, shape in shapes.items() if not is_passing(key, shape)})
+    return ItemLayout({key: shape for key, shape in shapes.items() if not is_passing(key, shape)})
 
 
 def _class(checkpoint: Checkpoint) -> str:
@@ -212,7 +212,7 @@ _MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", r
 class Group(Struct, frozen=True):
     """The checkpoints of one layout; those that hold several state_dicts apart from those that hold one."""
 
-    layout: Layout
+    layout: ItemLayout
     sights: tuple[Sight, ...]
     patterns: tuple[str, ...]
 

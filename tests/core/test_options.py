@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.core.finding import FILE
-from ckptfix.core.option import CHECK, REPAIR, Kind
+from ckptfix.core.option import CHECK, REPAIR, Type
 from ckptfix.core.options import (
     OPTIONS,
     command_words,
@@ -20,15 +20,15 @@ from ckptfix.core.settings import CheckSettings, RepairSettings, Settings
 from ckptfix.errors import Opt, UsageError
 
 FORMS = {
-    Kind.SWITCH: bool,
-    Kind.WHOLE: int,
-    Kind.NUMBER: float,
-    Kind.NAMES: tuple[str, ...],
-    Kind.INPUTS: tuple[str, ...],
-    Kind.FILES: tuple[str, ...],
-    Kind.PAIRS: tuple[str, ...],
-    Kind.TEXT: str,
-    Kind.FILE: str,
+    Type.SWITCH: bool,
+    Type.WHOLE: int,
+    Type.NUMBER: float,
+    Type.NAMES: tuple[str, ...],
+    Type.INPUTS: tuple[str, ...],
+    Type.FILES: tuple[str, ...],
+    Type.PAIRS: tuple[str, ...],
+    Type.TEXT: str,
+    Type.FILE: str,
 }
 
 

@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
-from ckptfix.explain import Explanation, Subject, explain, nearest
-from ckptfix.explain.explanation import RECORDS, Record, recognise
+from ckptfix.explain import Explanation, MessageContext, explain, nearest
+from ckptfix.explain.explanation import RECORDS, KnownMessage, recognise
 from ckptfix.explain.text import messages
 from tests.cli.programs import parse
 from tests.explain.known import KNOWN
@@ -115,7 +115,7 @@ BESIDE_FILE = {
 @pytest.mark.parametrize(("text", "name"), BESIDE_FILE.items(), ids=BESIDE_FILE)
 def test_is_recognised_only_beside_a_checkpoint(text: str, name: str):
     assert explain(text) is None
-    explanation = explain(text, Subject("model.pth"))
+    explanation = explain(text, MessageContext("model.pth"))
     assert (explanation.name if explanation else "") == name
     if explanation:
         assert_whole(explanation)
@@ -128,7 +128,7 @@ CASES = [(record.name, text) for record in RECORDS for text in (record.example, 
 def test_is_recognised_as_this_alone_and_answered(name: str, text: str):
     (message,) = messages(text)
     assert [record.name for record, _ in recognise(message)] == [name]
-    explanation = explain(text, Subject("my model.pth", ("--model", "zoo:tiny")))
+    explanation = explain(text, MessageContext("my model.pth", ("--model", "zoo:tiny")))
     assert explanation is not None
     assert explanation.name == name
     assert_whole(explanation)
@@ -176,7 +176,7 @@ def test_a_wrong_command_would_be_seen(command: str):
 
 @pytest.mark.parametrize("file", ["-x.pth", "a b.pth", "it's.pth", "$(rm).pth", "--model.pth"])
 def test_any_file_name_stays_one_word(file: str):
-    explanation = explain(RECORDS[0].example, Subject(file))
+    explanation = explain(RECORDS[0].example, MessageContext(file))
     assert explanation is not None
     assert_whole(explanation)
     (command,) = [advice.command for advice in explanation.advice if advice.command]
@@ -184,7 +184,7 @@ def test_any_file_name_stays_one_word(file: str):
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
-def test_record(record: Record):
+def test_record(record: KnownMessage):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", record.name)
     groups = {name for pattern in record.patterns for name in re.compile(pattern).groupindex}
     texts = [record.cause, *(text for advice in record.advice for text in (advice.text, advice.code))]
@@ -209,6 +209,6 @@ def test_an_attribute_is_asked_of_a_module():
 
 @pytest.mark.parametrize(("place", "told"), [((), "has no entry 'model'"), (("model",), "has an entry 'model'")])
 def test_a_container_key_that_the_file_has(place: tuple[str, ...], told: str):
-    found = explain("KeyError: 'model'", Subject("a.pth", place=place))
+    found = explain("KeyError: 'model'", MessageContext("a.pth", place=place))
     assert found is not None
     assert told in found.causes[0][0]

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptfix.core.likeness import Fit
 from ckptfix.known.recognition import recognise
-from ckptfix.known.table import Table, is_of_head, is_passing, known_target, table
+from ckptfix.known.table import KnownStructures, is_of_head, is_passing, known_target, table
 from tests.cli.programs import run_here
 
 PREFIXES = ("", "module.", "model.", "_orig_mod.", "module._orig_mod.", "backbone.", "net.encoder.", "module.model.")
@@ -72,13 +72,13 @@ def has_this_structure(found, shapes, prefix):
 def compared(monkeypatch):
     """The tensors of each structure that is compared in full, which is what takes the time."""
     counts: list[int] = []
-    real = Table.structure
+    real = KnownStructures.structure
 
     def structure(self, number):
         counts.append(self.count(number))
         return real(self, number)
 
-    monkeypatch.setattr(Table, "structure", structure)
+    monkeypatch.setattr(KnownStructures, "structure", structure)
     return counts
 
 

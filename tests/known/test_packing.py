@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from benchmarks import structures
-from ckptfix.known.table import Table
+from ckptfix.known.table import KnownStructures
 
 NAMES = ["small", "wide"]
 
@@ -36,7 +36,7 @@ def gathered(monkeypatch, known=None, **libraries):
 def packed(tmp_path):
     def pack(found, versions):
         (tmp_path / "table").write_bytes(structures.packed(found, versions))
-        return Table(tmp_path / "table")
+        return KnownStructures(tmp_path / "table")
 
     return pack
 

@@ -14,7 +14,7 @@ import ckptfix
 from ckptfix.errors import TargetError, UsageError
 from ckptfix.modules.factory import build_module
 from ckptfix.modules.lightning import with_saved_arguments
-from ckptfix.smoke.exam import Job, examine
+from ckptfix.smoke.exam import Exam, examine
 
 SOURCE = """
 import lightning
@@ -97,7 +97,7 @@ def test_a_file_of_lightning_is_repaired_with_its_own_arguments(module, tmp_path
     theirs = getattr(module, name)(**arguments)
     theirs.load_state_dict(ours["state_dict"])
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), model.parameters(), strict=True))
-    job = Job(str(tmp_path / "b.ckpt"), spec, with_saved_arguments({}, ckptfix.open_checkpoint(source)), device="cpu")
+    job = Exam(str(tmp_path / "b.ckpt"), spec, with_saved_arguments({}, ckptfix.open_checkpoint(source)), device="cpu")
     outcome = examine(job)
     assert outcome.is_good, outcome
     assert outcome.outputs, outcome

@@ -23,7 +23,7 @@ from ckptfix.errors import TargetError
 from ckptfix.modules import named
 from ckptfix.modules.factory import build_module, resolve, target_from_factory
 from ckptfix.modules.named import Name
-from ckptfix.smoke.exam import Job, examine
+from ckptfix.smoke.exam import Exam, examine
 from tests.cli.programs import run_here
 
 ROOT = Path(__file__).parents[2]
@@ -297,7 +297,7 @@ def test_a_line_of_the_table_repairs_its_file_and_the_model_runs(row, folders, t
     assert {key: value.numpy().tobytes() for key, value in written.items()} == {
         key: value.numpy().tobytes() for key, value in model.state_dict().items()
     }
-    outcome = examine(Job(str(goal), row, arguments, device="cpu"))
+    outcome = examine(Exam(str(goal), row, arguments, device="cpu"))
     assert outcome.is_good, outcome
     assert outcome.outputs, outcome
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.report.key_lists import Fold, fold_keys, folded_lines
+from ckptfix.report.key_lists import KeyGroup, fold_keys, folded_lines
 
 
-def unfold(fold: Fold) -> Iterator[str]:
+def unfold(fold: KeyGroup) -> Iterator[str]:
     """The keys that a fold stands for, the last alternatives running fastest."""
     return map(".".join, product(*fold.slots))
 
@@ -72,8 +72,8 @@ def test_folds(keys, expected):
 def test_keys_of_different_spec_stay_apart():
     shapes = {"layers.0.w": "[2]", "layers.1.w": "[3]", "layers.2.w": "[2]"}
     assert fold_keys(shapes, shapes.__getitem__) == [
-        Fold((("layers",), ("0", "2"), ("w",)), "[2]"),
-        Fold((("layers",), ("1",), ("w",)), "[3]"),
+        KeyGroup((("layers",), ("0", "2"), ("w",)), "[2]"),
+        KeyGroup((("layers",), ("1",), ("w",)), "[3]"),
     ]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.smoke.exam import CONTRAST, NO_FIT, Job, examine
-from ckptfix.smoke.outcome import CHECKPOINT, MODEL, Outcome
+from ckptfix.smoke.exam import CONTRAST, NO_FIT, Exam, examine
+from ckptfix.smoke.outcome import CHECKPOINT, MODEL, ExamOutcome
 from ckptfix.smoke.run import findings_of
 from tests.smoke import models, second_tries
 from tests.smoke.conftest import Save
@@ -17,9 +17,9 @@ IMAGES = ("2x3x16x16",)
 OVERFLOWING = {"conv.weight": torch.full((4, 3, 3, 3), 3e38)}
 
 
-def run(save: Save, factory: str, inputs: tuple[str, ...] = (), changes: dict[str, Any] | None = None) -> Outcome:
+def run(save: Save, factory: str, inputs: tuple[str, ...] = (), changes: dict[str, Any] | None = None) -> ExamOutcome:
     source = second_tries if hasattr(second_tries, factory) else models
-    job = Job(save(getattr(source, factory)(), changes), f"{source.__name__}:{factory}", inputs=inputs, device="cpu")
+    job = Exam(save(getattr(source, factory)(), changes), f"{source.__name__}:{factory}", inputs=inputs, device="cpu")
     return examine(job)
 
 
@@ -65,7 +65,7 @@ def test_minus_infinity_by_design_is_no_defect(save: Save) -> None:
 
 def test_minus_infinity_by_design_is_none_in_training_either(save: Save) -> None:
     file = save(second_tries.Masks())
-    outcome = examine(Job(file, "tests.smoke.second_tries:Masks", device="cpu", train_mode=True, backward=True))
+    outcome = examine(Exam(file, "tests.smoke.second_tries:Masks", device="cpu", train_mode=True, backward=True))
     assert outcome.training is not None
     assert outcome.training.is_good
     assert outcome.training.gradients is not None

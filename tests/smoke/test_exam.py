@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ckptfix.smoke.exam import CONTRAST, NO_FIT, NO_GUESS, Job, examine, recheck_in_float32, train
-from ckptfix.smoke.forward import Subject, attempt, compute_dtype
+from ckptfix.smoke.exam import CONTRAST, NO_FIT, NO_GUESS, Exam, examine, recheck_in_float32, train
+from ckptfix.smoke.forward import Loaded, attempt, compute_dtype
 from ckptfix.smoke.inputs import Arguments
-from ckptfix.smoke.outcome import CHECKPOINT, INPUT, MODEL, Outcome
+from ckptfix.smoke.outcome import CHECKPOINT, INPUT, MODEL, ExamOutcome
 from tests.smoke import models
 from tests.smoke.conftest import Save
 
 
-def run(file: str, factory: str, *inputs: str, **rest: Any) -> Outcome:
-    return examine(Job(file, f"tests.smoke.models:{factory}", inputs=inputs, device="cpu", **rest))
+def run(file: str, factory: str, *inputs: str, **rest: Any) -> ExamOutcome:
+    return examine(Exam(file, f"tests.smoke.models:{factory}", inputs=inputs, device="cpu", **rest))
 
 
 def test_a_sound_file_passes(save: Save) -> None:
@@ -33,7 +33,7 @@ def test_a_sound_file_passes(save: Save) -> None:
 
 def test_the_stages_are_told_in_order(save: Save) -> None:
     told: list[str] = []
-    examine(Job(save(models.Net()), "tests.smoke.models:Net"), lambda stage, so_far: told.append(stage))
+    examine(Exam(save(models.Net()), "tests.smoke.models:Net"), lambda stage, so_far: told.append(stage))
     assert told == ["device", "build", "read", "load", "move", "input", "input", "forward"]
 
 
@@ -123,7 +123,7 @@ def test_a_guess_that_fails_without_the_file_too_is_no_verdict(save: Save) -> No
 
 def test_no_guess_at_all_is_no_verdict(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "w.pth")
-    outcome = examine(Job(str(tmp_path / "w.pth"), "torch.nn:PReLU", {"num_parameters": 3}, device="cpu"))
+    outcome = examine(Exam(str(tmp_path / "w.pth"), "torch.nn:PReLU", {"num_parameters": 3}, device="cpu"))
     assert (outcome.failure, outcome.undecided) == (None, NO_GUESS)
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_runs_is_built_once(save: Save, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("BUILT", "")
     sound = save(models.Guards())
     told: list[str] = []
-    outcome = examine(Job(sound, "tests.smoke.models:GuardsOnce", device="cpu"), lambda stage, _: told.append(stage))
+    outcome = examine(Exam(sound, "tests.smoke.models:GuardsOnce", device="cpu"), lambda stage, _: told.append(stage))
     assert (outcome.failure, outcome.undecided) == (None, "")
     assert "control" not in told
 
@@ -175,12 +175,12 @@ def test_a_missing_key_fails_the_load(save: Save) -> None:
 
 
 def test_a_file_that_torch_itself_refuses_fails(tmp_path: Path) -> None:
-    torch.save({"state_dict": models.Net().state_dict(), "args": Job("x", "y")}, tmp_path / "w.pth")
+    torch.save({"state_dict": models.Net().state_dict(), "args": Exam("x", "y")}, tmp_path / "w.pth")
     failure = run(str(tmp_path / "w.pth"), "Net").failure
     assert failure is not None
     assert (failure.stage, failure.blame) == ("read", CHECKPOINT)
     assert failure.error == (
-        "torch.load(weights_only=True) refuses the file: Unsupported global: GLOBAL ckptfix.smoke.exam.Job"
+        "torch.load(weights_only=True) refuses the file: Unsupported global: GLOBAL ckptfix.smoke.exam.Exam"
     )
 
 
@@ -213,15 +213,15 @@ def test_an_overflow_of_half_precision_is_run_again_in_float32(value: float, is_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
-        subject = Subject(model, torch.device("cpu"), torch.float16)
-        run = attempt(subject, Arguments((torch.full((1, 4), 100.0, dtype=torch.float16),)), Outcome())
+        subject = Loaded(model, torch.device("cpu"), torch.float16)
+        run = attempt(subject, Arguments((torch.full((1, 4), 100.0, dtype=torch.float16),)), ExamOutcome())
         assert run.outcome.non_finite
         assert recheck_in_float32(run, subject).finite_in_float32 is is_finite
 
 
 def test_what_is_finite_is_run_once() -> None:
-    subject = Subject(models.Net().half().eval(), torch.device("cpu"), torch.float16)
-    run = attempt(subject, Arguments((torch.ones((1, 3, 8, 8), dtype=torch.float16),)), Outcome())
+    subject = Loaded(models.Net().half().eval(), torch.device("cpu"), torch.float16)
+    run = attempt(subject, Arguments((torch.ones((1, 3, 8, 8), dtype=torch.float16),)), ExamOutcome())
     assert recheck_in_float32(run, subject).finite_in_float32 is None
     assert subject.dtype == torch.float16
 
@@ -229,10 +229,10 @@ def test_what_is_finite_is_run_once() -> None:
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 
 
-def outcome_of(model: nn.Module, given: Tensor = IMAGES, backward: bool = False) -> Outcome:
+def outcome_of(model: nn.Module, given: Tensor = IMAGES, backward: bool = False) -> ExamOutcome:
     with torch.no_grad():
-        subject = Subject(model.eval(), torch.device("cpu"), compute_dtype(model))
-        return train(subject, Arguments((given,)), backward, Outcome("cpu"))
+        subject = Loaded(model.eval(), torch.device("cpu"), compute_dtype(model))
+        return train(subject, Arguments((given,)), backward, ExamOutcome("cpu"))
 
 
 class Roots(models.Net):
@@ -291,10 +291,10 @@ def test_a_batch_of_one_is_doubled() -> None:
 
 
 def test_the_input_follows_a_model_that_was_converted_since() -> None:
-    subject = Subject(nn.Linear(4, 4).bfloat16().eval(), torch.device("cpu"), torch.bfloat16)
+    subject = Loaded(nn.Linear(4, 4).bfloat16().eval(), torch.device("cpu"), torch.bfloat16)
     arguments = Arguments((torch.ones(2, 4, dtype=torch.bfloat16),))
     subject.convert(torch.float32)
-    assert train(subject, arguments, False, Outcome("cpu")).inputs == ("float32[2, 4]",)
+    assert train(subject, arguments, False, ExamOutcome("cpu")).inputs == ("float32[2, 4]",)
 
 
 def test_a_model_that_takes_no_batch_trains_on_one() -> None:
@@ -371,7 +371,7 @@ VAR = torch.tensor([1.0, torch.nan, 1.0, 1.0])
     ],
 )
 def test_both_modes_of_one_file(save: Save, changes: dict[str, Tensor], is_good: bool) -> None:
-    job = Job(save(models.Net(), changes), "tests.smoke.models:Net", device="cpu", train_mode=True)
+    job = Exam(save(models.Net(), changes), "tests.smoke.models:Net", device="cpu", train_mode=True)
     outcome = examine(job)
     assert outcome.is_good is is_good
     assert outcome.training is not None
@@ -380,4 +380,4 @@ def test_both_modes_of_one_file(save: Save, changes: dict[str, Tensor], is_good:
 
 
 def test_training_mode_is_not_run_unasked(save: Save) -> None:
-    assert examine(Job(save(models.Net()), "tests.smoke.models:Net", device="cpu")).training is None
+    assert examine(Exam(save(models.Net()), "tests.smoke.models:Net", device="cpu")).training is None

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.report.advice import remedies_text
-from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
+from ckptfix.smoke.outcome import ExamOutcome, Failure, FaultOrigin, Figures, Gradients
 from ckptfix.smoke.run import findings_of
 
-RAN = Outcome("cpu", ("there is no CUDA device",), ("float32[2, 3]",), ("float32[2, 2]",), 0.5)
+RAN = ExamOutcome("cpu", ("there is no CUDA device",), ("float32[2, 3]",), ("float32[2, 2]",), 0.5)
 NAN = Figures("output", "float32[2, 2]", nan=4)
-BROKEN = Origin(
+BROKEN = FaultOrigin(
     "bn", "BatchNorm2d", NAN, (), (Figures("weight", "float32[4]"), Figures("running_var", "float32[4]", nan=1))
 )
 SOUND = replace(
@@ -22,7 +22,7 @@ SOUND = replace(
 )
 
 
-def only(outcome: Outcome, level: Level = Level.ERROR) -> Finding:
+def only(outcome: ExamOutcome, level: Level = Level.ERROR) -> Finding:
     [finding] = findings_of(outcome)
     assert finding.level is level
     assert finding.fix is None
@@ -48,7 +48,7 @@ def test_a_failure_says_whose_fault_it_is_and_where() -> None:
 
 
 def test_keys_of_the_strict_load_are_the_findings() -> None:
-    finding = only(Outcome("cpu", failure=Failure("load", "checkpoint", "1 missing key", keys=("fc.bias",))))
+    finding = only(ExamOutcome("cpu", failure=Failure("load", "checkpoint", "1 missing key", keys=("fc.bias",))))
     assert finding.keys == ("fc.bias",)
 
 
@@ -105,7 +105,7 @@ def test_many_outputs_are_counted() -> None:
         ),
     ],
 )
-def test_the_cause_of_what_is_not_finite(outcome: Outcome, level: Level, said: str) -> None:
+def test_the_cause_of_what_is_not_finite(outcome: ExamOutcome, level: Level, said: str) -> None:
     finding = only(replace(outcome, non_finite=(NAN,), origin=SOUND), level)
     assert finding.code == "RUN102"
     assert said in finding.message
@@ -127,29 +127,31 @@ def test_a_negative_variance_is_an_accusation() -> None:
     ("training", "level", "said"),
     [
         pytest.param(
-            Outcome(failure=Failure("forward", "model", "ValueError: no targets")),
+            ExamOutcome(failure=Failure("forward", "model", "ValueError: no targets")),
             Level.WARNING,
             "no targets",
             id="error",
         ),
         pytest.param(
-            Outcome(non_finite=(NAN,), origin=SOUND),
+            ExamOutcome(non_finite=(NAN,), origin=SOUND),
             Level.WARNING,
             "fine in eval mode, but not finite",
             id="not finite",
         ),
         pytest.param(
-            Outcome(gradients=Gradients(1, ("a", "b"), operator="SqrtBackward0", where="m.py:3 in forward")),
+            ExamOutcome(gradients=Gradients(1, ("a", "b"), operator="SqrtBackward0", where="m.py:3 in forward")),
             Level.WARNING,
             "a gradient that is not finite; the first to make one is SqrtBackward0, of m.py:3 in forward",
             id="gradients",
         ),
-        pytest.param(Outcome(gradients=Gradients(1, zero=("a",))), Level.NOTE, "a gradient of zeros", id="zeros"),
-        pytest.param(Outcome(gradients=Gradients(1, missing=("a",))), Level.NOTE, "no gradient", id="unused"),
-        pytest.param(Outcome(gradients=Gradients(missing=("a",))), Level.WARNING, "no gradient", id="nothing trains"),
+        pytest.param(ExamOutcome(gradients=Gradients(1, zero=("a",))), Level.NOTE, "a gradient of zeros", id="zeros"),
+        pytest.param(ExamOutcome(gradients=Gradients(1, missing=("a",))), Level.NOTE, "no gradient", id="unused"),
+        pytest.param(
+            ExamOutcome(gradients=Gradients(missing=("a",))), Level.WARNING, "no gradient", id="nothing trains"
+        ),
     ],
 )
-def test_training_mode(training: Outcome, level: Level, said: str) -> None:
+def test_training_mode(training: ExamOutcome, level: Level, said: str) -> None:
     finding = only(replace(RAN, training=training), level)
     assert finding.code == "RUN103"
     assert said in finding.message

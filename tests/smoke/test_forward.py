@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from ckptfix.explain import explain
-from ckptfix.smoke.exam import Job, examine
-from ckptfix.smoke.forward import Subject, Trace, attempt, forward, load_strictly
+from ckptfix.smoke.exam import Exam, examine
+from ckptfix.smoke.forward import Loaded, Trace, attempt, forward, load_strictly
 from ckptfix.smoke.inputs import Arguments
-from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, Failure, Figures, NotLoadedError, Outcome
+from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, ExamOutcome, Failure, Figures, NotLoadedError
 from ckptfix.smoke.run import findings_of
 from tests.smoke import models, second_tries
 from tests.smoke.conftest import Save
@@ -20,8 +20,8 @@ from tests.smoke.models import Hider, Net, Tied
 CPU = torch.device("cpu")
 
 
-def subject() -> Subject:
-    return Subject(Net().eval(), CPU, torch.float32)
+def subject() -> Loaded:
+    return Loaded(Net().eval(), CPU, torch.float32)
 
 
 def images(channels: int) -> Arguments:
@@ -29,7 +29,7 @@ def images(channels: int) -> Arguments:
 
 
 def test_a_pass_keeps_its_outputs_and_what_was_known_before() -> None:
-    done = forward(subject(), images(3), Outcome("cpu", ("a note",)))
+    done = forward(subject(), images(3), ExamOutcome("cpu", ("a note",)))
     assert [(name, tuple(tensor.shape)) for name, tensor in done.outputs] == [("logits", (2, 2))]
     assert done.outcome.is_good
     assert done.outcome.device == "cpu"
@@ -39,14 +39,16 @@ def test_a_pass_keeps_its_outputs_and_what_was_known_before() -> None:
 
 
 def test_an_error_is_an_outcome() -> None:
-    failure = forward(subject(), images(1), Outcome()).outcome.failure
+    failure = forward(subject(), images(1), ExamOutcome()).outcome.failure
     assert failure is not None
     assert (failure.blame, failure.module) == (INPUT, "conv")
 
 
 @pytest.mark.parametrize("channels", [3, 1])
 def test_what_another_pass_came_to_is_not_taken_over(channels: int) -> None:
-    before = Outcome(failure=Failure("forward", CHECKPOINT, "ValueError: no"), non_finite=(Figures("x", "float32[2]"),))
+    before = ExamOutcome(
+        failure=Failure("forward", CHECKPOINT, "ValueError: no"), non_finite=(Figures("x", "float32[2]"),)
+    )
     outcome = forward(subject(), images(channels), before).outcome
     assert outcome.non_finite == ()
     assert outcome.failure is None or outcome.failure.blame == INPUT
@@ -256,16 +258,18 @@ def test_a_parameter_that_the_strict_load_cannot_miss_is_found() -> None:
 IMAGES = ("4x3x16x16",)
 
 
-def run(save: Save, factory: str, inputs: tuple[str, ...] = IMAGES) -> Outcome:
+def run(save: Save, factory: str, inputs: tuple[str, ...] = IMAGES) -> ExamOutcome:
     model = getattr(second_tries, factory)()
-    return examine(Job(save(model), f"tests.smoke.second_tries:{factory}", inputs=inputs, device="cpu"))
+    return examine(Exam(save(model), f"tests.smoke.second_tries:{factory}", inputs=inputs, device="cpu"))
 
 
 def test_what_runs_at_once_is_run_once_and_needs_no_words() -> None:
     calls: list[Any] = []
     model = models.Net().eval()
     model.register_forward_hook(lambda *call: calls.append(call))
-    done = attempt(Subject(model, torch.device("cpu"), torch.float32), Arguments((torch.ones(1, 3, 8, 8),)), Outcome())
+    done = attempt(
+        Loaded(model, torch.device("cpu"), torch.float32), Arguments((torch.ones(1, 3, 8, 8),)), ExamOutcome()
+    )
     assert done.outcome.is_good
     assert (len(calls), done.outcome.notes) == (1, ())
 
@@ -344,8 +348,8 @@ def test_half_weights_that_meet_floats_of_the_code_are_widened() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x * torch.ones(2))  # a float32 of its own
 
-    subject = Subject(Scales(2, 2).half(), torch.device("cpu"), torch.float16)
-    done = attempt(subject, Arguments((torch.ones(1, 2, dtype=torch.float16),)), Outcome())
+    subject = Loaded(Scales(2, 2).half(), torch.device("cpu"), torch.float16)
+    done = attempt(subject, Arguments((torch.ones(1, 2, dtype=torch.float16),)), ExamOutcome())
     assert done.outcome.is_good
     assert (subject.dtype, subject.is_converted) == (torch.float32, True)
     assert "all were converted to float32" in done.outcome.notes[0]

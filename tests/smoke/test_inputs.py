@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ckptfix.errors import UsageError
-from ckptfix.smoke.exam import Job, examine
+from ckptfix.smoke.exam import Exam, examine
 from ckptfix.smoke.inputs import (
     Arguments,
     Draw,
@@ -168,7 +168,7 @@ def test_a_given_image_of_bytes_is_told_and_passes(save: Save, tmp_path: Any) ->
 
     np.save(tmp_path / "x.npy", (image() * 255).to(torch.uint8).numpy())
     outcome = examine(
-        Job(save(trained_on(image())), "tests.smoke.models:Net", inputs=(str(tmp_path / "x.npy"),), device="cpu")
+        Exam(save(trained_on(image())), "tests.smoke.models:Net", inputs=(str(tmp_path / "x.npy"),), device="cpu")
     )
     assert outcome.is_good
     [warning] = outcome.warnings

@@ -14,15 +14,15 @@ import torch
 from msgspec import to_builtins
 
 from ckptfix.errors import UsageError
-from ckptfix.smoke.exam import Job
+from ckptfix.smoke.exam import Exam
 from ckptfix.smoke.launch import Ending, death, launch
-from ckptfix.smoke.outcome import ENVIRONMENT, MODEL, Outcome
+from ckptfix.smoke.outcome import ENVIRONMENT, MODEL, ExamOutcome
 from tests.smoke import models
 from tests.smoke.conftest import Save
 
 
 def start(file: str, factory: str, timeout: float = 120) -> Ending:
-    return launch(to_builtins(Job(file, f"tests.smoke.models:{factory}", device="cpu")), timeout)
+    return launch(to_builtins(Exam(file, f"tests.smoke.models:{factory}", device="cpu")), timeout)
 
 
 def is_running(pid: int) -> bool:
@@ -77,7 +77,7 @@ def test_a_crash_leaves_its_stage_its_stack_and_its_last_words(save: Save) -> No
 @pytest.mark.usefixtures("real_child")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from /proc")
 def test_a_limit_of_memory_is_met_with_a_smaller_batch_and_half_precision(save: Save) -> None:
-    job = Job(save(models.Net()), "tests.smoke.second_tries:Limited", inputs=("4x3x16x16",), device="cpu")
+    job = Exam(save(models.Net()), "tests.smoke.second_tries:Limited", inputs=("4x3x16x16",), device="cpu")
     outcome = launch(to_builtins(job), 120).outcome
     assert outcome.is_good
     assert outcome.inputs == ("bfloat16[1, 3, 16, 16]",)
@@ -141,7 +141,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def ending(returncode: int, stage: str = "forward", timed_out: bool = False, printed: str = "") -> Ending:
-    return Ending(returncode, timed_out, stage, Outcome("cpu"), "", printed)
+    return Ending(returncode, timed_out, stage, ExamOutcome("cpu"), "", printed)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from ckptfix.smoke.outcome import (
     ENVIRONMENT,
     INPUT,
     MODEL,
+    ExamOutcome,
     Failure,
+    FaultOrigin,
     Figures,
     Gradients,
     NotLoadedError,
-    Origin,
-    Outcome,
     blame_of_assert,
     describe,
     diagnose,
@@ -42,31 +42,33 @@ from ckptfix.smoke.outcome import (
 from tests.smoke.second_tries import ASSERT_PRINTED
 
 FIGURES = Figures("output", "float32[2]", nan=1, positive_inf=2, low=0.5, high=3.0)
-ORIGIN = Origin("features.3", "Conv2d", FIGURES, (FIGURES,), (FIGURES,))
+ORIGIN = FaultOrigin("features.3", "Conv2d", FIGURES, (FIGURES,), (FIGURES,))
 FAILURE = Failure("forward", "checkpoint", "ValueError: no", "head", "Linear", "m.py:1 in forward", ("a",), ORIGIN)
 
 
 @pytest.mark.parametrize(
     "outcome",
     [
-        pytest.param(Outcome(), id="empty"),
-        pytest.param(Outcome("cpu", ("note",), ("in",), ("out",), 1.5), id="passed"),
-        pytest.param(Outcome(failure=FAILURE), id="failure after NaN"),
+        pytest.param(ExamOutcome(), id="empty"),
+        pytest.param(ExamOutcome("cpu", ("note",), ("in",), ("out",), 1.5), id="passed"),
+        pytest.param(ExamOutcome(failure=FAILURE), id="failure after NaN"),
         pytest.param(
-            Outcome(non_finite=(FIGURES,), origin=ORIGIN, finite_in_float32=False, shared=True), id="not finite"
+            ExamOutcome(non_finite=(FIGURES,), origin=ORIGIN, finite_in_float32=False, shared=True), id="not finite"
         ),
         pytest.param(
-            Outcome(
+            ExamOutcome(
                 warnings=("odd",),
-                training=Outcome(failure=FAILURE, gradients=Gradients(1, ("a",), ("b",), ("c",), 2, "Sqrt", "m.py:1")),
+                training=ExamOutcome(
+                    failure=FAILURE, gradients=Gradients(1, ("a",), ("b",), ("c",), 2, "Sqrt", "m.py:1")
+                ),
                 devices=Comparison("cpu", False, 0.5, 2.0, 1e-3, None),
             ),
             id="all that may come after it",
         ),
     ],
 )
-def test_json_and_back(outcome: Outcome) -> None:
-    assert convert(json.loads(json.dumps(to_builtins(outcome))), Outcome) == outcome
+def test_json_and_back(outcome: ExamOutcome) -> None:
+    assert convert(json.loads(json.dumps(to_builtins(outcome))), ExamOutcome) == outcome
 
 
 def test_figures_read_as_a_line() -> None:
@@ -83,8 +85,8 @@ def test_the_place_of_a_failure() -> None:
 def test_the_keys_that_cannot_be_right() -> None:
     fine, bad = Figures("weight", "float32[2]", low=-1, high=1), Figures("bias", "float32[2]", nan=1)
     negative = Figures("running_var", "float32[2]", low=-1, high=1)
-    assert Origin("bn", "BatchNorm2d", FIGURES, (), (fine, bad, negative)).broken == ("bn.bias", "bn.running_var")
-    assert Origin("", "BatchNorm2d", FIGURES, (), (bad,)).broken == ("bias",)
+    assert FaultOrigin("bn", "BatchNorm2d", FIGURES, (), (fine, bad, negative)).broken == ("bn.bias", "bn.running_var")
+    assert FaultOrigin("", "BatchNorm2d", FIGURES, (), (bad,)).broken == ("bias",)
 
 
 def test_comparisons_and_gradients_read_as_a_line() -> None:
@@ -163,7 +165,7 @@ def test_the_report_shows_dtype_and_shape() -> None:
     assert describe("logits", torch.ones((), dtype=torch.int64)) == "logits: int64[]"
 
 
-SOUND = Origin("bn", "BatchNorm2d", Figures("output", "float32[2]", nan=2))
+SOUND = FaultOrigin("bn", "BatchNorm2d", Figures("output", "float32[2]", nan=2))
 BROKEN = replace(SOUND, weights=(Figures("weight", "float32[2]", nan=1),))
 
 

@@ -18,10 +18,10 @@ from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.reading.opening import open_source
 from ckptfix.smoke import reference as agreement
-from ckptfix.smoke.exam import Job, examine
-from ckptfix.smoke.forward import Subject, forward
+from ckptfix.smoke.exam import Exam, examine
+from ckptfix.smoke.forward import Loaded, forward
 from ckptfix.smoke.inputs import Arguments
-from ckptfix.smoke.outcome import Outcome
+from ckptfix.smoke.outcome import ExamOutcome
 from ckptfix.smoke.reference import Reference, compare_outputs, compare_with_cpu
 from ckptfix.smoke.run import findings_of
 from tests.smoke import models
@@ -71,12 +71,12 @@ def net(**changes: Tensor) -> dict[str, Any]:
     return models.Net().state_dict() | {key.replace("__", "."): value for key, value in changes.items()}
 
 
-def compare(tmp_path: Path, theirs: dict[str, Any], factory: str = "tests.smoke.models:Net") -> Outcome:
+def compare(tmp_path: Path, theirs: dict[str, Any], factory: str = "tests.smoke.models:Net") -> ExamOutcome:
     """The test of the file that was saved against these weights."""
     other = tmp_path / "other.pth"
     torch.save(theirs, other)
     reference = Reference(str(other), "other.pth")
-    return examine(Job(str(tmp_path / "weights.pth"), factory, device="cpu", reference=reference))
+    return examine(Exam(str(tmp_path / "weights.pth"), factory, device="cpu", reference=reference))
 
 
 def compared(save: Save, tmp_path: Path, theirs: dict[str, Any], ours: dict[str, Any] | None = None) -> Comparison:
@@ -108,7 +108,7 @@ def test_weights_that_differ_are_a_figure_and_no_finding(save: Save, tmp_path: P
     assert seen.agreement in (0, 0.5, 1)
     assert "largest difference 8 " in str(seen)
     assert str(seen).endswith("; the weights differ in 1 of 9 tensors")
-    assert findings_of(Outcome("cpu", compared=seen)) == []
+    assert findings_of(ExamOutcome("cpu", compared=seen)) == []
 
 
 def test_another_class_everywhere(save: Save, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_outputs_are_kept_though_the_factory_gives_one_model_for_all(save: Save,
 
 def test_training_and_gradients_change_nothing_about_it(save: Save, tmp_path: Path) -> None:
     file = save(models.Net())
-    job = Job(file, "tests.smoke.models:Net", device="cpu", backward=True, reference=Reference(file, "itself"))
+    job = Exam(file, "tests.smoke.models:Net", device="cpu", backward=True, reference=Reference(file, "itself"))
     outcome = examine(job)
     assert outcome.training is not None
     assert str(outcome.compared) == "against itself: bit-equal"
@@ -318,10 +318,10 @@ class Draws(Net):
 
 
 def with_cpu(model: nn.Module) -> Comparison:
-    subject = Subject(model.eval(), torch.device("cpu"), next(model.parameters()).dtype)
+    subject = Loaded(model.eval(), torch.device("cpu"), next(model.parameters()).dtype)
     with torch.no_grad():
-        run = forward(subject, Arguments((torch.ones(1, 3, 8, 8, dtype=subject.dtype),)), Outcome())
-        return compare_with_cpu(subject, run, Outcome())
+        run = forward(subject, Arguments((torch.ones(1, 3, 8, 8, dtype=subject.dtype),)), ExamOutcome())
+        return compare_with_cpu(subject, run, ExamOutcome())
 
 
 def test_a_device_agrees_with_itself() -> None:

@@ -11,14 +11,14 @@ from ckptfix.core.smoke_result import Comparison, SmokeResult
 from ckptfix.errors import UsageError
 from ckptfix.report.advice import remedies_text
 from ckptfix.smoke.launch import DONE, Ending
-from ckptfix.smoke.outcome import Failure, Figures, Gradients, Origin, Outcome
+from ckptfix.smoke.outcome import ExamOutcome, Failure, FaultOrigin, Figures, Gradients
 from ckptfix.smoke.reference import Reference
 from ckptfix.smoke.run import judge, lost_the_gpu, run_smoke
 from tests.smoke import models
 from tests.smoke.conftest import Save
 from tests.smoke.second_tries import ASSERT_PRINTED
 
-RAN = Outcome("cpu", ("there is no CUDA device",), ("float32[2, 3]",), ("float32[2, 2]",), 0.5)
+RAN = ExamOutcome("cpu", ("there is no CUDA device",), ("float32[2, 3]",), ("float32[2, 2]",), 0.5)
 NAN = Figures("output", "float32[2, 2]", nan=4)
 STACK = """Fatal Python error: Aborted
 
@@ -32,12 +32,12 @@ Current thread 0x02 (most recent call first):
 """
 
 
-def answer(outcome: Outcome, returncode: int = 0) -> Ending:
+def answer(outcome: ExamOutcome, returncode: int = 0) -> Ending:
     return Ending(returncode, False, DONE, outcome, "", "")
 
 
 def death(returncode: int, stage: str = "forward", timed_out: bool = False) -> Ending:
-    return Ending(returncode, timed_out, stage, Outcome("cpu"), STACK, "last words")
+    return Ending(returncode, timed_out, stage, ExamOutcome("cpu"), STACK, "last words")
 
 
 def only(ending: Ending) -> Finding:
@@ -100,7 +100,7 @@ def test_an_answer_stands_though_the_process_crashes_on_its_way_out() -> None:
     assert judge(answer(RAN, returncode=-11), 5)[0].passed is True
 
 
-UNDECIDED = Outcome("cpu", ("there is no CUDA device",), derived=True, undecided="no derived input suits the model")
+UNDECIDED = ExamOutcome("cpu", ("there is no CUDA device",), derived=True, undecided="no derived input suits the model")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_crash_in_training_mode_leaves_the_verdict_of_eval_mode() -> None:
 
 
 def test_what_was_looked_at_beyond_the_pass_has_its_lines() -> None:
-    trained = Outcome(notes=("a note",), seconds=0.25, gradients=Gradients(finite=5, frozen=1))
+    trained = ExamOutcome(notes=("a note",), seconds=0.25, gradients=Gradients(finite=5, frozen=1))
     compared = Comparison("cpu", difference=1e-4, scale=2.0, tolerance=1e-3, agreement=1.0)
     result, findings = judge(answer(replace(RAN, device="cuda:0", training=trained, devices=compared)), 5)
     assert findings == []
@@ -191,7 +191,7 @@ def test_what_was_looked_at_beyond_the_pass_has_its_lines() -> None:
         pytest.param(replace(RAN, non_finite=(NAN,), finite_in_float32=False), False, id="in any dtype"),
     ],
 )
-def test_values_that_are_not_finite_are_judged_by_their_cause(outcome: Outcome, passed: bool | None) -> None:
+def test_values_that_are_not_finite_are_judged_by_their_cause(outcome: ExamOutcome, passed: bool | None) -> None:
     result, [finding] = judge(answer(outcome), 5)
     assert result.passed is passed
     assert finding.code == "RUN102"
@@ -200,7 +200,7 @@ def test_values_that_are_not_finite_are_judged_by_their_cause(outcome: Outcome, 
 
 @pytest.mark.parametrize(("weights", "offers"), [((Figures("bias", "float32[2]", nan=2),), False), ((), True)])
 def test_no_other_input_helps_where_the_weights_are_not_finite(weights: tuple[Figures, ...], offers: bool) -> None:
-    origin = Origin("bn", "BatchNorm2d", NAN, (), weights)
+    origin = FaultOrigin("bn", "BatchNorm2d", NAN, (), weights)
     _, [finding] = judge(answer(replace(RAN, non_finite=(NAN,), origin=origin)), 5)
     assert ("--input SPEC" in remedies_text(finding.remedies)) is offers
 

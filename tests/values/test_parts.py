@@ -86,14 +86,14 @@ def test_a_file_that_has_become_shorter_is_said_in_one_line(file, cut):
 
 
 def test_a_file_that_shrinks_while_two_threads_look_is_said_once(file, monkeypatch):
-    true_look, asked = scan.Part.look, count()
+    true_look, asked = scan.ScanPart.look, count()
 
     def cut_later(part):
         if next(asked) == 3:
             os.truncate(file, 1000)
         return true_look(part)
 
-    monkeypatch.setattr(scan.Part, "look", cut_later)
+    monkeypatch.setattr(scan.ScanPart, "look", cut_later)
     with pytest.raises(UnreadableError, match="the file ends inside a storage") as caught:
         Statistics(ckptfix.open_checkpoint(file)).compute()
     assert "\n" not in str(caught.value)
@@ -107,7 +107,7 @@ from threading import Event
 import ckptfix
 from ckptfix.values.statistics import Statistics
 from ckptfix.values import scan
-look, looks, shutdown, stopped = scan.Part.look, count(), ThreadPoolExecutor.shutdown, Event()
+look, looks, shutdown, stopped = scan.ScanPart.look, count(), ThreadPoolExecutor.shutdown, Event()
 def interrupted(part):
     if (number := next(looks)) == 1:
         os.kill(os.getpid(), signal.SIGINT)
@@ -118,13 +118,13 @@ def stopping(pool, **options):
     shutdown(pool, wait=False, **options)
     stopped.set()
     shutdown(pool, **options)
-scan.Part.look, ThreadPoolExecutor.shutdown = interrupted, stopping
+scan.ScanPart.look, ThreadPoolExecutor.shutdown = interrupted, stopping
 scan.PART = scan.BATCH = 1 << 12
 statistics = Statistics(ckptfix.open_checkpoint(sys.argv[1]))
 try:
     statistics.compute()
 except KeyboardInterrupt:
-    scan.Part.look, batches = look, next(looks)
+    scan.ScanPart.look, batches = look, next(looks)
     statistics.compute()
     print("heard", batches < 1000, len(dict(statistics.items())))
 """

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ckptfix.zoo.items import Item, Kind, list_zoo
+from ckptfix.zoo.items import Item, ItemKind, list_zoo
 from ckptfix.zoo.places import LocalPlace, Place
 
-FILE, FOLDER, OTHER = Kind.FILE, Kind.FOLDER, Kind.OTHER
+FILE, FOLDER, OTHER = ItemKind.FILE, ItemKind.FOLDER, ItemKind.OTHER
 
 
 def weights(*keys: str) -> bytes:
@@ -38,7 +38,7 @@ def fill(root: Path, files: dict[str, bytes]) -> LocalPlace:
     return LocalPlace(str(root))
 
 
-def kinds(place: Place, *args: Any) -> dict[str, Kind]:
+def kinds(place: Place, *args: Any) -> dict[str, ItemKind]:
     return {item.name: item.kind for item in list_zoo(place, *args)}
 
 

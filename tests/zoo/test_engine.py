@@ -21,7 +21,7 @@ from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.job import Done, Job
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.planning import Plan
+from ckptfix.zoo.planning import MigrationPlan
 from ckptfix.zoo.resources import Budget, cost_of
 from ckptfix.zoo.zoo_toml import Table, treatment_of_choices
 
@@ -35,7 +35,7 @@ def jobs_for(folder: Path, count: int, **models: dict[str, Any]) -> list[Job]:
         torch.save(nn.Linear(2, 2).state_dict(), folder / f"old/f{number}.pth")
     treatments = tuple(treatment_of_choices((f"{name}.pth",), choices, None, "") for name, choices in models.items())
     items = list_zoo(open_place(str(folder / "old")))
-    plan = Plan(items, {}, Table(treatments), str(folder / "old"), str(folder / "new"), is_grouped=True)
+    plan = MigrationPlan(items, {}, Table(treatments), str(folder / "old"), str(folder / "new"), is_grouped=True)
     (folder / "scratch").mkdir()
     return list(plan.todo(None, lambda name: None, lambda item, known: None))
 

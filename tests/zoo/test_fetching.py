@@ -12,7 +12,7 @@ import pytest
 
 from ckptfix.bytes.remote import AbsentError
 from ckptfix.errors import CkptfixError
-from ckptfix.zoo.items import Item, Kind, list_zoo, on_this_machine
+from ckptfix.zoo.items import Item, ItemKind, list_zoo, on_this_machine
 from ckptfix.zoo.places import Entry, Place, open_place
 from ckptfix.zoo.survey import each_on_this_machine
 
@@ -62,7 +62,7 @@ def far(barrier: Barrier | None = None) -> Place:
 
 
 def items(*sizes: int) -> list[Item]:
-    return [Item(f"{number}.pth", size, "s", Kind.FILE) for number, size in enumerate(sizes)]
+    return [Item(f"{number}.pth", size, "s", ItemKind.FILE) for number, size in enumerate(sizes)]
 
 
 def test_what_lies_here_is_given_as_it_is(tmp_path: Path):
@@ -91,7 +91,7 @@ def test_copies_take_no_more_room_than_they_may_but_for_one_alone(tmp_path: Path
 
 
 def test_what_cannot_be_fetched_says_so_in_its_turn(tmp_path: Path):
-    absent = Item("absent.pth", 1, "s", Kind.FILE)
+    absent = Item("absent.pth", 1, "s", ItemKind.FILE)
     first, second = each_on_this_machine(far(), [absent, *items(1)], tmp_path / "scratch", 10)
     assert isinstance(first, AbsentError)
     assert isinstance(second, Path)

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import ckptfix
 from ckptfix.zoo import performing
-from ckptfix.zoo.items import Item, Kind, list_zoo
+from ckptfix.zoo.items import Item, ItemKind, list_zoo
 from ckptfix.zoo.job import Done, Job, Workplace
 from ckptfix.zoo.manifest import Outcome
 from ckptfix.zoo.migrating import migrate
 from ckptfix.zoo.performing import perform
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.planning import Plan
+from ckptfix.zoo.planning import MigrationPlan
 from ckptfix.zoo.zoo_toml import Table, Treatment, plain_table, treatment_of_choices
 from tests.zoo.zoos import Alone, weights
 
@@ -35,7 +35,7 @@ def done(folder: Path, name: str, content: Any, **settings: Any) -> Done:
     else:
         torch.save(content, folder / "old" / name)
     items = list_zoo(open_place(str(folder / "old")))
-    plan = Plan(items, {}, plain_table(settings), str(folder / "old"), str(folder / "new"))
+    plan = MigrationPlan(items, {}, plain_table(settings), str(folder / "old"), str(folder / "new"))
     (job,) = plan.todo(None, lambda name: None, lambda item, known: None)
     result = perform(job, folder / "scratch")
     assert result.staged == ()
@@ -128,7 +128,7 @@ def test_the_command_says_what_to_do(what, flags, tmp_path):
     ids=["the working directory", "relative", "part of another name", "absolute", "temporary"],
 )
 def test_messages_have_the_names_of_the_zoo(source, text, shown):
-    job = Job(7, Item("a.pth", 1, "s", Kind.FILE), source, "new", Treatment(), "a.pth", "x")
+    job = Job(7, Item("a.pth", 1, "s", ItemKind.FILE), source, "new", Treatment(), "a.pth", "x")
     assert job.shown(text, Workplace(Path("/tmp"), 7)) == shown
 
 

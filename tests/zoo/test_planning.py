@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ckptfix.zoo.items import Item, Kind
+from ckptfix.zoo.items import Item, ItemKind
 from ckptfix.zoo.job import Job
 from ckptfix.zoo.manifest import Outcome, Record
 from ckptfix.zoo.places import Entry
-from ckptfix.zoo.planning import Plan
+from ckptfix.zoo.planning import MigrationPlan
 from ckptfix.zoo.zoo_toml import plain_table
 
 
-def item(name: str, size: int = 1, kind: Kind = Kind.FILE, parts: tuple[str, ...] = ()) -> Item:
+def item(name: str, size: int = 1, kind: ItemKind = ItemKind.FILE, parts: tuple[str, ...] = ()) -> Item:
     return Item(name, size, "s", kind, tuple(Entry(part, 1, "s") for part in parts))
 
 
 def jobs(*items: Item, known: dict[str, Record] | None = None, sizes: Any = (), **settings: Any) -> dict[str, Job]:
-    plan = Plan(list(items), known or {}, plain_table(settings), "/old", "/new")
+    plan = MigrationPlan(list(items), known or {}, plain_table(settings), "/old", "/new")
     return {job.item.name: job for job in plan.todo(None, dict(sizes).get, lambda item, known: None)}
 
 
@@ -32,7 +32,8 @@ def test_names_are_mirrored_and_follow_the_format():
     assert jobs(item("x/a.pth"))["x/a.pth"].output == "x/a.pth"
     assert jobs(item("x/a.pth"), format="safetensors")["x/a.pth"].output == "x/a.safetensors"
     assert (
-        jobs(item("x/notes.pth.gz", kind=Kind.OTHER), format="safetensors")["x/notes.pth.gz"].output == "x/notes.pth.gz"
+        jobs(item("x/notes.pth.gz", kind=ItemKind.OTHER), format="safetensors")["x/notes.pth.gz"].output
+        == "x/notes.pth.gz"
     )
 
 
@@ -41,17 +42,21 @@ CLASHES = {
     "two of one name": ([item("a.pth"), item("a.pt"), item("b.pth")], {"format": "safetensors"}, {"a.pth", "a.pt"}),
     "packed beside the file itself": ([item("a.pth"), item("a.pth.gz")], {}, {"a.pth", "a.pth.gz"}),
     "a folder that would become a file": (
-        [item("run", kind=Kind.FOLDER, parts=("run/.metadata", "run/0.distcp")), item("run.pth")],
+        [item("run", kind=ItemKind.FOLDER, parts=("run/.metadata", "run/0.distcp")), item("run.pth")],
         {},
         {"run"},
     ),
-    "a name that the books have": ([item("manifest.jsonl", kind=Kind.OTHER)], {}, set()),
+    "a name that the books have": ([item("manifest.jsonl", kind=ItemKind.OTHER)], {}, set()),
     "and the name that it gets": (
-        [item("manifest.jsonl", kind=Kind.OTHER), item("manifest.old.jsonl", kind=Kind.OTHER)],
+        [item("manifest.jsonl", kind=ItemKind.OTHER), item("manifest.old.jsonl", kind=ItemKind.OTHER)],
         {},
         {"manifest.jsonl", "manifest.old.jsonl"},
     ),
-    "another file beside a checkpoint": ([item("a.bin", kind=Kind.OTHER), item("a.bin.gz")], {}, {"a.bin", "a.bin.gz"}),
+    "another file beside a checkpoint": (
+        [item("a.bin", kind=ItemKind.OTHER), item("a.bin.gz")],
+        {},
+        {"a.bin", "a.bin.gz"},
+    ),
 }
 
 
@@ -101,7 +106,7 @@ def test_what_an_earlier_run_means(before, sizes, what):
 
 def test_what_stands_is_told_before_the_first_job():
     items, heard = [item("new.pth", 9), item("a.pth")], []
-    plan = Plan(items, {"a.pth": known(Outcome.FINE)}, plain_table(), "/old", "/new")
+    plan = MigrationPlan(items, {"a.pth": known(Outcome.FINE)}, plain_table(), "/old", "/new")
     todo = plan.todo(None, {"a.pth": 7}.get, lambda one, before: heard.append(one.name))
     assert next(todo).item.name == "new.pth"
     assert heard == ["a.pth"]

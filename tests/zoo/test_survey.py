@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import open_place
-from ckptfix.zoo.survey import Layout, Sight, gather, layout_of, plain_names, survey
+from ckptfix.zoo.survey import ItemLayout, Sight, gather, layout_of, plain_names, survey
 
 STATE = {"conv.weight": torch.zeros(2, 3), "bn.running_mean": torch.zeros(2), "bn.num_batches_tracked": torch.tensor(0)}
 
@@ -18,7 +18,7 @@ def seen(folder):
     return {sight.name: sight for sight in survey(place, list_zoo(place))}
 
 
-def shapes_of(layout: Layout | None):
+def shapes_of(layout: ItemLayout | None):
     assert layout is not None
     return layout.shapes
 

@@ -17,8 +17,14 @@ from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
-from ckptfix.reading.archives.zip_directory import RECORD, is_torch_package, is_torch_save, is_torchscript, member_names
-from ckptfix.reading.archives.zip_directory import Member as ZipMember
+from ckptfix.reading.archives.zip_directory import (
+    RECORD,
+    ZipMember,
+    is_torch_package,
+    is_torch_save,
+    is_torchscript,
+    member_names,
+)
 from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
 from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle

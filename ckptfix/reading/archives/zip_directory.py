@@ -24,7 +24,7 @@ _USUAL = 128  # bytes of a header with its name: few are longer
 DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
 
 
-class Member(Struct):
+class ZipMember(Struct):
     """What the directory of an archive says of a member. ``raw`` is its name as the entry has it."""
 
     name: str
@@ -105,7 +105,7 @@ class Directory(Struct, frozen=True, dict=True):
     """The members that a directory lists, at their places in the content; ``fault`` says why it cannot be followed,
     and ``is_exact`` whether its entries end where it does."""
 
-    members: Sequence[Member] = ()
+    members: Sequence[ZipMember] = ()
     fault: str = ""
     is_exact: bool = False
 
@@ -136,7 +136,7 @@ def _followed(content: Content) -> Directory:
     if (end := end_record(content)) is None:
         return Directory(fault="it has no end record")
     directory, shift = bounded_directory(content, end.begin, end.stop), end.begin - end.start
-    members: list[Member] = []
+    members: list[ZipMember] = []
     position = 0
     while position + ENTRY.size <= len(directory):
         signature, _, _, flags, method, _, _, crc, packed, size, *rest = ENTRY.unpack_from(directory, position)
@@ -149,7 +149,7 @@ def _followed(content: Content) -> Directory:
             stop = position - comment
             size, packed, place = _of_zip64(directory[stop - extra : stop], size, packed, place)
         name = member_name(raw, flags)
-        members.append(Member(name, raw, flags, method, crc, packed, size, place + shift, volume, attributes))
+        members.append(ZipMember(name, raw, flags, method, crc, packed, size, place + shift, volume, attributes))
     if position < len(directory):
         return Directory(fault=f"no entry of it is at byte {end.begin + position}")
     return Directory(members, is_exact=position == len(directory))
@@ -330,7 +330,7 @@ def _refusal64(content: Content, end: int) -> str:
     return f"a zip64 end record of {length} bytes" if length < END64.size - 12 else ""
 
 
-def _what_is_wrong(content: Content, disk: int, member: Member) -> str:
+def _what_is_wrong(content: Content, disk: int, member: ZipMember) -> str:
     packed, size, method = member.packed, member.size, member.method
     if b"\\" in member.raw:
         return "with backslashes in its name"

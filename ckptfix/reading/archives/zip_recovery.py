@@ -26,7 +26,7 @@ from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
     HEADER,
     Header,
-    Member,
+    ZipMember,
     checksums_left,
     descriptors,
     end_record,
@@ -45,7 +45,7 @@ class FoundMembers(Struct):
     """What is left of an archive: the members in the order of the file, and where the data of open ones begins."""
 
     content: Content
-    members: list[Member] = field(default_factory=list)
+    members: list[ZipMember] = field(default_factory=list)
     open_at: dict[str, int] = field(default_factory=dict)
     zeros: int = 0
     end: int = 0  # where the last member that is whole ends
@@ -142,13 +142,13 @@ def _descriptors(content: Content, starts: set[int]) -> dict[int, tuple[int, int
     return found
 
 
-def _member(content: Content, place: int, header: Header) -> Member:
+def _member(content: Content, place: int, header: Header) -> ZipMember:
     packed, size = header.packed, header.size
     extra = content[place + HEADER.size + len(header.name) : header.start]
     if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
         size, packed = struct.unpack("<2Q", extra[4:20])
     name = member_name(header.name, header.flags)
-    return Member(name, header.name, header.flags, header.method, header.crc, packed, size, place)
+    return ZipMember(name, header.name, header.flags, header.method, header.crc, packed, size, place)
 
 
 HEADER_RECORD, ENTRY_RECORD = "header", "entry"  # which record of a member is damaged
@@ -164,7 +164,7 @@ class ZipIndex(Struct):
     file, and negative where bytes before it are gone: programs for zip archives see to that, torch refuses it.
     ``refusal`` is what else torch refuses, and ``trailing`` are the bytes after all of it."""
 
-    members: list[Member]
+    members: list[ZipMember]
     starts: dict[int, int] = field(default_factory=dict)
     found: FoundMembers | None = None
     damage: list[Fact] = field(default_factory=list)
@@ -173,7 +173,7 @@ class ZipIndex(Struct):
     refusal: str = ""
     trailing: int = 0
 
-    def data_start(self, content: Content, member: Member) -> int | None:
+    def data_start(self, content: Content, member: ZipMember) -> int | None:
         """Return where the data of a member begins; None if nothing says so."""
         if member.place in self.starts:
             return self.starts[member.place]
@@ -195,7 +195,7 @@ class _Comparison:
         self.in_place = 0  # how many members begin where the directory says
         self.odd = [at for at, member in enumerate(index.members) if not self._is_plain(member)]
 
-    def _is_plain(self, member: Member) -> bool:
+    def _is_plain(self, member: ZipMember) -> bool:
         """Return whether the header of a member says what the directory says."""
         header = read_header(self.content, member.place)
         if header is None or not header.is_signed:
@@ -218,7 +218,7 @@ class _Comparison:
         self.index.damage = [*first_facts(self.faults, Kind.ZIP_RECORDS), *self.index.doubts]
         return self.index
 
-    def _repaired(self, member: Member) -> Member:
+    def _repaired(self, member: ZipMember) -> ZipMember:
         if member.name.endswith("/"):
             return member  # a folder, of which nothing is read
         header = read_header(self.content, member.place)
@@ -249,7 +249,7 @@ class _Comparison:
         method = STORED if is_stored else member.method
         return replace(member, flags=member.flags & found.flags, method=method)
 
-    def _found(self, member: Member) -> Member | None:
+    def _found(self, member: ZipMember) -> ZipMember | None:
         """Return the member that a walk finds with this name and checksum; without a checksum, with its sizes."""
         named = self._walked.get(member.name, ())
         if member.crc:
@@ -257,11 +257,11 @@ class _Comparison:
         said = (0, member.packed, member.size)
         return next((found for found in named if (found.crc, found.packed, found.size) == said), None)
 
-    def _is_proved_elsewhere(self, member: Member) -> bool:
+    def _is_proved_elsewhere(self, member: ZipMember) -> bool:
         found = self._found(member) if member.crc else None
         return found is not None and found.place != member.place
 
-    def _blame(self, member: Member, record: str) -> None:
+    def _blame(self, member: ZipMember, record: str) -> None:
         self.faults.append(Fact.of(Kind.ZIP_RECORD, printable(member.name), record=record))
 
     @cached_property
@@ -270,17 +270,17 @@ class _Comparison:
         return {self.index.members[at].name for at in self.odd}
 
     @cached_property
-    def _walked(self) -> dict[str, list[Member]]:
+    def _walked(self) -> dict[str, list[ZipMember]]:
         """The members that a walk finds whole, where bytes were lost or gained and all places after them shift."""
         found = walk(self.content)
-        walked: dict[str, list[Member]] = {}
+        walked: dict[str, list[ZipMember]] = {}
         for member in found.members:
             named = walked.setdefault(member.name, [])
             if member.name not in found.open_at and len(named) < CANDIDATES:
                 named.append(member)
         return walked
 
-    def _agree(self, member: Member, header: Header) -> bool:
+    def _agree(self, member: ZipMember, header: Header) -> bool:
         """Return whether header and descriptor say of a member what the directory says."""
         if header.method != member.method or (header.flags ^ member.flags) & 1:
             return False

@@ -25,7 +25,7 @@ from ckptfix.core.spec import ByteSource, Storage, TensorSpec
 from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Expansion, PackedBytes
-from ckptfix.reading.archives.zip_directory import Member, member_name, read_header
+from ckptfix.reading.archives.zip_directory import ZipMember, member_name, read_header
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.torch_pickle import StoragePickle
@@ -222,9 +222,9 @@ class Archive(TorchArchive):
     """The members of a torch zip file. ``found`` is where the directory was gone and they were found without it, and
     ``gone`` has storages of which neither the header nor the bytes are where the directory says."""
 
-    members: dict[str, Member]
+    members: dict[str, ZipMember]
 
-    def __init__(self, content: Content, root: str, members: dict[str, Member], index: ZipIndex) -> None:
+    def __init__(self, content: Content, root: str, members: dict[str, ZipMember], index: ZipIndex) -> None:
         super().__init__(content.path, len(content), content.bounds)
         self.content, self.root, self.members, self.index = content, root, members, index
         self.found = index.found
@@ -266,7 +266,7 @@ class Archive(TorchArchive):
         stop = start + info.packed
         return PackedBytes(content, self._unpacked, info.name, start + skipped, stop, info.size, decoder)
 
-    def _remote_member(self, info: Member) -> ByteSource:
+    def _remote_member(self, info: ZipMember) -> ByteSource:
         """Return the bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
         content = self.content
         header = read_header(content, info.place)

@@ -33,7 +33,7 @@ def digest(text: str) -> bytes:
     return blake2b(text.encode("ascii"), digest_size=16).digest()
 
 
-class Budget:
+class CharacterBudget:
     """The characters that may still go into the page."""
 
     def __init__(self, characters: int) -> None:
@@ -54,7 +54,7 @@ class Layers:
     have them in common. What does not fit is left out, that of healthy files first."""
 
     def __init__(self, characters: int) -> None:
-        self._flagged, self._healthy = Budget(characters // 3), Budget(characters - characters // 3)
+        self._flagged, self._healthy = CharacterBudget(characters // 3), CharacterBudget(characters - characters // 3)
         self._layouts: dict[bytes, int] = {}
         self.left_out = 0
 

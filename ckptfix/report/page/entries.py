@@ -20,7 +20,7 @@ from ckptfix.report.edits import edit_lines
 from ckptfix.report.inspection import size_on_disk
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_commands, likeness_text
-from ckptfix.report.page.data import Budget, digest, script_json
+from ckptfix.report.page.data import CharacterBudget, digest, script_json
 from ckptfix.report.style import cut, evidence_items
 
 # What a row of the table holds, in this order.
@@ -42,7 +42,7 @@ class Entries:
     """Turns records into rows and details. In a dry run, what is called repaired only would be."""
 
     def __init__(self, lists_limit: int = LISTS_LIMIT, *, dry_run: bool = False) -> None:
-        self._lists = Budget(lists_limit)
+        self._lists = CharacterBudget(lists_limit)
         self._seen: dict[tuple[str, bytes], int] = {}
         self._dry_run = dry_run
         self.levels: dict[str, str] = {}  # the worst level of each code in the files so far

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from ckptfix.report.page.data import Budget, Layers, data_element, digest, script_json, short
+from ckptfix.report.page.data import CharacterBudget, Layers, data_element, digest, script_json, short
 from tests.report.page.reading import Page
 from tests.report.page.samples import HOSTILE, weights
 
@@ -27,7 +27,7 @@ def test_numbers_that_are_no_json_are_refused():
 
 
 def test_a_budget_is_spent_once():
-    budget = Budget(5)
+    budget = CharacterBudget(5)
     assert [budget.take("abc"), budget.take("abc"), budget.take("ab"), budget.take("a")] == [True, False, True, False]
 
 

@@ -42,8 +42,8 @@ from ckptfix.reading.folders.ranks.files import (
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
 from ckptfix.reading.folders.ranks.partition import (
     Joining,
-    Rule,
     Split,
+    SplitRule,
     Splits,
     emptied,
     find_rule,
@@ -558,7 +558,7 @@ def _has_experts(root: Any) -> bool:
     return any(_experts(_flat(value)) for key, value in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key))
 
 
-def splits_of(state: Mapping[str, Any], table: Sequence[Rule] = RULES) -> Splits:
+def splits_of(state: Mapping[str, Any], table: Sequence[SplitRule] = RULES) -> Splits:
     """Return what says how each tensor is divided of ranks of which this is the first state_dict."""
 
     def split_of(name: str, parts: Sequence[TensorSpec]) -> Split | None:

@@ -53,7 +53,7 @@ def stacked(axis: int, widths: Sequence[Sequence[int]], part: TensorSpec) -> Spl
 _Key = TypeVar("_Key")
 
 
-class Rule(Struct, frozen=True):
+class SplitRule(Struct, frozen=True):
     """The names of tensors that are divided in one way; the pattern is the end of a name."""
 
     pattern: re.Pattern[str]
@@ -61,17 +61,17 @@ class Rule(Struct, frozen=True):
     is_gated: bool = False  # whether two matrices may be stacked in it, as in gated linear units
 
 
-def rules(*lines: str) -> tuple[Rule, ...]:
+def rules(*lines: str) -> tuple[SplitRule, ...]:
     """Return rules from lines such as ``0 linear_qkv.weight linear_qkv.bias``; ``-`` is a copy, ``0+`` may be gated."""
     made = []
     for line in lines:
         axis, *names = line.split()
         pattern = re.compile(rf"(?:^|.*\.)(?:{'|'.join(names)})")
-        made.append(Rule(pattern, None if axis == "-" else int(axis.rstrip("+")), axis.endswith("+")))
+        made.append(SplitRule(pattern, None if axis == "-" else int(axis.rstrip("+")), axis.endswith("+")))
     return tuple(made)
 
 
-def find_rule(table: Sequence[Rule], name: str) -> Rule | None:
+def find_rule(table: Sequence[SplitRule], name: str) -> SplitRule | None:
     return next((rule for rule in table if rule.pattern.fullmatch(name)), None)
 
 

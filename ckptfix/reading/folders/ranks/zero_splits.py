@@ -15,7 +15,7 @@ from ckptfix.core.parts import Box, box_at
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import megatron
-from ckptfix.reading.folders.ranks.partition import WHOLE, Rule, Split, Splits, stacked
+from ckptfix.reading.folders.ranks.partition import WHOLE, Split, SplitRule, Splits, stacked
 from ckptfix.reading.pickles.claims import sizes
 
 # Before version 1 of its checkpoints, Megatron had all queries of a rank before all keys and all values, as
@@ -26,7 +26,7 @@ _MAP_VERSION = 1
 _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
 
-def splits_of(root: Any, table: Sequence[Rule], state: Mapping[str, Any]) -> Splits:
+def splits_of(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> Splits:
     """Return how tensor-parallel ranks divide a model: by the rules for DeepSpeed's own converter, or by the table.
 
     What has no rule is divided by rows. ``state`` is a state_dict of one rank."""
