@@ -48,6 +48,7 @@ class Mismatch(Struct, frozen=True):
 
 _NAMES = r"""(?:\\?["'][^"']*["'](?:,\s?|\s(?=["']))?)+"""
 _PLAIN_NAMES = r"[\w.]+(?:, [\w.]+)*"
+_FOLDED_NAMES = r"(?: [\w.]+\.(?:\w+|\{[\w, ]+\})(?= |$))+"  # the lists of fvcore and detectron2, a key a line
 
 _MISSING = re.compile(
     rf"Missing key\(s\) in state_dict: (?P<quoted>{_NAMES})"
@@ -55,7 +56,8 @@ _MISSING = re.compile(
     rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
     rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
     rf" key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})",
+    rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})"
+    rf"|not found in the checkpoint:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
 )
 _UNEXPECTED = re.compile(
@@ -64,7 +66,8 @@ _UNEXPECTED = re.compile(
     r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
     r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: "
     r"|Unexpected key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})",
+    rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})"
+    rf"|keys that are not used by the model:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
 )
 _RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES})", re.IGNORECASE)
@@ -74,6 +77,10 @@ _SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
 _SIZE_MISMATCH = re.compile(
     rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from checkpoint,"
     rf" (?:where )?the shape (?:in current model )?is {_SIZE}"
+)
+_SKIPPED = re.compile(
+    rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:to the model due to incompatible shapes:|has shape) {_SIZE} in the"
+    rf" checkpoint but {_SIZE} in the model"
 )
 _WHILE_COPYING = re.compile(
     rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
@@ -97,15 +104,17 @@ def read_mismatch(message: Message) -> Mismatch:
 
 def _read(text: str) -> Mismatch:
     context = _CONTEXT.search(text)
-    missing = tuple(dict.fromkeys([*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]))
+    shapes = dict(_shapes(text))
+    missing = [*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]
+    missing = [key for key in dict.fromkeys(missing) if key not in shapes]  # fvcore names what it skipped twice
     unexpected = [*_keys_in(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
     is_old = 'unexpected key "' in text and not context
     starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
     return Mismatch(
         model=context["model"] if context else "",
-        missing=missing,
+        missing=tuple(missing),
         unexpected=tuple(dict.fromkeys(unexpected)),
-        shapes=dict(_shapes(text)),
+        shapes=shapes,
         running_statistics=tuple(_keys_in(_RUNNING, text)),
         knows_missing=bool(missing) or (starts_before and not is_old),
         is_cut=_CUT.search(text) is not None,
@@ -146,13 +155,15 @@ def _keys_in(pattern: re.Pattern[str], text: str) -> Iterator[str]:
             yield groups["one"]
         elif groups.get("plain"):
             yield from groups["plain"].split(", ")
+        elif groups.get("folded"):
+            yield from (key for name in re.split(r" (?![^{]*\})", groups["folded"][1:]) for key in _unfolded(name))
         else:
             listed = next((part for part in groups.values() if part), "")
             yield from _QUOTED.findall(listed)
 
 
 def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
-    for match in _SIZE_MISMATCH.finditer(text):
+    for match in (*_SIZE_MISMATCH.finditer(text), *_SKIPPED.finditer(text)):
         yield match["key"], (_shape(match[2]), _shape(match[3]))
     for key, row in _rows(text, "MISMATCH"):
         if row[3] is not None:

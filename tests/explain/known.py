@@ -4,6 +4,8 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        "RuntimeError: Pretrained weights are not compatible with the current network architecture",
+        "ERROR: Some specified modules from the pre-trained model don't match with the new model modules:",
         "the strict load found 2 missing keys, 1 size mismatch",
         "the strict load passed over 1 parameter that the file does not supply",
         " | > Layer dimention missmatch between model definition and checkpoint: text_encoder.ffn_layers.1.conv_2.bias",
@@ -56,6 +58,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'PosixPath' object has no attribute 'keys'",
     ),
     "names-of-an-engine": (
+        "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.qweight'",
         "ValueError: Following weights were not initialized from checkpoint: {'model.layers.0.attn.q_norm.weight'}",
         "KeyError: 'layers.0.mlp.experts.gate_up_proj'",
         "AssertionError: Checkpoint does not contain key: model.embed_tokens.weight",
@@ -120,6 +123,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "s.0.lora_A.weight'].",
     ),
     "unused-checkpoint-keys": (
+        "'backbone.res4.1.conv1.norm.running_var' has shape (256,) in the checkpoint but (1024,) in the model!"
+        " Skipped.",
+        "WARNING [11/04 11:35:50 d2.checkpoint.c2_model_loading]: Shape of norm.weight in checkpoint is"
+        " torch.Size([768]),"
+        " while shape of backbone.simfp_5.2.norm.weight in model is torch.Size([256]).",
         "Skip loading parameter 'roi_heads.box_predictor.bbox_pred.bias'"
         " to the model due to incompatible shapes: (320,) in the checkpoint but (40,) in the model!",
         "Found keys that are in the model state dict but not in the checkpoint: ['head.weight']",
@@ -190,6 +198,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "old-dill": ("ModuleNotFoundError: No module named 'dill'",),
     "state-dict-not-model": (
+        "Failed to load model: 'dict' object has no attribute 'to'",
         "AttributeError: 'OrderedDict' object has no attribute 'to'",
         "AttributeError: 'dict' object has no attribute 'cuda'",
         "AttributeError: 'collections.OrderedDict' object has no attribute 'state_dict'",
@@ -208,7 +217,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "no-adapter-config": (
         "TypeError: The LoraConfig config that is trying to be loaded is missing required keys: {'peft_type'}.",
     ),
-    "adapter-config-of-newer-peft": (),
+    "settings-of-other-release": (
+        "omegaconf.errors.ConfigKeyError: Key 'eval_wer' not in 'AudioPretrainingConfig'\n    full_key: eval_wer",
+        "omegaconf.errors.ConfigKeyError: Key 'config' is not in struct\n    full_key: config",
+        "'IterableSimpleNamespace' object has no attribute '__setstate__'. This may be caused by a modified or out"
+        " of date"
+        " ultralytics 'default.yaml' file.",
+    ),
     "no-lora-keys": (
         "lora key not loaded: lora_unet_down_blocks_0_attentions_0_proj_in.alpha",
         "No LoRA keys associated to UNet2DConditionModel found with the prefix='unet'.",
@@ -250,7 +265,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: 'VisionTransformer' object is not subscriptable",
         "TypeError: argument of type 'ResNet' is not iterable",
     ),
-    "container-key": ("KeyError: 'model_state_dict'",),
+    "container-key": (
+        "KeyError: 'g_running'",
+        "KeyError: 'model_state_dict'",
+    ),
     "git-lfs-pointer": (
         "WeightsUnpickler error: Unsupported operand 118",
         "OSError: You seem to have cloned a repository without having git-lfs installed. Please install git-lfs"
@@ -308,6 +326,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "plain-pickle-load": ("AttributeError: 'int' object has no attribute 'items'; got 119547037146038801333356",),
     "safetensors-cut": (
+        "The safetensors file is incomplete. Check the file size and make sure you have copied/downloaded it"
+        " correctly.",
         "SafetensorError: Error while deserializing header: invalid header length",
         "SafetensorError: Error while deserializing header: invalid shape, data type, or offset for tensor",
         "SafetensorError: Error while deserializing header: TensorInvalidInfo",
@@ -316,6 +336,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " covered",
     ),
     "no-safetensors": (
+        "The safetensors file is corrupt or invalid. Make sure this is actually a safetensors file and not a ckpt or"
+        " pt.",
         "safetensors_rust.SafetensorError: Error while deserializing header: invalid JSON in header: expected"
         " value at line 1",
         "invalid UTF-8 in header",
@@ -407,6 +429,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "lemented by this protocol",
     ),
     "old-whole-model": (
+        "AttributeError: 'LSTM' object has no attribute '_flat_weights'",
         "AttributeError: 'GELU' object has no attribute 'approximate'",
         "AttributeError: 'Detect' object has no attribute 'grid'",
         "AttributeError: 'Conv2d' object has no attribute '_padding_repeated_twice'",
@@ -440,6 +463,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "distributed-missing-key": (
         "ValueError: Could not find shard at 'torch.Size([0, 0])' for FQN: 'model.fc.weight'",
         "KeyError: \"optimizer.state.exp_avg.decoder.final_layernorm.weight from model not in state dict: ['args']\"",
+        "ValueError: Invalid checkpoint metadata for opt.param_groups.0.lr, expected BytesStorageMetadata but found"
+        " <class"
+        " 'torch.distributed.checkpoint.metadata.TensorStorageMetadata'>",
+        "AssertionError: metadata is None",
     ),
     "sharded-checkpoint": (
         "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
@@ -528,6 +555,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " /pytorch/aten/src/THC/THCTensorCopy.cu:206",
     ),
     "device-mismatch": (
+        "TypeError: add_ received an invalid combination of arguments - got (float, torch.cuda.FloatTensor), but"
+        " expected one"
+        " of:\n * (float value)\n * (torch.FloatTensor other)",
         "RuntimeError: Input type (MPSFloatType) and weight type (torch.FloatTensor) should be the same",
         "RuntimeError: Expected object of type torch.cuda.FloatTensor but found type torch.FloatTensor for argument"
         " #3 'other'",

@@ -270,3 +270,36 @@ def test_scales_of_codes_are_no_keys_to_be_ignored():
     assert [one.text for one in advice if "strict=False" in one.text] == [
         "strict=False is no way out: it loads the codes as if they were the weights."
     ]
+
+
+FVCORE = """WARNING:fvcore.common.checkpoint:Some model parameters or buffers are not found in the checkpoint:
+backbone.stem.conv1.norm.{bias, running_mean, running_var, weight}
+backbone.stem.conv1.weight
+head.cls_score.{bias, weight}
+"""
+
+
+def test_the_lists_of_fvcore_are_read():
+    """It folds the last part of the names, and names what it skipped for its shape among the missing ones, too."""
+    skipped = (
+        "WARNING [04/16 03:40:21 fvcore.common.checkpoint]: Skip loading parameter 'head.cls_score.weight' to the model"
+        " due to incompatible shapes: (81, 1024) in the checkpoint but (4, 1024) in the model!.\n"
+    )
+    (message,) = messages(f"{skipped}{FVCORE}[04/16 03:40:22 d2.engine.train_loop]: Starting training from iteration 0")
+    mismatch = read_mismatch(message)
+    assert mismatch.shapes == {"head.cls_score.weight": ((81, 1024), (4, 1024))}
+    assert mismatch.missing == (
+        *(f"backbone.stem.conv1.norm.{leaf}" for leaf in ("bias", "running_mean", "running_var", "weight")),
+        "backbone.stem.conv1.weight",
+        "head.cls_score.bias",
+    )
+
+
+def test_a_prefix_in_the_lists_of_fvcore():
+    unused = "The checkpoint state_dict contains keys that are not used by the model:\n"
+    names = [f"module.{line}" for line in FVCORE.splitlines()[1:]]
+    found = explain(f"{FVCORE}WARNING:fvcore.common.checkpoint:{unused}" + "\n".join(names))
+    assert found is not None
+    assert found.name == "unused-checkpoint-keys"
+    assert "All 7 unexpected keys begin with `module.`" in found.causes[1][0]
+    assert found.advice[0].command == "ckptfix repair FILE"

@@ -148,6 +148,45 @@ def test_a_message_that_is_told_by_its_frames():
 
 
 @pytest.mark.parametrize(
+    ("message", "line", "name"),
+    [
+        (
+            "AttributeError: module 'data.planar' has no attribute 'PlanarDataModule'",
+            "model = Diffusion.load_from_checkpoint('planar.ckpt')",
+            "missing-class",
+        ),
+        (
+            "AttributeError: 'NoneType' object has no attribute 'eval'",
+            "model.append(ckpt['ema' if ckpt.get('ema') else 'model'].float().fuse().eval())",
+            "container-key",
+        ),
+        (
+            "AttributeError: 'dict' object has no attribute 'generator'",
+            "weights = loaded.generator.state_dict()",
+            "state-dict-not-model",
+        ),
+        (
+            "TypeError: 'Sequential' object is not iterable",
+            "generator, discriminator, g_ema = pickle.load(f)",
+            "model-not-state-dict",
+        ),
+        (
+            "RuntimeError: The size of tensor a (768) must match the size of tensor b (2) at non-singleton dimension 0",
+            "exp_avg.mul_(beta1).add_(grad, alpha=1.0 - beta1)",
+            "optimizer-groups",
+        ),
+        ("AssertionError", "assert metadata is not None", "distributed-missing-key"),
+    ],
+)
+def test_what_a_line_of_code_says_of_a_short_message(message: str, line: str, name: str):
+    elsewhere = explain(trace(message))
+    assert elsewhere is None or elsewhere.name != name
+    explanation = explain(trace(message).replace("f()", line))
+    assert explanation is not None
+    assert explanation.name == name
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "self.generator.load_state_dict(checkpoint['gen'])",
