@@ -50,15 +50,25 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         # Here and not above: --help and --version need nothing of the library.
         from ckptfix.explain import MessageContext, Verdict, judge, nearest
         from ckptfix.explain import explain as explain_text
-        from ckptfix.explain.format import concise_lines, full_lines, steps_to, to_json, unknown_lines, verdict_lines
+        from ckptfix.explain.format import (
+            concise_lines,
+            full_lines,
+            reading_code,
+            to_json,
+            unknown_lines,
+            verdict_lines,
+        )
         from ckptfix.report.advice import Presentation
 
         report = _report(file, choices, console) if file is not None else None
         subject = MessageContext(
             file, option_words({name: choices[name] for name in ("model", "model_args", "like") if name in choices})
         )
-        if report is not None and not isinstance(report, str):
-            subject = replace(subject, steps=steps_to(report), place=report.place)
+        if isinstance(report, str):
+            subject = replace(subject, code="")
+        elif report is not None and file is not None:
+            which = {name: choices[name] for name in ("weights", "member") if name in choices}
+            subject = replace(subject, code=reading_code(report, file, which), place=report.place)
         explanation = explain_text(given, subject)
         close = nearest(given) if explanation is None else None
         verdict: Verdict | None = None

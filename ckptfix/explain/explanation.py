@@ -104,11 +104,11 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 class MessageContext(Struct, frozen=True):
     """What is known beside the text: the file, the flags that name its model, word by word, the path of the state_dict
-    in the container, and the subscripts that lead to it from what torch.load returns (``['model']``)."""
+    in the container, and the expression that gives it in Python, empty for a file that cannot be read."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
-    steps: str = ""
+    code: str | None = None
     place: tuple[str | int, ...] = ()
 
 
@@ -212,7 +212,7 @@ def _explanation(
     values = {
         **{name: one_line(text) for name, text in captured.items()},
         "path": path,
-        "load": f'torch.load({path}, map_location="cpu"){subject.steps}',
+        "load": f'torch.load({path}, map_location="cpu")' if subject.code is None else subject.code,
     }
     return Explanation(
         name=record.name,
@@ -234,6 +234,8 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
         "MODEL": typed(subject.model[1:2]) if subject.model[:1] == ("--model",) else MODEL,
     }
     for each in advice:
+        if "{load}" in each.code and not values["load"]:
+            continue
         command = each.command
         if subject.model:
             command = command.replace("--model {MODEL}", typed(subject.model))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -16,9 +17,10 @@ from ckptfix.explain.fit import Advice
 from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
-from ckptfix.rules import FITTING, OF_MISFITS, named
+from ckptfix.rules import FITTING, OF_FILES, OF_MISFITS, named
 
-_OF_TORCH = ("torch-zip", "torch-legacy", "torch-tar")
+# What a plain torch.load reads. With another suffix the file may be packed, which the format does not say.
+_OF_TORCH, _SUFFIXES = ("torch-zip", "torch-legacy"), (".pth", ".pt", ".ckpt", ".bin", ".pkl", ".pth.tar")
 
 
 class Verdict(Struct, frozen=True):
@@ -70,14 +72,21 @@ def _what_it_holds(report: Report) -> str:
     tensors = counted(report.tensors, "tensor")
     kind = "a whole model" if _becomes_state_dict(report) else "a bare state_dict"
     place = f"{kind} of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
-    steps = steps_to(report)
-    return f"{report.source} is a {report.format} file and holds {place}{f', torch.load(…){steps}' if steps else ''}."
+    return f"{report.source} is a {report.format} file and holds {place}."
 
 
-def steps_to(report: Report) -> str:
-    """Return the subscripts that lead from what torch.load returns to the state_dict; empty if none do."""
-    steps = "".join(f"[{step!r}]" for step in report.place)
-    return steps if not _becomes_state_dict(report) and report.format in _OF_TORCH else ""
+def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:
+    """Return the Python expression that gives the state_dict of the file: that of its own library if a plain call reads
+    these weights, else ours, which reads whatever was checked. ``choices`` say which weights of the file."""
+    path = json.dumps(file, ensure_ascii=False)
+    defects = [each for each in report.findings if each.code.startswith(OF_FILES) and each.level > Level.NOTE]
+    is_plain = not choices and not defects
+    if is_plain and report.format in _OF_TORCH and file.endswith(_SUFFIXES):
+        return f'torch.load({path}, map_location="cpu"){"".join(f"[{step!r}]" for step in report.place)}'
+    if is_plain and report.format == "safetensors" and file.endswith(".safetensors"):
+        return f"safetensors.torch.load_file({path})"
+    given = "".join(f", {name}={text!r}" for name, text in choices.items())
+    return f"ckptfix.open_checkpoint({path}{given}).state_dict()"
 
 
 def _becomes_state_dict(report: Report) -> bool:

