@@ -68,7 +68,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
             subject = replace(subject, code="")
         elif report is not None and file is not None:
             which = {name: choices[name] for name in ("weights", "member") if name in choices}
-            subject = replace(subject, code=reading_code(report, file, which), place=report.place)
+            subject = replace(subject, code=reading_code(report, file, which), entries=_entries(file, which))
         explanation = explain_text(given, subject)
         close = nearest(given) if explanation is None else None
         verdict: Verdict | None = None
@@ -100,6 +100,14 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
         return ckptfix.check(file, **library_settings(choices, CHECK))
     except (ckptfix.UnreadableError, ckptfix.HostileError) as error:
         return f"it cannot be read as it is: {error.worded(flag_text)}"
+
+
+def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names at the top of the file that something is under."""
+    import ckptfix
+
+    root = ckptfix.open_checkpoint(file, **which).root
+    return frozenset(name for name in root if root[name] is not None) if isinstance(root, dict) else frozenset()
 
 
 def _given(words: tuple[str, ...], console: Console) -> str:

@@ -103,13 +103,13 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 
 class MessageContext(Struct, frozen=True):
-    """What is known beside the text: the file, the flags that name its model, word by word, the path of the state_dict
-    in the container, and the expression that gives it in Python, empty for a file that cannot be read."""
+    """What is known beside the text: the file, the flags that name its model, word by word, the entries of the file,
+    and the expression that gives its state_dict in Python, empty for a file that cannot be read."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
     code: str | None = None
-    place: tuple[str | int, ...] = ()
+    entries: frozenset[str] = frozenset()
 
 
 class Explanation(Struct, frozen=True):
@@ -207,7 +207,7 @@ def _explanation(
 ) -> Explanation:
     (record, captured), *rest = found
     own_causes, own_advice = read_fit(message) if record.reads_keys else ((), ())
-    is_held = record.held != "" and captured.get("key") in subject.place[:1]
+    is_held = record.held != "" and captured.get("key") in subject.entries
     path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
     values = {
         **{name: one_line(text) for name, text in captured.items()},
