@@ -56,12 +56,16 @@ _XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qk
 _XLABS_SIDES = {"1": "img", "2": "txt"}
 _COMPONENT = re.compile(
     r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
-    r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior))[_.]"
+    r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior)|lycoris)[_.]"
 )
 _FOREIGN = re.compile(
-    r"(?:^|[._])(?:(oft|boft|vera|randlora)_\w+|(?P<scalar>scalar)|(adapter)\.linear_(?:in|out))(?:\.|$)"
+    r"(?:^|[._])(?:(oft|boft|vera|randlora)_\w+|(?P<scalar>scalar)|(?P<nemo>adapter)\.linear_(?:in|out))(?:\.|$)"
+    r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
 )
-_FOREIGN_TYPES = {"scalar": "LyCORIS with use_scalar", "adapter": "LoRA of NeMo"}
+_FOREIGN_TYPES = {
+    **{"scalar": "LyCORIS with use_scalar", "nemo": "LoRA of NeMo"},
+    **{"glora": "GLoRA", "ia3": "IA3 of LyCORIS", "tlora": "T-LoRA"},
+}
 _BASE = "base_model.model."
 
 # Patterns of layers that take no more than some thousand steps, whatever they are matched with.
@@ -88,6 +92,9 @@ _MERGED = ("LORA", "LOHA", "LOKR", "IA3")
 _PROMPTS = frozenset(
     "ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split()
 )
+
+# Types whose change depends on the input, so that peft cannot merge them either.
+_DYNAMIC = frozenset(("LILY", "POLY", "SHADOW", "XLORA"))
 
 # Values of `init_lora_weights` for which the base, too, was changed before the training.
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -172,7 +179,7 @@ class Adapter(Struct, frozen=True):
     @property
     def is_kohya(self) -> bool:
         """Whether the names have underscores for dots."""
-        return any(layer.component.startswith("lora_") for layer in self.layers)
+        return any(layer.component.startswith(("lora_", "lycoris")) for layer in self.layers)
 
     def spec(self, layer: AdapterLayer, role: str) -> TensorSpec | None:
         return self.checkpoint.specs.get(layer.keys.get(role, ""))
@@ -375,8 +382,7 @@ def foreign_type(adapter: Adapter) -> str:
     if adapter.kind not in _MERGED:
         return adapter.kind
     found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
-    name = str(found[found.lastindex or 0]) if found else ""
-    return _FOREIGN_TYPES.get(name, name.upper())
+    return "" if found is None else _FOREIGN_TYPES.get(str(found.lastgroup)) or found[1].upper()
 
 
 def is_foreign(adapter: Adapter, key: str) -> bool:
@@ -389,15 +395,16 @@ def is_foreign(adapter: Adapter, key: str) -> bool:
 def _refuse(adapter: Adapter, path: str) -> None:
     """Raise ``AdapterError`` for an adapter that is more than what its tensors say."""
     config, kind = adapter.config, adapter.kind
-    if kind in _PROMPTS:
+    if kind in _PROMPTS | _DYNAMIC:
+        does = "adds to the model's input and changes no weights" if kind in _PROMPTS else "changes with the input"
         raise AdapterError(
-            f"{path}: an adapter of the type {kind}, which adds to the model's input and changes no weights; load "
-            "it beside the model, in peft with PeftModel.from_pretrained()"
+            f"{path}: an adapter of the type {kind}, which {does}; load it beside the model, in peft with "
+            "PeftModel.from_pretrained()"
         )
     if kind not in _MERGED or (foreign_type(adapter) and adapter.path):
         raise AdapterError(
             f"{path}: an adapter of the type {foreign_type(adapter)}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: "
-            "merge it with what trained it (in peft: merge_and_unload())"
+            f"merge it with what trained it{' (in peft: merge_and_unload())' * ('peft_type' in config)}"
         )
     types = {layer.type.upper() for layer in adapter.layers}
     if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} - {"LORA", "IA3"}:

@@ -12,6 +12,7 @@ from collections import Counter
 import peft
 import pytest
 import torch
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -317,9 +318,15 @@ def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
     for kind in others:
         with pytest.raises(AdapterError, match=rf"of the type {kind}[;,]") as caught:
             ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, peft_type=kind))
-        assert ("changes no weights" in str(caught.value)) == ("PROMPT" in kind or kind in PROMPTS), kind
+        says = str(caught.value)
+        assert ("changes no weights" in says) == ("PROMPT" in kind or kind in PROMPTS), kind
+        assert ("changes with the input" in says) == (kind in DYNAMIC), kind
+        can_merge = hasattr(PEFT_TYPE_TO_TUNER_MAPPING[peft.PeftType(kind)], "merge_and_unload")
+        assert ("merge_and_unload()" in says) == (can_merge and kind not in DYNAMIC), kind
 
 
+# peft raises NotImplementedError for them, or merges the experts of X-LoRA one by one.
+DYNAMIC = ("LILY", "POLY", "SHADOW", "XLORA")
 PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 
 
@@ -344,6 +351,10 @@ _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.
         pytest.param(["linear_qkv.adapter.linear_in.weight"], None, "LoRA of NeMo", id="NeMo 2"),
         pytest.param(["base_model.model.fc.oft_R.weight"], {"peft_type": "OFT"}, "OFT", id="OFT"),
         pytest.param(["lora_unet_fc.oft_blocks", "lora_unet_fc.alpha"], None, "OFT", id="OFT of LyCORIS"),
+        pytest.param(["lycoris_fc.a1.weight", "lycoris_fc.b2.weight"], None, "GLoRA", id="GLoRA"),
+        pytest.param(["lora_unet_fc.lambda_layer", "lora_unet_fc.alpha"], None, "T-LoRA", id="T-LoRA"),
+        pytest.param(["lora_unet_fc.on_input"], None, "IA3 of LyCORIS", id="IA3 of LyCORIS"),
+        pytest.param(["fc.a1.weight", "fc.b2.weight"], None, "", id="a model's a1"),
         pytest.param(["base_model.model.fc.randlora_A"], {"peft_type": "RANDLORA"}, "RANDLORA", id="RandLora"),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is not known"),
     ],
@@ -399,7 +410,8 @@ def test_an_alpha_that_is_not_finite_is_refused(alpha, tmp_path):
         ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors", values=False)
 
 
-def test_what_lycoris_saves_is_what_it_adds_in_training(tmp_path):
+@pytest.mark.parametrize("prefix", ["lora_unet_", "lycoris_"])
+def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
     """Of LoKr with two whole matrices the scale is one; differences are added to weights, norms and biases."""
     base = {"q.weight": torch.randn(6, 8), "norm.weight": torch.ones(8), "norm.bias": torch.zeros(8)}
     base |= {"k.weight": torch.randn(4, 8), "v.weight": torch.randn(4, 8), "v.bias": torch.zeros(4)}
@@ -414,7 +426,7 @@ def test_what_lycoris_saves_is_what_it_adds_in_training(tmp_path):
     parts |= {f"k.hada_w{at}_{end}": shape for at in (1, 2) for end, shape in (("a", (4, 2)), ("b", (2, 8)))}
     parts |= {"v.diff": (4, 8), "v.diff_b": (4,)}
     own = {key: torch.randn(shape) for key, shape in parts.items()}
-    save_file({f"lora_unet_{key}": value for key, value in own.items()}, tmp_path / "x.safetensors")
+    save_file({f"{prefix}{key}": value for key, value in own.items()}, tmp_path / "x.safetensors")
     got, _ = ckptfix.repair_state_dict(base, adapter=tmp_path / "x.safetensors", values=False)
     hadamard = (own["k.hada_w1_a"] @ own["k.hada_w1_b"]) * (own["k.hada_w2_a"] @ own["k.hada_w2_b"])
     torch.testing.assert_close(got["k.weight"], base["k.weight"] + hadamard * own["k.alpha"] / 2)
