@@ -12,7 +12,7 @@ from functools import partial
 from ckptfix.bytes.sources import BLOCK, Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.errors import HostileError
-from ckptfix.reading.archives.unpacking import Member, printable
+from ckptfix.reading.archives.unpacking import Member
 
 RECORD = 512
 # Headers that are looked at; archives of data sets have more, and no user looks for a checkpoint there.
@@ -63,7 +63,7 @@ def files(content: Content, damage: list[Fact]) -> Iterator[tuple[str, int, int]
         is_file = header.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
         start, size = position + RECORD, int(special.get("size", header.size)) if is_file else header.size
         if start + size > len(content):
-            damage.append(Fact.of(Kind.TAR_CUT, printable(header.name), nbytes=len(content), end=start + size))
+            damage.append(Fact.of(Kind.TAR_CUT, header.name[-80:], nbytes=len(content), end=start + size))
         if header.type == tarfile.GNUTYPE_LONGNAME:
             special["path"] = _text(content[start : start + min(size, _NAME_LIMIT)].rstrip(b"\0"))
         elif header.type == tarfile.XHDTYPE:

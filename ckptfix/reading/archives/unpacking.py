@@ -110,11 +110,6 @@ class Member(Struct, frozen=True):
     closed: str = ""
 
 
-def printable(name: str, most: int = 80) -> str:
-    """Return the end of a name from an archive, safe to print on one line."""
-    return "".join(sign if sign.isprintable() else "?" for sign in name[-most:])
-
-
 def expand(path: str, member: str, blocks: Blocks) -> Content:
     """Return the content of a packed file, and its damage. Raises ``UnreadableError`` if the damage left nothing."""
     expansion = Expansion(path)

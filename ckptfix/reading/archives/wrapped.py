@@ -16,7 +16,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.archives import tar_members, unpacking
-from ckptfix.reading.archives.unpacking import Member, Stream, expand, printable
+from ckptfix.reading.archives.unpacking import Member, Stream, expand
 from ckptfix.reading.archives.zip_directory import (
     RECORD,
     ZipMember,
@@ -72,7 +72,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
         if archive is not None:
             wrapper = wrapper or ("zip" if is_zip(content) else "tar")
             chosen, wanted = _choose(content.path, archive, wanted, damage)
-            label = f"{content.path}!{printable(chosen.name, _PATH_LIMIT)}"
+            label = f"{content.path}!{chosen.name[-_PATH_LIMIT:]}"
             content = _replaced(content, expand(label, chosen.name, chosen.blocks))
             damage += content.damage
         elif (compression := unpacking.sniff(content)) is not None:
@@ -135,10 +135,10 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
         pieces = [str(word.value) if isinstance(word, Opt) and shards else word for word in names]
         raise UsageError(f"{path}: an archive of {len(likely)} files that may be checkpoints; {advice}", *pieces)
     if (shut := next((member for member in archive if member.closed), None)) is not None:
-        raise UnreadableError(f"{path}: {printable(shut.name, _PATH_LIMIT)!r:.80} {shut.closed}")
+        raise UnreadableError(f"{path}: {shut.name[-80:]!r} {shut.closed}")
     if (bundle := name_bundle(present, BUNDLES)) is not None:
         raise UnreadableError(f"{path}: an archive without a checkpoint of PyTorch in it: {bundle}")
-    some = ", ".join(printable(member.name, 200) for member in archive[:3]) or "nothing"
+    some = ", ".join(member.name[-200:] for member in archive[:3]) or "nothing"
     if damage:
         causes = clauses(damage)
         raise UnreadableError(f"{path}: {causes}; no checkpoint is in what is left of it ({some}): fetch it again")

@@ -21,7 +21,6 @@ from ckptfix.bytes.sources import Content, TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind, first_facts
 from ckptfix.core.spec import ByteSource
 from ckptfix.errors import HostileError, UnreadableError
-from ckptfix.reading.archives.unpacking import printable
 from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
     HEADER,
@@ -232,7 +231,7 @@ class _Comparison:
             elif is_anothers and name in self._misfits:
                 # The two have each other's names, and nothing says whether their headers or their entries of the
                 # directory are right. If the other has a header of its own, no program reads this one's name.
-                doubt = Fact.of(Kind.ZIP_NAMES, printable(member.name), header=printable(name))
+                doubt = Fact.of(Kind.ZIP_NAMES, member.name[-80:], header=name[-80:])
                 self.index.doubts.append(doubt)
             return member
         found = self._found(member)
@@ -262,7 +261,7 @@ class _Comparison:
         return found is not None and found.place != member.place
 
     def _blame(self, member: ZipMember, record: str) -> None:
-        self.faults.append(Fact.of(Kind.ZIP_RECORD, printable(member.name), record=record))
+        self.faults.append(Fact.of(Kind.ZIP_RECORD, member.name[-80:], record=record))
 
     @cached_property
     def _misfits(self) -> set[str]:
