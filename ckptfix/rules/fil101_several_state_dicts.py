@@ -24,6 +24,10 @@ finding is a note. Of two sets in one state_dict, neither is taken.
 keys (`module.`) may be left out. In a file of Stable Diffusion the average replaces its network, and the other parts
 stay. `--weights plain` takes the keys without a prefix beside a set that has one.
 
+A list of tensors that `--weights` names gets the names of the state_dict beside it. Without one it gets those of the
+model's parameters, in the order of `model.parameters()`, if the shapes leave only one way. Layers of one shape that
+have changed places in the code since then get each other's weights: compare the model's outputs.
+
 ## Example
 `{state_dict, state_dict_ema}`: repair with `--weights state_dict_ema` for the averaged weights.
 `{student.fc.weight, teacher.fc.weight}`: `--weights teacher` makes `fc.weight` of the second.
@@ -35,11 +39,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ckptfix.core.checkpoint import path_name
+from ckptfix.core.checkpoint import Checkpoint, path_name, value_at
 from ckptfix.core.edits import Drop, renames
 from ckptfix.core.facts import Kind
-from ckptfix.core.finding import NAME, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.finding import MODEL, NAME, Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.target import PARAMETER
 from ckptfix.core.wording import clause
+from ckptfix.reading.foreign.weightless import NAME_THEM
+from ckptfix.reading.weights.listed_sets import names_in_order
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of
 from ckptfix.rules.rule import Context, Rule
 
@@ -68,6 +75,8 @@ def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
     """List the sets of weights where none was picked; take the picked one out of its state_dict."""
     if context.checkpoint.picked is not None:
         yield from _picked(rule, context)
+    elif unnamed := _places(context.checkpoint):
+        yield from _unnamed(rule, context, unnamed)
     elif context.settings.weights is None:
         yield from _in_container(rule, context)
         yield from _in_state_dict(rule, context)
@@ -87,6 +96,36 @@ def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{counted(len(taken), 'key')} of the set {context.settings.weights}, which --weights picks, "
             f"and {counted(len(others), 'key')} beside it, which it leaves out",
             fix=Fix.requested(edits),
+        )
+
+
+def _places(checkpoint: Checkpoint) -> list[str]:
+    """Return the keys of what was taken from a list, which are places in it; none after they got names."""
+    taken = value_at(checkpoint.root, checkpoint.container)
+    places = [
+        path_name((*checkpoint.container, at)) for at in range(len(taken) if isinstance(taken, (list, tuple)) else 0)
+    ]
+    return [place for place in places if place in checkpoint.specs]
+
+
+def _unnamed(rule: Rule, context: Context, keys: Sequence[str]) -> Iterator[Finding]:
+    """Name the tensors of a list by the model's parameters."""
+    target, specs = context.target, context.checkpoint.specs
+    slots = [] if target is None else [(name, target.slots[name]) for name in target.names]
+    parameters = [(name, slot.shape) for name, slot in slots if slot.kind == PARAMETER]
+    names = names_in_order([specs[key] for key in keys], parameters)
+    held = f"{counted(len(keys), 'tensor')} in a list, which has no names"
+    if names is None:
+        fit = "" if target is None else f"; {target.label}'s {len(parameters)} parameters fit in no way or in several"
+        asked = (Remedy.of("gives them the names of its parameters", model=MODEL),) if target is None else ()
+        blocks = Blocks.WRITING | Blocks.FILLING
+        yield rule.finding(Level.ERROR, held + fit, remedies=(*asked, *advise(NAME_THEM)), blocks=blocks)
+    else:
+        yield rule.finding(
+            Level.WARNING,
+            f"{held}: they get those of the model's parameters in their order, which fit shape by shape",
+            keys=names,
+            fix=Fix.requested(renames(dict(zip(keys, names, strict=True)))),
         )
 
 

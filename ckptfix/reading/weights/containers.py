@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
-from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, path_name, value_at
+from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, is_inside, path_name, value_at
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
@@ -29,7 +29,7 @@ from ckptfix.reading.foreign.weightless import (
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document, doubtful_remarks, split_entries, without_torn
-from ckptfix.reading.weights.listed_sets import listed_sets, names_in_order, with_listed
+from ckptfix.reading.weights.listed_sets import listed_sets, names_in_order, parameters_of, with_listed
 from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed
@@ -67,11 +67,11 @@ def open_document(
     ``UsageError`` where it has none of the name."""
     payload = {f"{fact.data['name']}()" for fact in document.remarks if fact.kind is Kind.PAYLOAD}
     with refusing_payload(document.path, payload):
-        checkpoint = _open(document, weights, salvage)
+        checkpoint = _open(document, weights, salvage, narrow)
     return narrowed(checkpoint) if narrow else checkpoint
 
 
-def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
+def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) -> Checkpoint:
     found = dict(_search(document))
     if _holds_figures(document.root, found):
         found = {}
@@ -82,7 +82,7 @@ def _open(document: Document, weights: str | None, salvage: bool) -> Checkpoint:
         candidates.append(Candidate(place, _count_tensors(mapping), numel))
     ranked = sorted(candidates, key=rank)
     if weights is not None:
-        path, value, picked = _pick(document, found, [candidate.path for candidate in ranked], weights)
+        path, value, picked = _pick(document, found, [candidate.path for candidate in ranked], weights, narrow)
     elif ranked:
         path = ranked[0].path
         value, picked = found[path], None
@@ -295,10 +295,15 @@ def _packs_several(value: Any) -> bool:
 
 
 def _pick(
-    document: Document, found: Mapping[tuple[PathPart, ...], Any], ranked: list[tuple[PathPart, ...]], name: str
+    document: Document,
+    found: Mapping[tuple[PathPart, ...], Any],
+    ranked: list[tuple[PathPart, ...]],
+    name: str,
+    narrow: bool,
 ) -> tuple[tuple[PathPart, ...], Any, dict[str, str] | None]:
     """Return the place of the state_dict of this name, the state_dict, and None; or of the one with a set of keys under
-    this prefix or with the names of a list of tensors, and the keys of that set with their names."""
+    this prefix or with the names of a list of tensors, and the keys of that set with their names. Without ``narrow``
+    also a list without names, whose places are its keys."""
     for path, value in found.items():
         if name in (path_name(path), "/".join(map(str, path))):
             return path, value, None
@@ -316,10 +321,14 @@ def _pick(
     for path in ranked:
         if (listed := with_listed(document.root, name, found[path])) is not None:
             return path, *listed
+    unnamed = [(path, tensors) for path, tensors in listed_sets(document.root) if is_inside(path_name(path), name)]
+    if len(unnamed) == 1 and not narrow:
+        ((path, tensors),) = unnamed
+        return path, {path_name((*path, number)): tensor for number, tensor in enumerate(tensors)}, None
     first = name.partition(".")[0]
     part = None if any(path[:1] == (first,) for path in found) else (root or {}).get(first)
-    if not isinstance(part, TensorSpec) and (unnamed := sum(spec.numel > 1 for spec in tensors_in(part))):
-        held = f"under {name!r} are {counted(unnamed, 'tensor')} in lists, which have no names"
+    if not isinstance(part, TensorSpec) and (count := sum(spec.numel > 1 for spec in tensors_in(part))):
+        held = f"under {name!r} are {counted(count, 'tensor')} in lists, which have no names"
         raise UsageError(f"{document.path}: {held}; {NAME_THEM}")
     names = ", ".join(path_name(path) for path in found) or "none"
     raise UsageError(
@@ -427,8 +436,8 @@ def _unread(
 def _averages_in_lists(root: Any, path: tuple[PathPart, ...], state_dict: Mapping[Any, Any]) -> Iterator[Fact]:
     """Yield a fact for each average of a state_dict that is a list of its parameters."""
     for place, tensors in listed_sets(root):
-        if any(mark in place.lower() for mark in _AVERAGED) and names_in_order(tensors, state_dict):
-            yield Fact.of(Kind.LISTED_AVERAGE, place, names=path_name(path))
+        if is_averaged(*place) and names_in_order(tensors, parameters_of(state_dict)):
+            yield Fact.of(Kind.LISTED_AVERAGE, path_name(place), names=path_name(path))
 
 
 def _sizes(root: Any) -> dict[int, int]:

@@ -2,11 +2,12 @@
 
 ``torch_ema``, ``diffusers`` and score-based models keep an average as ``{"shadow_params": [tensor, …]}``, made of
 ``model.parameters()``. The state_dict beside it has the same parameters in the same order, with buffers between them:
-if their shapes leave only one way to tell which is which, the tensors of the list get their names from it."""
+if their shapes leave only one way to tell which is which, the tensors of the list get their names from it. Without one
+a rule asks the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfix.core.buffers import RUNNING_STATISTICS, split_key
@@ -17,22 +18,25 @@ from ckptfix.reading.foreign.weightless import is_optimizer
 DEPTH = 4  # dicts around each other that are searched
 
 
-def listed_sets(value: Any, path: tuple[PathPart, ...] = ()) -> Iterator[tuple[str, Sequence[TensorSpec]]]:
+def listed_sets(
+    value: Any, path: tuple[PathPart, ...] = ()
+) -> Iterator[tuple[tuple[PathPart, ...], Sequence[TensorSpec]]]:
     """Yield the lists of tensors in nested dicts, with their places; not those of optimizers."""
     if isinstance(value, dict) and len(path) <= DEPTH and not is_optimizer(value):
         for name, child in value.items():
             if isinstance(name, str) and isinstance(child, (dict, list, tuple)):
                 yield from listed_sets(child, (*path, name))
     elif isinstance(value, (list, tuple)) and len(value) > 1 and all(isinstance(each, TensorSpec) for each in value):
-        yield path_name(path), value
+        yield path, value
 
 
 def with_listed(root: Any, name: str, state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]] | None:
     """Return a state_dict with the tensors of the list at a place, or of the first in what is there, each under a key
     of its own beside the one whose name it gets; and that set: these keys and those of the buffers, with the names of
     their tensors. None if there is no such list."""
-    for place, tensors in listed_sets(root):
-        parameters = names_in_order(tensors, state_dict) if is_inside(place, name) else None
+    for path, tensors in listed_sets(root):
+        place = path_name(path)
+        parameters = names_in_order(tensors, parameters_of(state_dict)) if is_inside(place, name) else None
         if parameters is not None:
             number_of = {key: number for number, key in enumerate(parameters)}
             for first, *aliases in ties(_specs(state_dict)):
@@ -47,16 +51,22 @@ def with_listed(root: Any, name: str, state_dict: Mapping[Any, Any]) -> tuple[di
     return None
 
 
-def names_in_order(tensors: Sequence[TensorSpec], state_dict: Mapping[Any, Any]) -> list[str] | None:
-    """Return the name of each tensor of a list in a state_dict, by the order of the parameters and their shapes; None
-    if these leave several ways or none, or if most parameters are not in the list."""
+def parameters_of(state_dict: Mapping[Any, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the name and shape of each parameter of a state_dict in order, a tied one once."""
     specs = _specs(state_dict)
     aliases = {key for group in ties(specs) for key in group[1:]}
-    parameters = [
+    return [
         (key, spec.shape)
         for key, spec in specs.items()
         if key not in aliases and not spec.dtype.startswith("int") and split_key(key)[1] not in RUNNING_STATISTICS
     ]
+
+
+def names_in_order(
+    tensors: Collection[TensorSpec], parameters: Sequence[tuple[str, tuple[int, ...] | None]]
+) -> list[str] | None:
+    """Return the name of each tensor of a list, by the order of the parameters and their shapes; None if these leave
+    several ways or none, or if most parameters are not in the list."""
     shapes = [tensor.shape for tensor in tensors]
     if not len(parameters) < 2 * len(shapes):
         return None
@@ -64,7 +74,7 @@ def names_in_order(tensors: Sequence[TensorSpec], state_dict: Mapping[Any, Any])
     return first if first == last[::-1] and len(first) == len(shapes) else None
 
 
-def _matched(shapes: Iterable[tuple[int, ...]], parameters: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:
+def _matched(shapes: Iterable[tuple[int, ...]], parameters: Iterable[tuple[str, tuple[int, ...] | None]]) -> list[str]:
     """Return the first parameter of each shape in turn, as far as there is one."""
     rest = iter(parameters)
     found = (next((key for key, own in rest if own == shape), None) for shape in shapes)

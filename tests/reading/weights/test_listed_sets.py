@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ckptfix
-from ckptfix.core.finding import Level
+from ckptfix.core.finding import Applicability, Level
 from ckptfix.errors import UsageError
 
 
@@ -85,3 +85,55 @@ def test_other_lists_are_not_called_averages(tmp_path):
     state = {f"layers.{at}.weight": torch.rand(4, at + 1) for at in range(3)}
     torch.save({"model": state, "gradients": [*state.values()]}, tmp_path / "a.pth")
     assert ckptfix.check(tmp_path / "a.pth", select=("FIL101",)).findings == ()
+
+
+def on_its_own(path, model, frozen=(), place="ema"):
+    """Save only the average of a model, in which each parameter has half of its value."""
+    listed = [each.detach() / 2 for name, each in model.named_parameters() if name not in frozen]
+    torch.save({place: {"decay": 0.999, "shadow_params": listed, "collected_params": None}, "step": 3}, path)
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("made", [Tied, Body])
+@pytest.mark.parametrize("place", ["ema", "ema.shadow_params"])
+def test_without_a_state_dict_the_model_names_the_tensors(tmp_path, made, place):
+    model = made()
+    on_its_own(tmp_path / "a.pth", model)
+    report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.pth", weights=place, fill="target").report
+    named = next(finding for finding in report.applied if finding.code == "FIL101")
+    assert (named.level, named.fix.applicability, named.fix.asked) == (Level.WARNING, Applicability.UNSAFE, True)
+    written = torch.load(tmp_path / "b.pth", weights_only=True)["ema"]["shadow_params"]
+    assert made().load_state_dict(written)
+    assert all(torch.equal(written[name], each / 2) for name, each in model.named_parameters())
+    assert ckptfix.check(tmp_path / "b.pth", model, select=("FIL101",)).findings == ()
+
+
+def test_a_frozen_layer_is_not_in_the_list(tmp_path):
+    on_its_own(tmp_path / "a.pth", Tied(), frozen=("embed.weight",))
+    report = ckptfix.check(tmp_path / "a.pth", Tied(), weights="ema", select=("FIL101", "FIT101"))
+    assert [finding.keys for finding in report.findings if finding.code == "FIL101"] == [
+        ("norm.weight", "norm.bias", "body.weight", "body.bias")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "frozen", "said"),
+    [
+        (None, (), "in a list, which has no names"),
+        (Body(), ("first.bias",), "fit in no way or in several"),
+        (nn.Linear(4, 4), (), "fit in no way or in several"),
+    ],
+    ids=["no model", "either of two biases", "another model"],
+)
+def test_nothing_is_written_where_the_model_does_not_name_them(tmp_path, model, frozen, said):
+    on_its_own(tmp_path / "a.pth", Body(), frozen)
+    allowed = {"unsafe_fixes": True, "rename_layers": True, **({} if model is None else {"fill": "target"})}
+    report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.pth", weights="ema", **allowed).report
+    (finding,) = [each for each in report.remaining if each.code == "FIL101"]
+    assert (finding.level, said in finding.message) == (Level.ERROR, True)
+    assert (report.exit_code, report.output, (tmp_path / "b.pth").exists()) == (1, None, False)
