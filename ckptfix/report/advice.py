@@ -182,7 +182,7 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
-        for chosen in (remedies, *_other_choices(report, remedies)):
+        for chosen in dict.fromkeys(map(tuple, (remedies, *_other_choices(report, remedies)))):
             yield with_remedies(again, chosen), price_text(report, chosen)
 
 

@@ -37,8 +37,8 @@ from ckptfix.core.finding import NAME, Applicability, Blocks, Finding, Fix, Leve
 from ckptfix.core.target import Target
 from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.reading.foreign.weightless import is_of_training
-from ckptfix.reading.weights.prefixed_sets import copied_under
-from ckptfix.rules.fil101_several_state_dicts import choice_of_copies
+from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
+from ckptfix.rules.fil101_several_state_dicts import choice, choice_of_copies
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
 from ckptfix.rules.rule import Context, Rule
 
@@ -81,6 +81,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=unexpected,
             evidence=evidence,
             remedies=_of_adapter(unexpected)
+            or choice(sets_of(checkpoint.specs))
             or (*NAME_THE_MODEL, Remedy.of("takes another state_dict of the file", weights=NAME)),
             blocks=Blocks.FILLING,
         )

@@ -73,7 +73,9 @@ from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, Inference, converted, infer_tied, is_in_order, spelled
 from ckptfix.maps.library import look_up, of_rotary
 from ckptfix.maps.trees import LARGE, Label
+from ckptfix.reading.weights.prefixed_sets import sets_of
 from ckptfix.rules.buf104_transient_buffer import is_superfluous
+from ckptfix.rules.fil101_several_state_dicts import choice
 from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts
 from ckptfix.rules.layer_moves import Moves, edits_of, keeps_name, moves_of, proved, stays
 from ckptfix.rules.rule import Context, Rule
@@ -213,6 +215,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=ambiguous,
             evidence={"alternatives": fitting_layers},
             remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
+            or choice(sets_of(checkpoint.specs))
             or advise(
                 "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
                 " --output-format json, and give it to --rename-map"

@@ -60,6 +60,13 @@ def test_nothing_is_offered_for_the_wrong_model():
     assert "--weights" in remedies_text(finding.remedies)
 
 
+def test_one_of_two_sets_is_to_be_chosen_first():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {f"{name}.{key}": value for name in ("online", "ema") for key, value in model.state_dict().items()}
+    (finding,) = propose(unexpected_key, state, model)
+    assert [remedy.options for remedy in finding.remedies] == [(("weights", "online"),), (("weights", "ema"),)]
+
+
 def test_an_adapter_is_to_be_merged_first():
     state = {**nn.Linear(2, 2).state_dict(), "lora_A.default.weight": torch.ones(1, 2)}
     (finding,) = propose(unexpected_key, state, nn.Linear(2, 2))

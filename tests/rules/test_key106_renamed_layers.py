@@ -293,3 +293,18 @@ def test_names_without_dots_that_could_be_two(fronts, model):
     state = {key: value for front in fronts for key, value in _spelled(model.state_dict(), front, "_").items()}
     fixes = [finding.fix for finding in propose(renamed_layers, state, model) if finding.fix]
     assert all(fix.applicability < Applicability.SAFE for fix in fixes)
+
+
+def test_one_of_two_sets_is_to_be_chosen_first():
+    """A map would ask which layer of which set is meant, for each of them."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+    names = {"0": "stem", "1": "norm", "2": "last"}
+    state = {
+        f"{name}.net.{names[key[0]]}{key[1:]}": value
+        for name in ("student", "teacher")
+        for key, value in model.state_dict().items()
+    }
+    offers = [finding.remedies for finding in propose(renamed_layers, state, model) if not finding.fix]
+    assert [[remedy.options for remedy in each] for each in offers] == [
+        [(("weights", "student"),), (("weights", "teacher"),)]
+    ]

@@ -115,6 +115,11 @@ def first_that_runs(model: nn.Module) -> str:
         pytest.param(nn.Conv3d(2, 3, 3), "2x2x8x32x32", id="conv3d"),
         pytest.param(nn.ConvTranspose2d(16, 3, 4), "2x16x1x1", id="a generator starts from a latent"),
         pytest.param(LeNet(), "2x1x28x28", id="a size that is not the first guess"),
+        pytest.param(
+            nn.Sequential(nn.Conv2d(4, 8, 8, 4), nn.Conv2d(8, 8, 4, 2), nn.Flatten(), nn.Linear(8 * 9 * 9, 2)),
+            "2x4x84x84",
+            id="the frames of an Atari game",
+        ),
         pytest.param(Patches(), "2x3x20x30", id="a size that the model states"),
         pytest.param(Siamese(), "2x1x28x28 2x1x28x28", id="two images"),
         pytest.param(loaded(nn.LazyLinear(2), nn.Linear(5, 2)), "2x5", id="a lazy layer that was loaded"),

@@ -28,7 +28,7 @@ DEPTH = 3  # segments of a prefix at most, where it is looked for
 # Words in the names of networks that follow another one while it is trained, and what the name of that one has in their
 # place; empty if it lacks the word. A letter is such a word only at the end.
 _LEADERS = {
-    **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("",)),
+    **dict.fromkeys(("ema", "averaged", "average", "swa", "shadow", "m"), ("", "online")),
     "teacher": ("student", ""),
     "target": ("online", "context", "policy", "local", "q", ""),
     "momentum": ("online", "base", ""),

@@ -53,6 +53,7 @@ def test_one_set(keys):
         (under("model.", "model_ema."), ("model", "model_ema")),
         (under("actor.", "critic.", "critic_target."), ("critic", "critic_target")),
         (under("context_encoder.", "target_encoder."), ("context_encoder", "target_encoder")),
+        ([*under("online_model.", "ema_model."), "initted", "step"], ("online_model", "ema_model")),
         (under("visual_encoder.", "visual_encoder_m."), ("visual_encoder", "visual_encoder_m")),
         (
             [*under("net.model.", "net_ema.ema_model."), "net.vae.weight", "net_ema.step"],
