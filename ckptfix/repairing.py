@@ -49,11 +49,11 @@ def open_checkpoint(
 
     ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a
     file of an archive. ``salvage`` opens a damaged file and gives the tensors that are whole; ``Checkpoint.lost`` has
-    the rest. Warns with ``DamageWarning`` if tensors may be others than were saved. Raises ``UnreadableError`` with the
+    the rest. Warns with ``DamageWarning`` of tensors that may be damaged. Raises ``UnreadableError`` with the
     true cause if the file holds no weights."""
     checkpoint = open_file(os.fspath(path), weights, salvage=salvage, member=member)
     if doubts := dict.fromkeys(map(clause, checkpoint.remarked(*DOUBTS))):
-        text = f"{checkpoint.path}: tensors may be others than were saved: {'; '.join(doubts)}"
+        text = f"{checkpoint.path}: tensors may differ from what was saved: {'; '.join(doubts)}"
         warnings.warn(one_line(text), DamageWarning, stacklevel=2)
     return checkpoint
 

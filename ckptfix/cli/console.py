@@ -244,7 +244,7 @@ def write_output(text: str) -> None:
         raise
     except OSError as error:
         _close_quietly(sys.stdout)
-        raise WriteError(f"the report cannot be written to stdout: {error.strerror}; let it go elsewhere") from error
+        raise WriteError(f"the report cannot be written to stdout: {error.strerror}; redirect it elsewhere") from error
 
 
 def _write_error(lines: Iterable[Line]) -> None:

@@ -95,8 +95,8 @@ def _cut_short(fact: Fact) -> str:
 
 def _bytes_before(fact: Fact) -> str:
     if fact.data["surplus"] < 0:
-        return "the bytes that the file lacks may be missing before them, and not at its end"
-    return "the bytes that the file has too many may be before them, and not at its end"
+        return "the missing bytes of the file may be missing before them, and not at its end"
+    return "the surplus bytes of the file may be before them, and not at its end"
 
 
 def _shards_missing(fact: Fact) -> str:
@@ -170,7 +170,7 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.MEMBER_CHECKSUM: "has a {place} that fails its checksum",
     Kind.MEMBERS_DAMAGED: "has {more} more damaged members",
     Kind.MEMBER_PACKED: "has a {place} that cannot be unpacked",
-    Kind.BYTEORDER_LOST: "has lost its byteorder, which was taken for little",
+    Kind.BYTEORDER_LOST: "has lost its byteorder, so little-endian was assumed",
     Kind.BYTEORDER_ODD: "has a byteorder that is neither little nor big",
     Kind.STORAGE_LACKING: "lacks its storage {place}",
     Kind.STORAGE_SIZE: _storage_size,
@@ -232,11 +232,11 @@ _WORDS: dict[Kind, str | Callable[[Fact], str]] = {
     Kind.RANK_COPIES: "differs between ranks; that of the first is taken",
     Kind.RANKS_COMPUTED: "is the {rule} of those of {ranks} ranks, as GPT-NeoX has it",
     Kind.RANK_REPEATED: "holds the same values as {other}",
-    Kind.RANK_RENAMED: "was saved as {other}, and stands after {before}",
+    Kind.RANK_RENAMED: "was saved as {other}, but comes after {before}",
     Kind.RANK_FOREIGN: lambda fact: f"was saved with another {first_names(fact.data['names'])} than most ranks",
     Kind.FLATTENED: "the weights are flattened: the files have their names, but not their shapes",
     Kind.MASTERS: "the weights are the fp32 masters of a training in {dtype}",
-    Kind.RANK_LEFT_OUT: "has no names that would hold for the whole, and is left out",
+    Kind.RANK_LEFT_OUT: "has no names that are valid for the whole model, and is left out",
     Kind.PACKED_MEMBERS: lambda fact: f"{counted(fact.data['members'], 'member')} of the archive",
     Kind.PACKED_SHARD: "compressed by itself",
     Kind.OTHER_SUFFIX: "{reader} refuses it",

@@ -185,7 +185,7 @@ def _drafted(result: Checkpoint, destination: Destination, settings: Settings) -
     if settings.shard_bytes is not None:
         if result.container:
             place = path_name(result.container)
-            remarks += (f"the shards hold the state_dict of {place}, and nothing of what is around it",)
+            remarks += (f"the shards hold the state_dict of {place}, and not what is around it",)
         flat = _without_container(result, form)
         with temporary_shards(output, flat, settings.shard_bytes, write, verify) as (index, names):
             yield Draft(SHARDS, index, names.index, flat, lambda: deliver_shards(index, names), remarks)

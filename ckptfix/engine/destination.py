@@ -82,14 +82,14 @@ class Destination(Struct, frozen=True):
                 raise UsageError("the output cannot go to stdout, as it is read back and compared; name a file")
             if source is None and checkpoint.container:
                 raise UsageError(
-                    "a container in memory may hold objects that no file is to have; save it with torch.save and "
+                    "a container in memory may hold objects that cannot be written; save it with torch.save and "
                     f"repair that file, or give its entry {path_name(checkpoint.container)!r}"
                 )
             return cls._named(Path(output), source, checkpoint, settings.format)
         if not (beside or in_place):
             return None
         if source is None:
-            raise UsageError("a state_dict in memory has no place of its own; name an output")
+            raise UsageError("a state_dict in memory has no path; name an output")
         # What was in an archive is written beside it under its own name; a folder's checkpoint becomes one file.
         named = Path(checkpoint.member or source.name.removesuffix(".index.json"))
         form = promised = output_format(checkpoint, None)

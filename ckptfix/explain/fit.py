@@ -405,7 +405,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
     if recipes := _recipes(mismatch):
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
         yield Advice(
-            f"makes {counted(len(recipes), 'key')} of another shape fit, by the formula of a library",
+            f"makes {counted(len(recipes), 'key')} fit the model's shapes, by the formula of a library",
             f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
         )
     left = {key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes}
@@ -413,7 +413,7 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice("Fill nothing in for these: that would make a model of random weights.")
     elif left:
         yield Advice(
-            "takes the keys of another shape from your fresh model (untrained), and the rest from the file",
+            "takes the mismatched keys from your fresh model (untrained), and the rest from the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
         )
     if named == {_SURPLUS_COUNTERS}:
@@ -489,7 +489,7 @@ def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[Cause]:
             lines = tuple(
                 f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items()
             )
-            yield f"{counted(len(group), 'key')} of another shape: {reason}.", lines
+            yield f"{counted(len(group), 'key')} whose shape differs: {reason}.", lines
 
 
 _OTHER_AXES = "the same axes in another order, as another library or release keeps them"

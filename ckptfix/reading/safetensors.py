@@ -154,7 +154,7 @@ def read_header(content: Content) -> tuple[dict[str, Any], int]:
     if size < 8 or 8 + length > size:
         raise UnreadableError(
             f"{content.path}: is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): "
-            "a file that is cut short in its header, or no safetensors; fetch it again"
+            "a file that is cut short in its header, or not a safetensors file; fetch it again"
         )
     return _parsed_header(content, content[8 : 8 + length]), 8 + length
 
@@ -172,7 +172,7 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
         "".join(header).encode("utf-8")  # an escape may be half a character
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
-            f"{path}: the header is not valid JSON ({error}): damaged, or no safetensors; fetch it again"
+            f"{path}: the header is not valid JSON ({error}): damaged, or not a safetensors file; fetch it again"
         ) from error
     if not isinstance(header, dict):
         raise UnreadableError(f"{path}: the header is not a JSON object; the file is damaged: fetch it again")
@@ -250,7 +250,7 @@ def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
         if name not in record:
             raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it has no {name}")
     if not isinstance(record["dtype"], str):
-        raise _violated(path, key, "a known dtype", f"it is a {type(record['dtype']).__name__} and no text")
+        raise _violated(path, key, "a known dtype", f"it is a {type(record['dtype']).__name__}, not text")
     for name in ("shape", "data_offsets"):
         sizes = record[name]
         if not isinstance(sizes, list):

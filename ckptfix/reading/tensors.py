@@ -62,7 +62,7 @@ def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = N
     if hasattr(tensor, "__tensor_flatten__"):
         # A wrapper such as DTensor has a storage of its own that holds nothing.
         raise UsageError(
-            f"a tensor of the state_dict is a {type(tensor).__name__}, whose values lie elsewhere; pass plain tensors, "
+            f"a tensor of the state_dict is a {type(tensor).__name__}, whose values are elsewhere; pass plain tensors, "
             "for sharded ones those of get_model_state_dict(…, options=StateDictOptions(full_state_dict=True))"
         )
     storages = {} if storages is None else storages

@@ -457,7 +457,7 @@ class _Table(Struct, frozen=True, dict=True):
             if len(old) > 1 or len(new) > 1:
                 return "positions of a text have no rows and columns"
             if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
-                return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, are not as many"
+                return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, differ in number"
             return old, new
         own: Grid | None = None
         if self.name == WINDOW_BIAS and not is_last:

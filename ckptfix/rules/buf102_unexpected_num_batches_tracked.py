@@ -44,7 +44,7 @@ def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Fin
     if counters:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(counters), 'counter')} without a place: {reason}",
+            f"{counted(len(counters), 'unexpected counter')}: {reason}",
             keys=counters,
             fix=Fix.safe(map(Drop, counters)),
         )

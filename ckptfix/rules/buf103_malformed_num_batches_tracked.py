@@ -78,7 +78,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
         shown = ", ".join(dict.fromkeys(broken.values()))
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(broken), 'counter')} of batches with a value that counts nothing ({shown})",
+            f"{counted(len(broken), 'counter')} of batches whose value is not a count ({shown})",
             keys=broken,
             evidence={"values": broken},
             fix=Fix.unsafe(zeros),
@@ -109,7 +109,7 @@ def _value(spec: TensorSpec) -> float:
 
     form = encoding(spec.dtype)
     assert form is not None, "a value that is not a number cannot be repaired"
-    assert spec.storage is not None, "a counter without a value has no cure"
+    assert spec.storage is not None, "a counter without a value cannot be repaired"
     start = spec.offset * spec.itemsize
     raw = spec.storage.source.read(start, start + spec.itemsize)
     return float(form.decode(np.frombuffer(raw, form.unit))[0])

@@ -141,9 +141,14 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> 
     storages = [edit.where for edit in conversions if edit.before == BARE_STORAGE]
     nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
     for name, places, what, said in (
-        ("left_out", attributes, "attribute", "of the module that no state_dict has, nor a file written from it"),
-        ("left_out", on_tensors, "attribute", "that code has set on tensors, which no file written from this one has"),
-        ("storages", storages, "storage", "without a tensor: torch.load reads such, and a written file has a tensor"),
+        ("left_out", attributes, "attribute", "of the module, which neither a state_dict nor a written file has"),
+        ("left_out", on_tensors, "attribute", "set on tensors by code, which no written file has"),
+        (
+            "storages",
+            storages,
+            "storage",
+            "without a tensor: torch.load reads them, but a written file has tensors instead",
+        ),
     ):
         if places:
             yield rule.finding(Level.NOTE, f"{counted(len(places), what)} {said}", evidence={name: places})
@@ -187,15 +192,15 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     if is_of_module and names and len(texts) == len(names):
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(names), 'key')} of bytes, as pickles of Python 2 have them, which no module loads",
+            f"{counted(len(names), 'key')} made of bytes, as in pickles of Python 2, which no module loads",
             keys=names,
             fix=Fix.safe(renames(texts)),
         )
     elif names:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(names), 'key')} of the state_dict not of text ({first_names(names)}): torch.load reads such "
-            "keys, no module has any, and in safetensors they become text",
+            f"{counted(len(names), 'key')} of the state_dict other than text ({first_names(names)}): torch.load reads "
+            "them, no module has such keys, and in safetensors they become text",
         )
     conversions = list(plain_root(checkpoint)[1])
     yield from _otherwise(rule, checkpoint, conversions)

@@ -84,7 +84,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if numbering is not None and numbering.count > 1:
         yield rule.finding(
             Level.NOTE,
-            f"the file is by its name one of {numbering.count} shards and holds a part of the weights; for the whole,"
+            f"by its name, the file is one of {numbering.count} shards: it holds only a part of the weights;"
             " name the folder that holds all of them",
             evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
             remedies=advise(f"name the folder that holds all of {numbering}, or the index beside them"),

@@ -91,11 +91,11 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
 
             yield rule.finding(
                 Level.ERROR,
-                f"{counted(bad, 'storage')} of {place}, beside the weights, with other bytes than were saved",
+                f"{counted(bad, 'storage')} of {place}, beside the weights, with wrong bytes",
                 remedies=(REMEDIES[0], *((DROP,) if is_optimizer else ())),
                 is_accepted=is_optimizer and context.settings.drop_optimizer,
             )
 
 
 def _said(count: int) -> str:
-    return f"{counted(count, 'tensor')} with other bytes than were saved: the storage fails the checksum of the archive"
+    return f"{counted(count, 'tensor')} with wrong bytes: the storage fails the checksum of the archive"

@@ -57,7 +57,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(differing), 'tensor')} may hold other values than were saved: the ranks hold different ones",
+            f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks hold different values",
             keys=tuple(key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)),
             remedies=advise("fetch the files of one save again"),
         )
@@ -65,7 +65,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     if doubts:
         yield rule.finding(
             Level.WARNING,
-            f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may be others than were saved",
+            f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may differ from what was saved",
             remedies=advise(
                 "fetch the file again, or name the model to compare with; nothing is added or left out unasked"
             ),
@@ -76,7 +76,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     if trailing:
         keys = _of_last_storage(checkpoint)
         doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
-        said = f"{trailing[0]} bytes after the checkpoint belong to nothing{doubt if keys else ''}"
+        said = f"{trailing[0]} bytes after the checkpoint do not belong to it{doubt if keys else ''}"
         yield rule.finding(Level.NOTE, said, keys=keys)
     strays = [fact.place for fact in checkpoint.remarked(Kind.STRAY_FILE)]
     if strays:
@@ -126,7 +126,7 @@ def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         if keys:
             yield rule.finding(
                 Level.WARNING,
-                f"{counted(len(keys), 'tensor')} may hold other values than were saved: {reason}",
+                f"{counted(len(keys), 'tensor')} may differ from what was saved: {reason}",
                 keys=keys,
                 remedies=advise("fetch the file again, or compare the result with another copy (ckptfix diff)"),
             )

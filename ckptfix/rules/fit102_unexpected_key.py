@@ -92,7 +92,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     drops = Fix.unsafe(map(Drop, unexpected))
     yield rule.finding(
         Level.ERROR,
-        f"{counted(len(unexpected), 'key')} without a place in the target",
+        f"{counted(len(unexpected), 'key')} that the target does not have",
         keys=unexpected,
         evidence=evidence,
         # What holds the model's weights in another form must not be dropped together with something else.

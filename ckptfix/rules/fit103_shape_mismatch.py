@@ -129,7 +129,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if (parts := _parts(shapes)) and VOCAB in {case.name for case in known}:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(pairs), 'key')} of another shape: each has 1/{parts} of the rows or of the columns",
+            f"{counted(len(pairs), 'key')} whose shape differs: each has 1/{parts} of the rows or of the columns",
             keys=pairs,
             evidence=_shown(pairs),
             remedies=advise(
@@ -198,7 +198,7 @@ def _case_findings(
         mine = [edit for edit in edits if edit.recipe == recipe]
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(mine), 'key')} of another shape, adapted by {recipe}: {case.words}",
+            f"{counted(len(mine), 'key')} adapted to the target's shape by {recipe}: {case.words}",
             keys=[edit.key for edit in mine],
             evidence=_shown({edit.key: (edit.before, edit.shape) for edit in mine}),
             fix=Fix.requested(mine),
@@ -206,7 +206,7 @@ def _case_findings(
     if left:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(left), 'key')} of another shape than the target's: {case.words}",
+            f"{counted(len(left), 'key')} whose shape differs from the target's: {case.words}",
             keys=left,
             evidence=_shown(left),
             fix=_dropped(left, context),
@@ -283,7 +283,7 @@ def _unknown(
     )
     return rule.finding(
         Level.ERROR,
-        f"{counted(len(pairs), 'key')} of another shape than the target's"
+        f"{counted(len(pairs), 'key')} whose shape differs from the target's"
         f"{f', {turned} of them transposed' if turned else ''}",
         keys=pairs,
         evidence=_shown(pairs),

@@ -65,7 +65,7 @@ def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         is_cast = sort == "plain" and context.settings.dtype is None
         yield rule.finding(
             level,
-            f"{counted(len(alike), 'tensor')} of another dtype than the target's ({', '.join(dtypes)}): {what}",
+            f"{counted(len(alike), 'tensor')} whose dtype differs from the target's ({', '.join(dtypes)}): {what}",
             keys=[cast.key for cast in alike],
             evidence={"dtypes": dict(dtypes), **({"absmax": largest} if largest else {})},
             fix=Fix.unsafe(alike) if is_cast else None,

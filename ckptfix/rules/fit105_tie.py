@@ -45,7 +45,7 @@ def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     if ties := list({edit.key: edit for edit in _ties(context.checkpoint, target, groups)}.values()):
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(ties), 'key')} missing whose tied twin is in the file",
+            f"{counted(len(ties), 'key')} missing, tied to a key that is in the file",
             keys=[edit.key for edit in ties],
             evidence={"twins": {edit.key: edit.to for edit in ties}},
             fix=Fix.safe(ties),

@@ -252,6 +252,6 @@ def _remedies(choices: list[Prefixes], is_most: bool) -> tuple[Remedy, ...]:
     """Return how to keep the set under one prefix, where most of the target is in each; parts of one set are none."""
     sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
     if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
-        text = "give the keys the names that the target has for them: nothing in the file tells which are which"
+        text = "give the keys the names that the target has for them: nothing in the file shows which is which"
         return advise(text)
     return choice(sets)

@@ -177,7 +177,7 @@ def _out_of_step(
         )
 
     if sets and found:
-        fits = f"fits {' and '.join(sets)} alike, and its name tells neither"
+        fits = f"fits {' and '.join(sets)} alike, and its name does not say which"
         yield stays(f"{fits}: it stays as it is, though {sets[0]} changes", sets=sets)
         return
     if len(found) != 1 or is_moved:

@@ -46,7 +46,7 @@ def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
         if len(found) != 1:
             recipes = [way.source for way in found]
             reason = f"several ways to name them fit and differ ({', '.join(recipes)})"
-            reason = reason if found else "nothing tells which is which"
+            reason = reason if found else "nothing shows which is which"
             yield rule.finding(Level.NOTE, f"{what}, and {reason}", evidence={"recipes": recipes})
             continue
         naming = found[0].naming

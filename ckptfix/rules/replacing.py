@@ -37,9 +37,9 @@ def from_elsewhere(rule: Rule) -> tuple[Remedy, ...]:
 def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
     """Return what can be done about broken statistics of norms."""
     return (
-        Remedy.of("measures them on some hundred samples of training data (needs the model)", recalibrate=DATA),
+        Remedy.of("measures them again on a few hundred training samples (needs the model)", recalibrate=DATA),
         Remedy.of("takes them from another copy", replace=(rule.code,), fill=FILE),
-        Remedy.of("makes them those of a fresh norm, to be trained on", reset_running_stats=True),
+        Remedy.of("resets them to those of a fresh norm, which has to be trained further", reset_running_stats=True),
     )
 
 

@@ -121,7 +121,7 @@ class RayEngine(Engine):
         try:
             done: Done = self._ray.get(ended)
         except exceptions.RayTaskError as error:
-            return failed(job, f"{job.item.name}: the node that had it could not do it: {_last_line(error)}")
+            return failed(job, f"{job.item.name}: the node that worked on it failed: {_last_line(error)}")
         except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
             if job.attempt < _LOSSES:  # which is not the fault of the job
                 self._lost.append(replace(job, attempt=job.attempt + 1))

@@ -118,7 +118,7 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
         evidence={"in_name": claimed, "sha256": sha256},
         remedies=advise(
             "compare with the place where it came from: the file was changed or damaged since it was named, or the"
-            " digits are no hash of the content"
+            " digits are not a hash of the content"
         ),
     )
 

@@ -127,7 +127,7 @@ def assert_lawful(path: Path, weights: dict[str, torch.Tensor]) -> None:
         checkpoint = ckptfix.open_checkpoint(path, salvage=True)
     except CkptfixError:
         return
-    if any("may be others than were saved" in finding.message for finding in report.findings):
+    if any("may differ from what was saved" in finding.message for finding in report.findings):
         return
     named = {key for finding in report.findings if finding.code == "FIL201" for key in finding.keys}
     assert set(weights) == {*checkpoint.keys(), *checkpoint.lost}

@@ -103,12 +103,15 @@ def test_json(folder):
         ("pos_embed=timm:3x3", "the file's 37 positions are not those of a grid of 3x3 and 1 token, but of one of 6x6"),
         ("pos_embed=timm:3x3", "give the grids of the file and the model: --adapt pos_embed=timm:6x6:12x12"),
         ("head=classes.txt", "--adapt head=classes.txt: there is no file classes.txt; check the path"),
-        ("vocab=cut", "--adapt vocab=cut fits nothing here: 1 key of another shape than the target's: a grid of 6x6"),
+        (
+            "vocab=cut",
+            "--adapt vocab=cut fits nothing here: 1 key whose shape differs from the target's: a grid of 6x6",
+        ),
         ("vocab=cut", "such as pos_embed; give --adapt pos_embed=timm"),
-        ("pos_embed@visual.*=timm", "fits nothing here: 1 key of another shape"),
+        ("pos_embed@visual.*=timm", "fits nothing here: 1 key whose shape differs"),
         ("window_bias=swin", "give --adapt pos_embed=timm"),
         ("head=old.pth", "give --adapt pos_embed=timm"),
-        ("depth=0", "--adapt depth=0 fits nothing here: 1 key of another shape"),
+        ("depth=0", "--adapt depth=0 fits nothing here: 1 key whose shape differs"),
     ],
 )
 def test_what_is_refused_in_one_line(folder, option, said):
@@ -131,7 +134,7 @@ def test_a_recipe_needs_something_to_fit(folder):
         (
             '{"side": 6, "classes": 4}',
             (),
-            "2 keys of another shape than the target's, such as head.weight; give --adapt head=MAP.txt",
+            "2 keys whose shape differs from the target's, such as head.weight; give --adapt head=MAP.txt",
         ),
         ('{"side": 12}', ("--drop-mismatched", "--fill", "target"), "such as pos_embed; give --adapt pos_embed=timm"),
     ],

@@ -118,7 +118,7 @@ def test_a_transpose_is_called_so():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
     state = {**model.state_dict(), "0.weight": torch.zeros(2, 3)}
     (finding,) = propose(shape_mismatch, state, model)
-    assert finding.message == "1 key of another shape than the target's, 1 of them transposed"
+    assert finding.message == "1 key whose shape differs from the target's, 1 of them transposed"
     assert remedies_text(finding.remedies).startswith(
         "convert the file"
     )  # its square matrices are transposed too, and fit

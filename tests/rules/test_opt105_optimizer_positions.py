@@ -48,5 +48,5 @@ def test_what_nothing_tells_is_said(tmp_path):
     saved["optimizer"]["param_groups"][0]["params"] = [0, 1, 2]
     torch.save(saved, tmp_path / "run.pth")
     (finding,) = ckptfix.check(tmp_path / "run.pth", optimizer_positions=True).findings
-    assert "nothing tells" in finding.message
+    assert "nothing shows" in finding.message
     assert finding.keys == ()

@@ -262,5 +262,5 @@ def _contents(folder: Path) -> str:
     if likely or below:
         named = below if checkpoints or not likely else likely
         kind = "checkpoints" if checkpoints else "files"
-        return f"a folder, and no sharded checkpoint; name one of the {kind} in it: {_some(named)}"
+        return f"a folder, but not a sharded checkpoint; name one of the {kind} in it: {_some(named)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"

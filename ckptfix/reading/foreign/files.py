@@ -71,7 +71,7 @@ def name_mangled(content: Content) -> str | None:
     replaced, letters = _made_letters(content) if as_text(head) is None else (0, 0)
     again = "fetch it again in binary mode (not as text of a response, and not through an editor)"
     if replaced >= _SIGNS:
-        return f"was saved as text: every byte that is not text became the sign U+FFFD, which cannot be undone; {again}"
+        return f"was saved as text: every byte that is not text became U+FFFD, which cannot be undone; {again}"
     # Pickles of protocol 0 and 1 have the bytes of their tensors as letters by themselves.
     is_text = is_pickle(content) and head[8:9] != b"{"
     if letters >= _SIGNS and not is_text:

@@ -65,8 +65,8 @@ class NumpyArray(Struct, eq=False):
 
             if len(data) % dtype.itemsize:
                 raise UnreadableError(
-                    f"{path}: a numpy array of {code} has {len(data)} bytes, no whole number of elements; fetch the "
-                    "file again"
+                    f"{path}: a numpy array of {code} has {len(data)} bytes, which is not a whole number of elements; "
+                    "fetch the file again"
                 )
             data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
         self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)

@@ -30,10 +30,10 @@ def sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
         value = value.args[0]
     if not isinstance(value, (tuple, list)) or len(value) > 64:
-        raise MalformedError(f"{shown(value)} is no shape")
+        raise MalformedError(f"{shown(value)} is not a shape")
     for size in value:
         if type(size) is not int or not 0 <= size < 1 << 63:
-            raise MalformedError(f"{shown(value)} is no shape")
+            raise MalformedError(f"{shown(value)} is not a shape")
     return tuple(value)
 
 
@@ -74,7 +74,7 @@ def dtype_name(value: Any) -> str:
         return value.name
     if isinstance(value, Global) and value.module == "torch" and value.name.islower():
         raise UnknownError(f"the dtype {value}")
-    raise MalformedError(f"{shown(value)} is no dtype")
+    raise MalformedError(f"{shown(value)} is not a dtype")
 
 
 def storage_dtype(cls: Any) -> str:

@@ -256,7 +256,7 @@ class InertTable(Struct):
         else:
             return NotImplemented
         if not all(_is_simple(part) for part in parts.values()):
-            raise MalformedError("a sparse tensor whose parts are no plain tensors")
+            raise MalformedError("a sparse tensor whose parts are not plain tensors")
         if math.prod(sizes(size)) >= 1 << 63:
             raise MalformedError("a sparse tensor of more elements than torch can count")
         return TensorSpec(

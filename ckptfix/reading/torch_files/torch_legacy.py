@@ -136,8 +136,8 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
         return run
     except PickleEndError as end:
         raise UnreadableError(
-            f"{content.path}: is cut short or damaged in its {part}, which a legacy torch file has in front of all "
-            "tensors: none of them can be had; fetch it again"
+            f"{content.path}: is cut short or damaged in its {part}, which comes before all tensors of a legacy "
+            "torch file: none of them can be read; fetch it again"
         ) from end
     except NoOpcodeError as error:
         zeros = zero_tail(content)
@@ -145,7 +145,7 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
             raise
         raise UnreadableError(
             f"{content.path}: is zeros from byte {zeros} of {len(content)} on, which were reserved and never filled, "
-            f"and begin in its {part}, which a legacy torch file has in front of all tensors: none of them can be had; "
+            f"and begin in its {part}, which comes before all tensors of a legacy torch file: none is readable; "
             "fetch it again"
         ) from error
 

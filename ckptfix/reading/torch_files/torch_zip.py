@@ -385,7 +385,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     if found is None and packed > len(content) + lacking:
         raise HostileError(
             f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
-            "lie over each other; do not use this file"
+            "overlap; do not use this file"
         )
     roots = [name.removesuffix(main) for name in names if name.endswith(f"/{main}") or name == main]
     if not roots and found is not None:

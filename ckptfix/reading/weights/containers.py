@@ -195,7 +195,7 @@ def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any
         seen.add(id(value))
         if len(seen) > NODE_LIMIT:
             raise HostileError(
-                f"{document.path}: more than {NODE_LIMIT} objects lie around the weights; do not use this file"
+                f"{document.path}: more than {NODE_LIMIT} objects are around the weights; do not use this file"
             )
         mapping = module_state_dict(value, document.path) if is_module(value) else _mapping(value)
         if mapping is not None and is_optimizer(mapping):

@@ -85,7 +85,7 @@ def rewritten(path: Path, to: Path, change: dict[str, Any]) -> Path:
         pytest.param({"use_pickle": True}, "quantised weight or another subclass", id="subclass"),
         pytest.param({"dtype": 99}, "dtype 99 in the layout 7", id="unknown dtype"),
         pytest.param({"layout": 1}, "dtype 7 in the layout 1", id="sparse"),
-        pytest.param({"sizes": [{"as_int": -3}]}, "is no shape", id="negative"),
+        pytest.param({"sizes": [{"as_int": -3}]}, "is not a shape", id="negative"),
         pytest.param({"sizes": [{"as_int": 1 << 40}]}, "declares|claims|bytes", id="more than there is"),
         pytest.param({"storage_offset": {"as_int": 9}}, "claims|bytes", id="behind its storage"),
         pytest.param({"path_name": "weight_77"}, "weight_77", id="no such member"),

@@ -361,7 +361,7 @@ class Merging:
         place = partial(self._spread if self.first.stage == 3 else self._partitions, runs)
         tensors = place(lambda made, index: made.masters[index])
         if tensors is None:
-            raise UnreadableError(f"{self.path}: its slices of weights are no flat tensors; they are damaged")
+            raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors; they are damaged")
         return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
 
     def _states(self, file: Path) -> _States | None:
