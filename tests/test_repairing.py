@@ -124,7 +124,7 @@ API: Any = ckptfix
         pytest.param(lambda file: API.repair(file, output=file.parent), "is a folder", id="output is a folder"),
         pytest.param(lambda file: API.repair(file, output="x", beside=True), "exclude each other", id="two outputs"),
         pytest.param(lambda file: API.repair(file, backup=True), "needs in_place=", id="backup of what"),
-        pytest.param(lambda file: API.repair({}, in_place=True), "no place of its own", id="memory in place"),
+        pytest.param(lambda file: API.repair({}, in_place=True), "has no path", id="memory in place"),
         pytest.param(
             lambda file: API.repair(file, in_place=True, format="safetensors"),
             "keeps the name",
