@@ -77,8 +77,9 @@ class Adaptation(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What the user wrote, without grids."""
-        return self.with_recipe(self.recipe)
+        """What the user wrote."""
+        grids = ("x".join(map(str, grid)) for grid in (self.old, self.new) if grid)
+        return self.with_recipe(":".join((self.recipe, *grids)))
 
     def with_recipe(self, recipe: str) -> str:
         return f"{self.name}{'' if self.keys == '*' else f'@{self.keys}'}={recipe}"

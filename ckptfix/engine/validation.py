@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.adaptations import adaptation
+from ckptfix.core.adaptations import RECIPES, adaptation
 from ckptfix.core.option import CHECK, LISTS, REPAIR
 from ckptfix.core.options import OPTIONS, settings_of
 from ckptfix.core.rename_map import MapRule, RenameMap
@@ -50,7 +50,9 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
     for each in map(adaptation, settings.adapt):
         for file in each.files():
             if not Path(file).is_file():
-                raise UsageError(Opt("adapt", each.text), f": there is no file {file}; check the path")
+                others = [f" or {name}={file}" for name, known in RECIPES.items() if file in known]
+                hint = f"give {each.with_recipe('MAP.txt')}{''.join(others)}" if others else "check the path"
+                raise UsageError(Opt("adapt", each.text), f": there is no file {file}; {hint}")
     if settings.replace and settings.fill is None:
         raise UsageError(
             Opt("replace"),

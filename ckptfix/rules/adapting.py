@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -531,9 +531,14 @@ def _is_square(number: int) -> bool:
 
 def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adaptation]) -> Adaptation | None:
     """Return the adaptation for a key: one that names keys before one for all, and one of the recipes that fit before
-    one that does not."""
-    fitting = [each for each in given if each.name == name and fnmatchcase(key, each.keys)]
-    return min(fitting, key=lambda each: (each.recipe not in recipes, each.keys == "*"), default=None)
+    one that does not. Raises ``UsageError`` if two of them fit as well."""
+    named = dict.fromkeys(each for each in given if each.name == name and fnmatchcase(key, each.keys))
+    ranked = sorted(named, key=lambda each: (each.recipe not in recipes, each.keys == "*"))
+    for one, other in pairwise(ranked[:2]):
+        if (one.keys == "*") is (other.keys == "*") and (other.recipe in recipes or not recipes):
+            both = (Opt("adapt", one.text), " and ", Opt("adapt", other.text))
+            raise UsageError(*both, f" are both for {key.rstrip('.')}; give one of them")
+    return next(iter(ranked), None)
 
 
 def of_use(given: Sequence[Adaptation], known: Sequence[Case], done: Collection[str]) -> set[Adaptation]:

@@ -265,6 +265,7 @@ def _unknown(
     rule: Rule, context: Context, target: Target, pairs: Pairs, is_other: bool, heads: tuple[Remedy, ...]
 ) -> Finding:
     turned = sum(_is_transposed(*pair) for pair in pairs.values())
+    timed = sum(len(new) == 4 and (*old[:2], *old[3:]) == new for old, new in pairs.values() if old)
     # If most are transposed, the others may be too, and a head of another size is no reason to fill them.
     is_turned = 2 * turned > sum(len(new) > 1 for _, new in pairs.values())
     moved = _moved(pairs, context.checkpoint, target)
@@ -284,7 +285,8 @@ def _unknown(
     return rule.finding(
         Level.ERROR,
         f"{counted(len(pairs), 'key')} whose shape differs from the target's"
-        f"{f', {turned} of them transposed' if turned else ''}",
+        f"{f', {turned} of them transposed' if turned else ''}"
+        f"{f', {timed} of them over time too, which inflate adds and no recipe takes out' if timed else ''}",
         keys=pairs,
         evidence=_shown(pairs),
         fix=_dropped(pairs, context),

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation
@@ -38,6 +37,7 @@ from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remed
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.errors import Opt, UsageError
+from ckptfix.rules.adapting import chosen
 from ckptfix.rules.rule import Context, Rule
 
 Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys
@@ -62,7 +62,7 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
         if new == old or wanted != layer:
             continue
         stack = Stack(path, old, new)
-        asked = next((one for one in given.values() if fnmatchcase(f"{path}.", one.keys)), None)
+        asked = chosen(DEPTH, f"{path}.", (), [*given.values()])
         used.append(asked)
         edits = tuple(_edits(stack, _layers(asked, stack), context.checkpoint.specs)) if asked else ()
         is_settled = context.settings.unsafe_fixes if new < old else bool(context.settings.fill)

@@ -643,6 +643,29 @@ def test_images_to_videos():
     torch.testing.assert_close(model(still)[:, :, 0], file(still[:, :, 0]))
 
 
+def test_videos_to_images_have_no_recipe():
+    file, model = nn.Sequential(nn.Conv3d(3, 8, (5, 3, 3))), nn.Sequential(nn.Conv2d(3, 8, 3))
+    found = propose(shape_mismatch, file.state_dict(), model, adapt=("inflate=mean",))
+    assert any("1 of them over time too, which inflate adds and no recipe takes out" in one.message for one in found)
+    assert not any("adapt" in dict(remedy.options) for one in found for remedy in one.remedies)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("vocab=pad:mean", "vocab=pad:zeros"),
+        ("vocab@*embed*=pad:mean", "vocab@tok*=pad:mean"),
+        ("vocab=pad:zeros", "vocab=cut", "vocab=pad:mean"),
+    ],
+)
+def test_two_recipes_for_one_key_are_refused(given):
+    file, model = (nn.ModuleDict({"tok_embed": nn.Embedding(rows, 8)}) for rows in (9, 12))
+    with pytest.raises(UsageError, match=r"vocab.*adapt=.*vocab.* are both for tok_embed\.weight; give one"):
+        propose(shape_mismatch, file.state_dict(), model, adapt=given)
+    for fitting in (given[:1] * 2, ("vocab=cut", given[0]), ("vocab=pad:target", "vocab@tok*=pad:zeros")):
+        assert any(finding.fix for finding in propose(shape_mismatch, file.state_dict(), model, adapt=fitting))
+
+
 def test_no_recipe_is_offered_for_another_model():
     """The embedding has the width of the model, and the rest has not."""
     layers = (nn.Linear(8, 8), nn.Linear(64, 64))
