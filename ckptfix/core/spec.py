@@ -291,7 +291,7 @@ FAINT = 1e-20
 DISK_BLOCK = 4096  # bytes that file systems and disks move together
 
 
-class TensorStatistics(Struct):
+class TensorStatistics(Struct, gc=False):
     """What the numbers of a tensor, or of a run of them, look like.
 
     ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``overflowing``

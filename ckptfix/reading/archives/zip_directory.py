@@ -24,11 +24,12 @@ _USUAL = 128  # bytes of a header with its name: few are longer
 DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), struct.Struct("<3I"), struct.Struct("<I2Q"))
 
 
-class ZipMember(Struct):
-    """What the directory of an archive says of a member. ``raw`` is its name as the entry has it."""
+class ZipMember(Struct, gc=False):
+    """What the directory of an archive says of a member. ``odd_name`` is its name as the entry has it, if that is not
+    ``name`` in UTF-8, and ``ahead`` the bytes of its header, 0 if it has not been looked at."""
 
     name: str
-    raw: bytes
+    odd_name: bytes | None
     flags: int
     method: int
     crc: int
@@ -37,6 +38,18 @@ class ZipMember(Struct):
     place: int
     volume: int = 0
     attributes: int = 0
+    ahead: int = 0
+
+    @classmethod
+    def of(cls, raw: bytes, flags: int, *said: int) -> ZipMember:
+        """Return the member whose name is ``raw`` in the archive."""
+        name = member_name(raw, flags)
+        return cls(name, None if name.encode() == raw else raw, flags, *said)
+
+    @property
+    def raw(self) -> bytes:
+        """The name as the entry has it."""
+        return self.name.encode() if self.odd_name is None else self.odd_name
 
 
 class Header(NamedTuple):
@@ -148,8 +161,7 @@ def _followed(content: Content) -> Directory:
         if _NO_PLACE in (packed, size, place):
             stop = position - comment
             size, packed, place = _of_zip64(directory[stop - extra : stop], size, packed, place)
-        name = member_name(raw, flags)
-        members.append(ZipMember(name, raw, flags, method, crc, packed, size, place + shift, volume, attributes))
+        members.append(ZipMember.of(raw, flags, method, crc, packed, size, place + shift, volume, attributes))
     if position < len(directory):
         return Directory(fault=f"no entry of it is at byte {end.begin + position}")
     return Directory(members, is_exact=position == len(directory))

@@ -146,8 +146,7 @@ def _member(content: Content, place: int, header: Header) -> ZipMember:
     extra = content[place + HEADER.size + len(header.name) : header.start]
     if packed == 0xFFFFFFFF and extra[:4] == b"\x01\x00\x10\x00" and len(extra) >= 20:
         size, packed = struct.unpack("<2Q", extra[4:20])
-    name = member_name(header.name, header.flags)
-    return ZipMember(name, header.name, header.flags, header.method, header.crc, packed, size, place)
+    return ZipMember.of(header.name, header.flags, header.method, header.crc, packed, size, place)
 
 
 HEADER_RECORD, ENTRY_RECORD = "header", "entry"  # which record of a member is damaged
@@ -156,15 +155,14 @@ NOWHERE = -1  # the place of a member that no header is found for
 
 
 class ZipIndex(Struct):
-    """The members in the order of the archive. ``starts`` has the places of data, by the place of the header, as far as
-    they are known; ``found`` is what a walk found where there is no directory to go by. ``damage`` says what is wrong;
-    an archive that merely ends early has none here. ``doubts`` are those of it after which a member may be another
-    than its name says. ``displaced`` are the bytes by which the directory is further on than it says, as after another
-    file, and negative where bytes before it are gone: programs for zip archives see to that, torch refuses it.
+    """The members in the order of the archive. ``found`` is what a walk found where there is no directory to go by.
+    ``damage`` says what is wrong; an archive that merely ends early has none here. ``doubts`` are those of it after
+    which a member may be another than its name says. ``displaced`` are the bytes by which the directory is further on
+    than it says, as after another file, and negative where bytes before it are gone: programs for zip archives see to
+    that, torch refuses it.
     ``refusal`` is what else torch refuses, and ``trailing`` are the bytes after all of it."""
 
     members: list[ZipMember]
-    starts: dict[int, int] = field(default_factory=dict)
     found: FoundMembers | None = None
     damage: list[Fact] = field(default_factory=list)
     doubts: list[Fact] = field(default_factory=list)
@@ -174,8 +172,8 @@ class ZipIndex(Struct):
 
     def data_start(self, content: Content, member: ZipMember) -> int | None:
         """Return where the data of a member begins; None if nothing says so."""
-        if member.place in self.starts:
-            return self.starts[member.place]
+        if member.ahead:
+            return member.place + member.ahead
         header = read_header(content, member.place)
         return header.start if header is not None and header.is_signed else None
 
@@ -202,7 +200,7 @@ class _Comparison:
         self.in_place += 1
         if header.name != member.raw or not self._agree(member, header):
             return False
-        self.index.starts[member.place] = header.start
+        member.ahead = header.start - member.place
         return True
 
     @property
@@ -225,7 +223,7 @@ class _Comparison:
         is_anothers = name != member.name and self.names[name] > 0
         is_here = not is_anothers or not (self.places[member.place] > 1 or self._is_proved_elsewhere(member))
         if header is not None and self._agree(member, header) and is_here:
-            self.index.starts[member.place] = header.start
+            member.ahead = header.start - member.place
             if not header.is_signed:
                 self._blame(member, HEADER_RECORD)
             elif is_anothers and name in self._misfits:

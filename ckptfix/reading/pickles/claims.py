@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
@@ -34,7 +35,12 @@ def sizes(value: Any) -> tuple[int, ...]:
     for size in value:
         if type(size) is not int or not 0 <= size < 1 << 63:
             raise MalformedError(f"{shown(value)} is not a shape")
-    return tuple(value)
+    return _shared(tuple(value))
+
+
+@lru_cache(maxsize=1 << 12)  # a hundred thousand tensors have few shapes, and a pickle has each of them anew
+def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return numbers
 
 
 def checked(spec: TensorSpec, path: str) -> TensorSpec:

@@ -106,7 +106,8 @@ class InertTable(Struct):
 
     ``foreign`` gathers the tensor subclasses that are named, objects in the place of hooks, and gradients that no fp8
     tensor can be loaded with, ``derived`` the names that the pickle builds by ``getattr`` and the like, ``called`` the
-    globals that it calls and for which nothing stands in, ``attributes`` the names of what was set on tensors."""
+    globals that it calls and for which nothing stands in, ``attributes`` the names of what was set on tensors.
+    ``stored_bytes`` is the size of the storages so far."""
 
     path: str
     nested: Callable[[bytes], Any]
@@ -115,8 +116,7 @@ class InertTable(Struct):
     derived: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     _known: dict[Global, tuple[Callable[..., Any] | None, str, str]] = field(default_factory=dict)
-    _stored: dict[int, Storage] = field(default_factory=dict)
-    _stored_bytes: int = 0
+    stored_bytes: int = 0
     _logical_bytes: int = 0
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
@@ -184,14 +184,11 @@ class InertTable(Struct):
         spec = TensorSpec(dtype, shape, strides, storage, int(offset), requires_grad=is_trained, math_bits=bits)
         nbytes = checked_size(spec, self.path)
         # Those of the file together must be no bomb of views of few bytes.
-        if id(storage) not in self._stored:
-            self._stored[id(storage)] = storage
-            self._stored_bytes += storage.nbytes
         self._logical_bytes += nbytes
-        if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self._stored_bytes:
+        if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self.stored_bytes:
             raise HostileError(
                 f"{self.path}: its tensors would take {self._logical_bytes >> 20} MiB in memory out of "
-                f"{self._stored_bytes} stored bytes; do not use this file"
+                f"{self.stored_bytes} stored bytes; do not use this file"
             )
         return spec
 

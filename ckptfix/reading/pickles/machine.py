@@ -11,10 +11,11 @@ Sizes in the stream are claims: nothing is allocated before the bytes are there,
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from sys import getsizeof
 from typing import Any
 
@@ -40,6 +41,12 @@ _GLOBAL = 400  # bytes of the name of a class or function, beside its text
 # Digits of a number in text; Python's own limit is not much higher, and its message speaks of the interpreter.
 _NUMBER_DIGITS = 4000
 FAR = 120  # bytes of an entry of the memo outside of the row
+
+# The numbers that GET and LONG_BINGET may ask for, wherever in a pickle their opcodes may be; BINGET asks for any of
+# the first 256.
+_ASKED = re.compile(rb"j(?=(....))|g(?=(\d{1,9}))", re.DOTALL)
+_RARELY = 16  # of how many bytes of an honest pickle at most one looks like such an opcode
+_UNASKED = object()
 Call = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value that stands for calling a global with arguments
 
 
@@ -84,7 +91,10 @@ class Memo:
     def recall(self, index: int) -> Any:
         """Return the value under a number. Raises ``KeyError`` if there is none."""
         place = index - self.first
-        return self.row[place] if 0 <= place < len(self.row) else self.far[index]
+        value = self.row[place] if 0 <= place < len(self.row) else self.far[index]
+        if value is _UNASKED:
+            raise LookupError(index)
+        return value
 
 
 class PickleMachine(PickleStream):
@@ -113,6 +123,7 @@ class PickleMachine(PickleStream):
         self.protocol, self.is_unicode = 0, True
         self.stack: list[Any] = []
         self.memo = Memo()
+        self._asked: Container[int] = range(1 << 32)
         self._marks: list[list[Any]] = []
         self._below = 0
         self._frame_end, self.is_torn = 0, False
@@ -136,8 +147,10 @@ class PickleMachine(PickleStream):
 
     def load(self) -> Any:
         try:
-            while not self._run():
-                pass
+            if not self._run():
+                self._asked = self._asked_for()
+                while not self._run():
+                    pass
             return self.stack.pop()
         except UnknownError as error:
             raise UnreadableError(f"{self.path}: {error} is newer than this release of ckptfix; update it") from error
@@ -146,12 +159,26 @@ class PickleMachine(PickleStream):
                 f"{self.path}: the pickle is malformed near offset {self.at} ({_reason(error)}); fetch the file again"
             ) from error
 
+    def _asked_for(self) -> Container[int]:
+        """Return the numbers of the memo that the rest of the pickle may ask for, if it is in memory. Most values of a
+        checkpoint are kept in vain: of a tensor the arguments and hooks, which take more than the tensor itself."""
+        data, rest = self._data, self._size - self.position
+        if not isinstance(data, bytes) or data.count(b"j") + data.count(b"g") > rest // _RARELY:
+            return self._asked
+        asked = set(range(256))
+        for found in _ASKED.finditer(data, self.position):
+            index = int.from_bytes(found[1], "little") if found[1] else int(found[2])
+            if index <= self._size:  # a letter of a name gives a larger one
+                asked.add(index)
+        self.bounds.spend(getsizeof(asked))
+        return asked
+
     def _run(self) -> bool:
         """Run a stride of opcodes, and return whether the pickle came to its STOP.
 
         A checkpoint's pickle consists nearly entirely of the dozen opcodes that are done in line here: with a call of
         a handler for each of them, ``check --no-values`` of 10,000 keys takes a third more time."""
-        bounds, memo, unsigned = self.bounds, self.memo, _UNSIGNED
+        bounds, memo, asked, unsigned = self.bounds, self.memo, self._asked, _UNSIGNED
         call, persist = self.call, self.persistent_load
         bounds.step(_STRIDE, self._below + len(self.stack))
         row, first, following = memo.row, memo.first, memo.following
@@ -166,7 +193,7 @@ class PickleMachine(PickleStream):
                     if opcode == 0x72 or opcode == 0x71:  # LONG_BINPUT, BINPUT
                         index = unsigned(window, place + 1)[0] if opcode == 0x72 else window[place + 1]
                         if index == following:
-                            row.append(stack[-1])
+                            row.append(stack[-1] if index in asked else _UNASKED)
                             following += 1
                             spent += SLOT
                         else:
@@ -304,7 +331,7 @@ class PickleMachine(PickleStream):
 
     def remember(self, index: int) -> None:
         """Keep the top value under a number."""
-        self.bounds.spend(self.memo.keep(index, self.stack[-1]))
+        self.bounds.spend(self.memo.keep(index, self.stack[-1] if index in self._asked else _UNASKED))
 
     # Objects
     # -----------------------------------------------------------------------------------------------------------------

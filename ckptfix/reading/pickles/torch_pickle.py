@@ -149,6 +149,7 @@ class StoragePickle:
             if self.big_endian:
                 storage = self._swapped(storage, dtype)
             self.storages[key], self.dtypes[key] = storage, dtype
+            self.table.stored_bytes += storage.nbytes
         elif nbytes > storage.nbytes:
             raise HostileError(
                 f"{self.path}: storage {key} is declared with two sizes; the file is damaged or hostile: fetch it again"

@@ -115,6 +115,7 @@ class _Reader(StoragePickle):
                 self.is_cut, source = True, TornBytes(self.content.path, nbytes, present, source)
             self.storages[str(key)] = storage = Storage(str(key), source, str(location))
             self.objects[int(key)] = TypedStorage(storage, dtype)
+            self.table.stored_bytes += nbytes
             position += nbytes
         views, _ = self._run(position)
         for key, root_key, offset, numel in views:

@@ -168,6 +168,24 @@ def test_the_memo_is_a_dict(kept):
 
 
 @pytest.mark.parametrize("protocol", range(6))
+def test_of_a_long_pickle_only_what_is_asked_for_again_is_kept(protocol):
+    rows = [[float(number), [number]] for number in range(10_000)]
+    value = [rows, rows[::-1000], "g12345\nj\x39\x30"]
+    got, machine = run(pickle.dumps(value, protocol=protocol))
+    assert got == value
+    assert all(any(again is row for row in got[0]) for again in got[1])
+    kept = [one for one in machine.memo.row if type(one) is list]
+    assert len(machine.memo) > 20_000
+    assert len(kept) < (20_000 if protocol == 0 else 10_000)
+
+
+def test_a_number_in_another_spelling_is_never_taken_for_another_value():
+    data = pickle.dumps([[number] for number in range(20_000)], protocol=2)
+    with pytest.raises(UnreadableError, match="a value is missing"):
+        run(data[:-1] + b"0g+19000\n.")
+
+
+@pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN)
 def test_plain_data_comes_out_as_pickle_reads_it(value, protocol):
     got, machine = run(pickle.dumps(value, protocol=protocol))
