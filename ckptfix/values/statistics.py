@@ -41,8 +41,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._narrowing = narrowing
         self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
         self._of_key: dict[str, TensorStatistics] = {}
-        # The spec is kept beside its figures because a view is known by the identity of its storage.
-        self._of_view: dict[tuple[object, ...], tuple[TensorSpec, TensorStatistics]] = {}
+        self._of_spec: dict[TensorSpec, TensorStatistics] = {}
         self._task = Task("scanning values", sum(spec.nbytes for spec in self._specs.values()))
         self._asked: set[str] = set()
         self._is_whole = False
@@ -50,7 +49,7 @@ class Statistics(Mapping[str, TensorStatistics]):
     def of(self, checkpoint: Checkpoint, draft: WriteDraft | None = None) -> Statistics:
         """Return the statistics of an edited view of the checkpoint. What both share is not computed again."""
         other = Statistics(checkpoint, self._narrowing, draft)
-        other._of_view = self._of_view
+        other._of_spec = self._of_spec
         other._task = self._task
         return other
 
@@ -84,17 +83,15 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     def _compute(self, keys: Iterable[str]) -> None:
         """Compute those of some keys, as far as they are not known yet."""
-        known = self._of_view
-        views = {key: _view(self._specs[key]) for key in keys}
-        wanted = iter({view: self._specs[key] for key, view in views.items() if view not in known}.items())
+        known, keys = self._of_spec, list(keys)
+        wanted = iter(dict.fromkeys(spec for spec in map(self._specs.__getitem__, keys) if spec not in known))
         while some := list(islice(wanted, AT_ONCE)):
-            parts = [_parts(spec, self._narrowing) for _, spec in some]
+            parts = [_parts(spec, self._narrowing) for spec in some]
             found = looks(list(chain.from_iterable(parts)))
-            for (view, spec), of_spec in zip(some, parts, strict=True):
-                known[view] = (spec, _assemble(spec, of_spec, found))
+            for spec, of_spec in zip(some, parts, strict=True):
+                known[spec] = _assemble(spec, of_spec, found)
                 self._task.advance(spec.nbytes)
-        for key, view in views.items():
-            self._of_key[key] = known[view][1]
+        self._of_key.update((key, known[self._specs[key]]) for key in keys)
 
     def _watch_draft(self, draft: WriteDraft) -> None:
         """Write a draft of the checkpoint, and gather the figures of merged tensors on the way: with their products
@@ -111,7 +108,7 @@ class Statistics(Mapping[str, TensorStatistics]):
             source.watch = None
             if len(found) == len(parts):
                 in_order = (found[number] for number in range(len(parts)))
-                self._of_view[_view(spec)] = (spec, _assemble(spec, parts, in_order))
+                self._of_spec[spec] = _assemble(spec, parts, in_order)
                 self._task.advance(spec.nbytes)
 
     @property
@@ -160,13 +157,6 @@ def _is_numeric(spec: TensorSpec) -> bool:
     if values.numel == 0:
         return True
     return values.storage is not None and (values.is_contiguous or Walk(values).is_bounded)
-
-
-def _view(spec: TensorSpec) -> tuple[object, ...]:
-    """Return what two specs of the same numbers in the same places have in common."""
-    if not spec.parts:
-        return spec.view
-    return (spec.layout, *(part.view for part in spec.parts.values()))
 
 
 def _values(spec: TensorSpec) -> TensorSpec | None:
