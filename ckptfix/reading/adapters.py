@@ -59,11 +59,12 @@ _COMPONENT = re.compile(
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior)|lycoris)[_.]"
 )
 _FOREIGN = re.compile(
-    r"(?:^|[._])(?:(oft|boft|vera|randlora)_\w+|(?P<scalar>scalar)|(?P<nemo>adapter)\.linear_(?:in|out))(?:\.|$)"
+    r"(?:^|[._])(?:(oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
+    r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
 )
 _FOREIGN_TYPES = {
-    **{"scalar": "LyCORIS with use_scalar", "nemo": "LoRA of NeMo"},
+    **{"scalar": "LyCORIS with use_scalar", "nemo": "LoRA of NeMo", "adalora": "ADALORA"},
     **{"glora": "GLoRA", "ia3": "IA3 of LyCORIS", "tlora": "T-LoRA"},
 }
 _BASE = "base_model.model."

@@ -12,8 +12,8 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, model_config
+from ckptfix.rules.quantised_layers import keys_of_codes
 
-_PACKED = ("qweight", "weight_packed", "weight.absmax", "weight_scale", "weight_scale_inv", "weight.quant_state")
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 HEADS = ("lm_head", "embed_out")
 # Layers of diffusion models as their authors name them, and not diffusers.
@@ -170,10 +170,10 @@ class BaseNames:
                     f"{path}: changes {module}, an nn.MultiheadAttention, whose out_proj some releases of peft change "
                     "twice; merge it with the release that trained it"
                 )
-            if packed := next((name for name in _PACKED if f"{module}.{name}" in self.checkpoint.entries), ""):
+            for packed in keys_of_codes(key for key in self.checkpoint.entries if key.startswith(f"{module}.")):
                 return AdapterError(
-                    f"{base}: {module} is quantised (it has {packed} and no weight); merge into the weights that were "
-                    "quantised, and quantise the result"
+                    f"{base}: {module} is quantised (it has {packed.removeprefix(f'{module}.')} and no weight); merge "
+                    "into the weights that were quantised, and quantise the result"
                 )
         is_tied = all(map(self._may_be_tied, lacking)) and any(map(is_of_words, self.checkpoint.specs))
         if "model_type" in model_config(self.checkpoint) and not is_tied:

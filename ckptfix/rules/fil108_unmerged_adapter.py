@@ -78,11 +78,12 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
     adapter = adapter_in(checkpoint, config=config)
+    if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
+        yield rule.finding(
+            Level.NOTE, f"an adapter of the type {other}, and no model; only what trained it can merge it"
+        )
+        return
     if not adapter.layers:
-        if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
-            yield rule.finding(
-                Level.NOTE, f"an adapter of the type {other}, and no model; only what trained it can merge it"
-            )
         return
     kind, has_base = _kind(adapter), _has_base(checkpoint, adapter)
     idle = _idle(context, adapter, has_base=has_base)

@@ -3,10 +3,11 @@
 ## What it finds
 Weights that another library keeps as integers or 8-bit floats beside their scales, by the names that it gives them:
 bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
-compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), MLX (whole
-numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of gpt-oss (`…_blocks`,
-`…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and 8-bit weights beside
-any other key that is called a scale. An error if the model wants plain floats there; a note without a model.
+compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), Quanto
+(`weight._data`), MLX (whole numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of
+gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and
+8-bit weights beside any other key that is called a scale. An error if the model wants plain floats there; a note
+without a model.
 
 ## Why it matters
 The codes often have the shape of the weights: `load_state_dict` converts them to floats without a word, and the layer

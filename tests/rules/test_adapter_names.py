@@ -33,6 +33,8 @@ def test_a_base_with_other_prefixes(tmp_path):
         pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 31)}), "do not fit q.weight", id="shape"),
         pytest.param(lambda base: base.update({"q.weight": torch.ones(33, 32).char()}), "quantised", id="int8"),
         pytest.param(lambda base: base.update({"q.qweight": base.pop("q.weight")}), "it has qweight", id="GPTQ"),
+        pytest.param(lambda base: base.update({"q.W_q": base.pop("q.weight")}), "it has W_q", id="HQQ"),
+        pytest.param(lambda base: base.update({"q.weight._data": base.pop("q.weight")}), "it has weight", id="Quanto"),
     ],
 )
 def test_another_base_is_refused(change, says, tmp_path):

@@ -356,6 +356,10 @@ _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.
         pytest.param(["lora_unet_fc.on_input"], None, "IA3 of LyCORIS", id="IA3 of LyCORIS"),
         pytest.param(["fc.a1.weight", "fc.b2.weight"], None, "", id="a model's a1"),
         pytest.param(["base_model.model.fc.randlora_A"], {"peft_type": "RANDLORA"}, "RANDLORA", id="RandLora"),
+        pytest.param(["base_model.model.fc.vblora_logits_A"], None, "VBLORA", id="VB-LoRA"),
+        pytest.param(
+            [f"base_model.model.fc.lora_{name}" for name in "ABE"], {"peft_type": "ADALORA"}, "ADALORA", id="AdaLoRA"
+        ),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is not known"),
     ],
 )
