@@ -39,13 +39,16 @@ def full_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     for finding in report.findings:
         yield ""
         yield from _finding_lines(finding, report, presentation)
-    yield ""
+    if result := list(_result_lines(report, presentation)):
+        yield from ("", *result)
+
+
+def _result_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
+    """Yield what was done and written, and what is left."""
     if report.edits:
         yield (Span("would do:" if report.is_withheld else "done:", "strong"),)
         yield from (f"  {line}" for line in edit_lines(report.edits, presentation.limit))
-    if report.coverage is None:
-        yield f"coverage: unknown without a target ({presentation.target})"
-    else:
+    if report.coverage is not None:
         yield _coverage_line(report.coverage, presentation.mode == REPAIR and not report.is_withheld)
     if report.smoke is not None:
         yield _smoke_line(report.smoke)
