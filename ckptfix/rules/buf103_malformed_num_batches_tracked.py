@@ -1,4 +1,4 @@
-"""BUF103 malformed-num-batches-tracked: a BatchNorm's counter that is no 0-d int64.
+"""BUF103 malformed-num-batches-tracked: a BatchNorm's counter that is not a 0-d int64.
 
 ## What it finds
 `num_batches_tracked` of one element but of shape `[1]`, or of another dtype than int64: what conversions through

@@ -1,9 +1,9 @@
-"""FIL104 lost-extras: what stands beside the weights and does not fit into the format to be written.
+"""FIL104 lost-extras: what is beside the weights and does not fit into the format to be written.
 
 ## What it finds
 Members of the container that safetensors cannot carry: tensors outside of the state_dict, such as those of an optimizer
 or of a second set of weights. Numbers, texts, lists and dicts are carried in the header, and ckptfix restores them.
-Entries of the state_dict itself that are no tensors but hold some: the packed weight and bias of a quantised layer, an
+Entries of the state_dict itself that are not tensors but hold some: the packed weight and bias of a quantised layer, an
 `_extra_state`.
 
 ## Why it matters

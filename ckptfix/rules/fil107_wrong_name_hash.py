@@ -2,7 +2,7 @@
 
 ## What it finds
 `ckptfix migrate` hashes every file. Where a name ends as those of torch.hub, torchvision and timm do, with `-` and 8 or
-more digits in hex in front of the suffix, these are the first digits of the content's sha256. The finding is that they
+more digits in hex before the suffix, these are the first digits of the content's sha256. The finding is that they
 are not. What hardly is a hash is passed over: numbers (dates, steps), words, and 32 or 40 digits, as md5, uuids and
 commits have.
 

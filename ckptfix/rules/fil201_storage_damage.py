@@ -3,7 +3,7 @@
 ## What it finds
 Tensors of a zip file in a storage that does not have the CRC-32 that the archive gives for it: bits flipped on a disk,
 in memory or on the way. A checksum of zero means that none was computed
-(`torch.serialization.set_crc32_options(False)`), and such a storage is healthy as far as anybody can tell. Other parts
+(`torch.serialization.set_crc32_options(False)`), and such a storage cannot be checked. Other parts
 of the file, such as an optimizer, are a finding of their own.
 
 ## Why it matters

@@ -3,7 +3,7 @@
 ## What it finds
 A run of zero bytes of the size of a disk's sector (512) or more, in a matrix of floating-point numbers of which
 elsewhere hardly one in a hundred is zero: a warning if it begins and ends where sectors of the file do, perhaps in
-tensors before and after it, else a note. Runs of whole rows are left in peace (padding of a vocabulary, pruned
+tensors before and after it, else a note. Runs of whole rows are not reported (padding of a vocabulary, pruned
 channels), unless they are blocks of the file of several rows, and so are storages that have a checksum, which says more
 (FIL201).
 

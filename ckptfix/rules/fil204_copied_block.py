@@ -3,7 +3,7 @@
 ## What it finds
 Blocks of 4 KiB inside of weight matrices whose bytes are those of another block of the file, where the bytes before and
 after are different. Only in files without checksums, and only whole blocks of the file: matrices and rows that are
-equal from end to end, as of tied or copied layers, are left in peace.
+equal from end to end, as of tied or copied layers, are not reported.
 
 ## Why it matters
 Files of torch before 1.6, and safetensors, have no checksum. A block that a disk, a cache or a download put in the

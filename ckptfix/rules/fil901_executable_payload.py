@@ -13,13 +13,13 @@ submodules and of operations on tensors. Code that does more is an error like th
 
 ## Why it matters
 A pickle runs what it names. Loading such a file with `weights_only=False`, with an old torch (CVE-2025-32434) or with
-plain `pickle` hands the machine over. ckptfix reads it without running anything, so that looking is safe.
+plain `pickle` gives its author control of the machine. ckptfix reads it without running anything.
 
 ## Fix safety
 A graph of torch.fx becomes its state_dict, without the code, which is safe. Otherwise there is no fix, and `repair`
 writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
 from somewhere else. Where the weights are all that you have, `--disarm` writes only the tensors of the state_dict, and
-nothing of what stands beside them; that they are what they should be is for you to judge.
+nothing beside them; judge for yourself whether they are the right ones.
 
 ## Example
 `posix.system('touch …')` in `data.pkl`.

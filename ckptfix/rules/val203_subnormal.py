@@ -2,7 +2,7 @@
 
 ## What it finds
 float32 and float64 tensors with subnormal values (in float32 below 1.2e-38): a warning where they are 1 % of a weight
-matrix or more, else a note. float16 is left in peace, whose subnormals begin at 6e-5 and cost nothing on a GPU.
+matrix or more, else a note. float16 is not reported, whose subnormals begin at 6e-5 and cost nothing on a GPU.
 
 ## Why it matters
 Processors may handle each subnormal number in microcode, which makes a forward pass on a CPU slower: 1.0 to 1.24 times

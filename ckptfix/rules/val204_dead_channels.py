@@ -2,7 +2,7 @@
 
 ## What it finds
 Weight matrices and kernels in which some, but not all, output channels hold nothing but zeros and numbers below 1e-20,
-and norms in which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are left in peace,
+and norms in which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are not reported,
 whose padding row is zero by design, and so is a single row of zeros in any matrix of two dimensions.
 
 ## Why it matters
