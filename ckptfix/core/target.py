@@ -54,8 +54,8 @@ class Target(Struct, frozen=True, dict=True):
     make one work whose names or shapes are others. None without such.
     ``frozen`` names the parameters that ask for no gradient. ``converts`` gives the parts of a file with these shapes
     that the loader of the model's own library gives the model; None if it only loads what fits. ``layers`` gives the
-    number of each parameter's layer, as the layer-wise decay of timm counts them; None for models of others. ``stored``
-    gives the values of a reference file, mapped; None for a model."""
+    number of each parameter's layer, as the layer-wise decay of timm counts them; None for models of others.
+    ``reference`` is the file that it was made from; None for a model."""
 
     label: str
     slots: Mapping[str, Slot]
@@ -74,7 +74,7 @@ class Target(Struct, frozen=True, dict=True):
     frozen: frozenset[str] = frozenset()
     converts: Converter | None = None
     layers: Callable[[], Mapping[str, int]] | None = None
-    stored: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    reference: Checkpoint | None = None
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:
@@ -268,7 +268,7 @@ def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] 
         grids={}
         if (grid := grid_of_config(config, {k: spec.shape for k, spec in specs.items()})) is None
         else {"": grid},
-        stored=lambda: checkpoint.state_dict(mmap=True),
+        reference=checkpoint,
     )
 
 

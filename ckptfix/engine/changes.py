@@ -24,18 +24,13 @@ Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tenso
 
 
 class ValueSources(Struct, frozen=True):
-    """Where new values come from: the model's own initialisation, the donor of ``--fill FILE``, or the user's data."""
+    """Where new values come from: the model or file to fit, the donor of ``--fill FILE``, or the user's data."""
 
-    initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    target: Target | None = None
     donor: Checkpoint | None = None
     measure: Measure | None = None
     measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
     adapters: dict[str, Checkpoint] = field(default_factory=dict)  # the adapters that edits have named so far, by path
-
-    @classmethod
-    def of(cls, target: Target | None, donor: Checkpoint | None, measure: Measure | None) -> ValueSources:
-        """Return those of a repair towards a target."""
-        return cls(target.initial if target is not None else None, donor, measure)
 
     def adapter(self, path: str) -> Checkpoint:
         """Open an adapter. Raises ``UnreadableError`` if it is not there any more."""
@@ -140,12 +135,15 @@ def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> T
         storage = Storage("zeros", MemoryBytes(bytes(spec.nbytes)))
         return replace(spec, strides=contiguous_strides(fill.shape), storage=storage)
     if fill.origin == "target":
-        if value_sources.initial is None:
+        target = value_sources.target
+        if target is None or (target.initial is None and target.reference is None):
             raise PlanError(
                 f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add ",
                 Opt("model"),
             )
-        values = value_sources.initial()
+        if target.initial is None:
+            return _of_donor(checkpoint, fill, target.reference)
+        values = target.initial()
         if fill.key not in values:
             raise PlanError(
                 f"{checkpoint.path}: the model has no {fill.key} to fill from; the plan belongs to another model"
@@ -160,8 +158,13 @@ def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> T
     if fill.origin in ("adapter", "tie"):
         path, _, key = (fill.donor_key or "").rpartition(":")
         return _of_adapter(checkpoint, path, key, value_sources)
+    return _of_donor(checkpoint, fill, value_sources.donor)
+
+
+def _of_donor(checkpoint: Checkpoint, fill: Fill, file: Checkpoint | None) -> TensorSpec:
+    """Return a tensor of another file."""
     donor_key = fill.donor_key or fill.key
-    donor = value_sources.donor.entries.get(donor_key) if value_sources.donor is not None else None
+    donor = file.entries.get(donor_key) if file is not None else None
     if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
         raise PlanError(
             f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; name "

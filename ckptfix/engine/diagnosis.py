@@ -102,7 +102,7 @@ def diagnose(
             from ckptfix.engine.applying import apply_step
             from ckptfix.engine.changes import ValueSources
 
-            value_sources = value_sources or ValueSources.of(target, donor, measure)
+            value_sources = value_sources or ValueSources(target, donor, measure)
             step = Step(rule.code, edits)
             plan, view = Plan((*plan.steps, step)), apply_step(view, step, value_sources)
             fixed += cured
@@ -132,7 +132,7 @@ def carry_out(
     from ckptfix.engine.applying import apply_plan
     from ckptfix.engine.changes import ValueSources
 
-    result = apply_plan(plan, checkpoint, ValueSources.of(target, donor, measure))
+    result = apply_plan(plan, checkpoint, ValueSources(target, donor, measure))
     settings = replace(settings, unsafe_fixes=False, rename_map=None, adapt=())
     left = diagnose(result, target, settings, donor, done=(checkpoint, plan), draft=draft)
     return Diagnosis(left.findings, (), plan, result, left.figures)

@@ -16,7 +16,7 @@ Safe, with one exception:
 - A buffer is dropped if the target has one of the same name that it does not save, or has none and the name is known
   for such a buffer.
 - It is filled only from the model's own initialisation, which is not random here, and only under a known name. One of
-  another shape is replaced in the same way.
+  another shape is replaced in the same way, or by that of the file of `--like`.
 - A buffer that the target wants in the shape that it has is kept as stored, whatever its name: ESM's `inv_freq` differs
   from a fresh one.
 - InstanceNorm statistics are dropped only if the file is older than 0.4.0, as evaluation did not use them then.
@@ -95,7 +95,8 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
         }
         edits: list[Fill | Drop] = [*(Drop(fill.key) for fill in resized), *resized]
         yield safe(edits, "buffer", "of another shape that the model works out for itself", shapes=shapes)
-    if fills := [fill for fill in known if fill.key not in checkpoint.entries]:
+    fills = [fill for fill in known if fill.key not in checkpoint.entries]
+    if fills and target.initial is not None:
         yield safe(fills, "buffer", "missing that the model works out for itself")
 
 
@@ -161,8 +162,9 @@ def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) ->
 
 
 def _known(target: Target) -> Iterator[Fill]:
-    """Yield fills for the buffers of a known name that a fresh model has."""
-    if target.initial is not None:
-        for key, slot in target.slots.items():
-            if slot.kind == BUFFER and slot.shape is not None and is_transient(key, slot.shape):
-                yield Fill(key, slot.dtype, slot.shape, "target")
+    """Yield fills for the buffers of a known name that a fresh model has, or a file that is given in its place."""
+    stored = {} if target.reference is None else target.reference.specs
+    for key, slot in target.slots.items():
+        has_values = target.initial is not None or (key in stored and stored[key].has_data)
+        if has_values and slot.kind == BUFFER and slot.shape is not None and is_transient(key, slot.shape):
+            yield Fill(key, slot.dtype, slot.shape, "target")

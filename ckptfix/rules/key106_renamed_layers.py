@@ -54,7 +54,7 @@ written by hand."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from msgspec.structs import asdict, replace
@@ -122,8 +122,8 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         source = {key: source[key] for key in (*source_model.shapes, *source) if key in source}
     converters = source_model.converts if source_model is not None else None, target.converts
     values: Values = None
-    if target.stored is not None and context.settings.values and _is_left_over(source, wanted):
-        values = _values(checkpoint, target.stored, source, wanted)
+    if target.reference is not None and context.settings.values and _is_left_over(source, wanted):
+        values = _values(checkpoint, target.reference, source, wanted)
     inference = (
         converted(*_everything(checkpoint, target), converters)
         or (of_rotary(source, wanted, target.rotary, target.tie_of) if target.rotary else None)
@@ -330,12 +330,10 @@ def _is_much(moved: int, number: int) -> bool:
     return moved >= max(UNPLACED * number, LARGE)
 
 
-def _values(
-    checkpoint: Checkpoint, stored: Callable[[], Mapping[str, torch.Tensor]], source: Specs, target: Specs
-) -> Values:
+def _values(checkpoint: Checkpoint, reference: Checkpoint, source: Specs, target: Specs) -> Values:
     """Return the values of both sides, mapped; None if one of them cannot be read as it is."""
     with suppress(CkptfixError):
-        sides = checkpoint.state_dict(mmap=True), stored()
+        sides = checkpoint.state_dict(mmap=True), reference.state_dict(mmap=True)
         plain = [
             str(side[key].layout) == "torch.strided"
             for side, keys in zip(sides, (source, target), strict=True)

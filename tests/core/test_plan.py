@@ -166,7 +166,7 @@ def test_conflicts_are_refused(edits, says):
     ],
 )
 def test_a_fill_from_another_model_is_refused(fill, says):
-    value_sources = ValueSources(initial=target_from_module(nn.Linear(2, 2)).initial)
+    value_sources = ValueSources(target_from_module(nn.Linear(2, 2)))
     with pytest.raises(PlanError) as caught:
         apply(fill, value_sources=value_sources)
     assert says in str(caught.value)

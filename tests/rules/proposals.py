@@ -68,7 +68,7 @@ def repaired(
     """The state_dict after the fixes of the rule; a second look has to propose no further fix."""
     seen, rule = context(state_dict, model, donor, **settings), rule_of(generator)
     edits = tuple(edit for finding in rule.propose(seen) if finding.fix for edit in finding.fix.edits)
-    value_sources = ValueSources(seen.target.initial if seen.target else None, seen.donor)
+    value_sources = ValueSources(seen.target, seen.donor)
     after = apply_plan(Plan((Step(rule.code, edits),)), seen.checkpoint, value_sources)
     state = after.state_dict()
     assert not [finding for finding in propose(generator, state, model, donor, **settings) if finding.fix]

@@ -703,6 +703,19 @@ def test_index_tables_are_those_of_the_model():
     assert model(torch.randn(1, 3, 48, 48)).isfinite().all()
 
 
+def test_index_tables_are_those_of_a_file_to_fit(tmp_path):
+    file, like = torchvision_swin(4).state_dict(), torchvision_swin(6).state_dict()
+    for name, state in (("file", file), ("like", like)):
+        torch.save(state, tmp_path / f"{name}.pth")
+    given = {"like": tmp_path / "like.pth", "adapt": "window_bias=swin"}
+    done = ckptfix.repair(tmp_path / "file.pth", **given, output=tmp_path / "out.pth")
+    assert done.report.exit_code == 0
+    state = torch.load(tmp_path / "out.pth", weights_only=True)
+    for key, value in like.items():
+        assert state[key].shape == value.shape
+        assert "index" not in key or torch.equal(state[key], value)
+
+
 def test_a_swin_over_images_becomes_one_over_time():
     """As the authors of Video Swin begin theirs: the first convolution and the tables are repeated."""
     from torchvision.models.video import SwinTransformer3d
