@@ -23,7 +23,7 @@ from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
-from ckptfix.rules.adapting import POSITIONS, Case, Misfits, narrowed
+from ckptfix.rules.adapting import POSITIONS, Case, Misfits, differ_by_ones, narrowed
 from ckptfix.rules.quantised_layers import keys_of_codes
 
 Shape = tuple[int, ...]
@@ -402,16 +402,27 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         )
     for said in filter(None, map(narrowed, _cases(mismatch))):
         yield Advice(f"{_capital(said)}.")
-    if recipes := _recipes(mismatch):
+    parts = _parts(mismatch.shapes)
+    recipes = _recipes(mismatch) if parts == 1 else {}
+    reasons = _by_reason({key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes})
+    if ones := reasons.pop(_ONES, None):
+        yield Advice(
+            f"gives {counted(len(ones), 'key')} the axes of the model", "ckptfix repair {FILE} --model {MODEL}"
+        )
+    is_other = parts > 1 or any(reason in _HOPELESS for reason in reasons)
+    if parts > 1:
+        yield Advice(
+            "puts the ranks together, with the files of all of them in one folder", "ckptfix repair FOLDER -o model.pth"
+        )
+    if recipes and not is_other:
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
         yield Advice(
             f"makes {counted(len(recipes), 'key')} fit the model's shapes, by the formula of a library",
             f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
         )
-    left = {key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes}
-    if any(stored == (0,) for stored, _ in left.values()) or _shape_reason(left) in (_OTHER_AXES, _ANOTHER_SIZE):
+    if is_other:
         yield Advice("Fill nothing in for these: that would make a model of random weights.")
-    elif left:
+    elif reasons:
         yield Advice(
             "takes the mismatched keys from your fresh model (untrained), and the rest from the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
@@ -475,30 +486,53 @@ def _capital(text: str) -> str:
 
 def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[Cause]:
     """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
-    empty = tuple(key for key, (stored, _) in shapes.items() if stored == (0,))
-    if empty:
-        yield (
-            f"{counted(len(empty), 'key')} with nothing in the file (shape [0]): it is one part of a model that ZeRO"
-            " or FSDP had divided, and the weights are in the other files.",
-            empty,
-        )
-    others = {key: pair for key, pair in shapes.items() if key not in empty}
-    for is_positions in (True, False):
-        if group := {key: pair for key, pair in others.items() if bool(POSITIONS.search(key)) is is_positions}:
-            reason = "position embeddings of another resolution or length" if is_positions else _shape_reason(group)
-            lines = tuple(
-                f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items()
-            )
-            yield f"{counted(len(group), 'key')} whose shape differs: {reason}.", lines
+    for reason, group in _by_reason(shapes).items():
+        if reason == _EMPTY:
+            yield f"{counted(len(group), 'key')} with {reason}.", tuple(group)
+        else:
+            lines = (f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items())
+            yield f"{counted(len(group), 'key')} whose shape differs: {reason}.", tuple(lines)
 
 
+_EMPTY = (
+    "nothing in the file (shape [0]): it is one part of a model that ZeRO or FSDP had divided, and the weights are in"
+    " the other files"
+)
+_ONES = "axes of one element too many or too few, on which no value depends"
+_CODES = "quantised weights with other bits or another group size, or of another release of the quantiser"
+_FLAT = "one row of numbers in the place of a matrix, as packed codes and parts of flat parameters are"
+_PART = "one rank's part of a tensor-parallel training, 1/{} of the model along one axis"
+_POSITIONS = "position embeddings of another resolution or length"
 _OTHER_AXES = "the same axes in another order, as another library or release keeps them"
 _ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
+# What neither a formula nor the values of a fresh model make good.
+_HOPELESS = (_EMPTY, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
+
+
+def _by_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> dict[str, dict[str, tuple[Shape, Shape]]]:
+    """Return the keys of another shape by what the shapes say."""
+    groups: dict[str, dict[str, tuple[Shape, Shape]]] = {}
+    others: dict[str, tuple[Shape, Shape]] = {}
+    codes = keys_of_codes(shapes)
+    for key, (stored, wanted) in shapes.items():
+        if stored == (0,):
+            reason = _EMPTY
+        elif differ_by_ones(stored, wanted):
+            reason = _ONES
+        elif key in codes or key.endswith(".scales"):
+            reason = _CODES
+        elif len(stored) == 1 < len(wanted) and stored[0] not in wanted:
+            reason = _FLAT
+        elif POSITIONS.search(key):
+            reason = _POSITIONS
+        else:
+            others[key] = stored, wanted
+            continue
+        groups.setdefault(reason, {})[key] = stored, wanted
+    return {**groups, **({_shape_reason(others): others} if others else {})}
 
 
 def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    if not shapes:
-        return ""
     key, (stored, wanted) = next(iter(shapes.items()))
     heads = {key for key, (stored, wanted) in shapes.items() if stored[1:] == wanted[1:] and stored and wanted}
     if heads == shapes.keys() and len(shapes) <= 4:
@@ -506,7 +540,23 @@ def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
         return f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
     if all(_is_input(*pair) for pair in shapes.values()):
         return f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"
+    if (parts := _parts(shapes)) > 1:
+        return _PART.format(parts)
     return _OTHER_AXES if all(sorted(old) == sorted(new) for old, new in shapes.values()) else _ANOTHER_SIZE
+
+
+def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
+    """Return in how many parts all of these are cut, the embedding among them, each along one axis, and some along
+    another one than the rest; 1 if they are not. A wider hidden layer looks alike but for the embedding."""
+    cuts = {
+        tuple((axis, new / old) for axis, (old, new) in enumerate(zip(*pair, strict=False)) if old and old != new)
+        for pair in shapes.values()
+        if len(pair[0]) == len(pair[1])
+    }
+    axes, numbers = {cut[0][0] for cut in cuts if len(cut) == 1}, {number for cut in cuts for _, number in cut}
+    is_cut = all(len(cut) == 1 for cut in cuts) and len(numbers) == 1 and len(axes) > 1
+    number = numbers.pop() if is_cut and any("emb" in key.lower() for key in shapes) else 1
+    return int(number) if number == int(number) and all(len(old) == len(new) for old, new in shapes.values()) else 1
 
 
 def _is_input(stored: Shape, wanted: Shape) -> bool:

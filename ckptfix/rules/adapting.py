@@ -118,6 +118,13 @@ class Case(Struct, frozen=True):
     keeps_last: bool = False
 
 
+def differ_by_ones(one: Shape, other: Shape) -> bool:
+    """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
+    short, long = sorted((one, other), key=len)
+    ones = (1,) * (len(long) - len(short))
+    return bool(ones) and long in (short + ones, ones + short)
+
+
 class Misfits(Struct, frozen=True):
     """The keys of another shape, and what says of what kind they are: the model, all tensors of the file, what was
     given for ``--adapt``, and the grid ``stored`` in the configuration beside the file. ``fixed`` are tables of

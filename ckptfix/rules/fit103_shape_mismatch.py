@@ -64,7 +64,7 @@ from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.adapting import POSITIONS, Case, Misfits, adapt_edits, of_use, recipes_of
+from ckptfix.rules.adapting import POSITIONS, Case, Misfits, adapt_edits, differ_by_ones, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model, untrained
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
@@ -92,7 +92,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         if key not in checkpoint.entries or slot.shape is None or key in codes:
             continue
         spec = specs.get(key)
-        if spec is not None and _differ_by_ones(spec.shape, slot.shape) and _is_plain(spec):
+        if spec is not None and differ_by_ones(spec.shape, slot.shape) and _is_plain(spec):
             reshapes.append(Assemble.reshape(key, spec.dtype, spec.shape, slot.shape))
         elif spec is None or spec.shape != slot.shape:
             pairs[key] = None if spec is None else spec.shape, slot.shape
@@ -318,13 +318,6 @@ def _fillings(keys: Iterable[str], context: Context, target: Target) -> Iterator
 def _is_plain(spec: TensorSpec) -> bool:
     """Return whether another shape leaves everything else as it is: the axis of a quantizer counts axes."""
     return spec.layout == "strided" and spec.quantizer is None and spec.is_contiguous
-
-
-def _differ_by_ones(one: Shape, other: Shape) -> bool:
-    """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
-    short, long = sorted((one, other), key=len)
-    ones = (1,) * (len(long) - len(short))
-    return bool(ones) and long in (short + ones, ones + short)
 
 
 def _is_transposed(old: Shape | None, new: Shape) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        "RuntimeError: ('SmolVLA %d missing / %d unexpected keys', 10, 0)",
         "RuntimeError: Pretrained weights are not compatible with the current network architecture",
         "ERROR: Some specified modules from the pre-trained model don't match with the new model modules:",
         "the strict load found 2 missing keys, 1 size mismatch",
@@ -98,6 +99,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
     ),
     "key-by-hand": (
+        "KeyError: 'backbone.stages.0.blocks.0.attn.w_msa.relative_position_bias_table'",
+        "KeyError: 'layers.0.blocks.1.attn.relative_position_bias_table'",
         "KeyError: 'backbone.layer1.0.bn1.running_mean'",
         "KeyError: 'ema_pts_bbox_head_shared_conv_conv_weight'",
     ),
@@ -267,6 +270,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "container-key": (
         "KeyError: 'g_running'",
+        "RuntimeError: No state_dict found in checkpoint file pretrained/swin_tiny_patch4_window7_224.pth",
         "KeyError: 'model_state_dict'",
     ),
     "git-lfs-pointer": (
@@ -346,6 +350,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooSmall",
     ),
     "no-such-file": (
+        "OSError: pretrained/beit_large_patch16_224_pt22k_ft22k.pth is not a checkpoint file",
+        "FileNotFoundError: Could not find 'policy_preprocessor.json' on the HuggingFace Hub at 'lerobot/act_aloha'",
         "RuntimeError: unable to open file </root/model/pytorch_model.bin> in read-only mode: No such file or directory"
         " (2)",
         "AssertionError: Checkpoint /x/model.pth not found!",

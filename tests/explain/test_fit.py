@@ -36,6 +36,14 @@ def size(key: str, stored: list[int], wanted: list[int]) -> str:
     )
 
 
+RANK = [
+    size("word_embeddings.weight", [16, 8], [64, 8]),
+    size("layers.0.attention.dense.weight", [8, 2], [8, 8]),
+    size("layers.0.mlp.dense_h_to_4h.weight", [8, 8], [32, 8]),
+]
+"""One of four ranks of Megatron; without the embedding it may be a model with a wider hidden layer."""
+
+
 def causes(message: str) -> str:
     (read,) = messages(message)
     return " ".join(sentence for sentence, _ in read_fit(read)[0])
@@ -111,6 +119,12 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(None, None, size("pos_embed", [1, 197, 8], [1, 577, 8])), "position embeddings"),
         (text(None, None, size("a.weight", [0], [4, 4])), "ZeRO or FSDP"),
         (text(None, None, size("a.weight", [4, 4], [8, 8])), "a model of another size"),
+        (text(None, None, size("norm.weight", [64], [40, 64])), "a model of another size"),
+        (text(None, None, size("critic.bias", [], [1]), size("a.weight", [8, 8, 1], [8, 8])), "axes of one element"),
+        (text(None, None, size("q_proj.weight", [16435456], [5120, 5120])), "one row of numbers"),
+        (text(None, None, size("q_proj.scales", [4096, 1], [32, 4096])), "another group size"),
+        (text(None, None, *RANK), "1/4 of the model along one axis"),
+        (text(None, None, *RANK[1:]), "a model of another size"),
     ],
 )
 def test_what_the_keys_say(message: str, words: str):
@@ -303,3 +317,13 @@ def test_a_prefix_in_the_lists_of_fvcore():
     assert found.name == "unused-checkpoint-keys"
     assert "All 7 unexpected keys begin with `module.`" in found.causes[1][0]
     assert found.advice[0].command == "ckptfix repair FILE"
+
+
+def test_axes_of_one_element_are_repaired_and_ranks_are_put_together():
+    (ones,) = messages(text(None, None, size("critic.bias", [], [1])))
+    commands = [advice.command for advice in read_fit(ones)[1]]
+    assert "ckptfix repair {FILE} --model {MODEL}" in commands
+    (rank,) = messages(text(None, None, *RANK))
+    commands = [advice.command for advice in read_fit(rank)[1]]
+    assert "ckptfix repair FOLDER -o model.pth" in commands
+    assert not any("--adapt" in command or "--fill" in command for command in commands)
