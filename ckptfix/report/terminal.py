@@ -277,8 +277,30 @@ def _figures_text(figures: Mapping[str, Any]) -> str:
     return ", ".join([*words[: _FIGURES + (not more)], *more]).replace(", of ", " of ")  # `dead 3, of 64` is one figure
 
 
+# Figures that count some of a tensor's values.
+_COUNTS = {
+    "nan": "NaN",
+    "pos_inf": "+Inf",
+    "neg_inf": "-Inf",
+    "zeros": "zero",
+    "subnormals": "subnormal",
+    "overflow": "overflow",
+    "become_zero": "become zero",
+}
+
+
 def _words(figures: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in figures.items():
+    rest = dict(figures)
+    if numel := rest.pop("numel", None):
+        counts = ", ".join(f"{count} {word}" for name, word in _COUNTS.items() if (count := rest.pop(name, 0)))
+        yield f"{counts} of {numel} values" if counts else f"{numel} values"
+    if place := rest.pop("first_index", None):
+        yield f"first at {place}"
+    if channels := rest.pop("channels", None):
+        found = rest.pop("affected", None) or f"{rest.pop('dead')} dead"
+        more = ", …" if len(channels) > _NAMES else ""
+        yield f"{found} of {rest.pop('of')} channels: {_figure(channels[:_NAMES])}{more}"
+    for name, value in rest.items():
         # Counts of nothing say nothing.
         if value is not None and not isinstance(value, dict) and (value != 0 or isinstance(value, float)):
             is_place = isinstance(value, str) and " → " in value  # what a key becomes: its name stays as it is

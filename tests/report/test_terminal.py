@@ -231,3 +231,28 @@ def test_a_hostile_name_stays_text(lines):
 def test_the_last_line_says_how_to_load_the_result(form: str, place: tuple[str | int, ...], code: str):
     report = replace(repaired(), output="a.out", written_as=form, place=place)
     assert full(report, mode=REPAIR).endswith(f"\nload it with: {code}\n")
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        (
+            {"nan": 216, "pos_inf": 1, "neg_inf": 0, "numel": 216, "first_index": [0, 0], "affected": 12, "of": 20}
+            | {"channels": [0, 1, 2, 3, 4]},
+            "216 NaN, 1 +Inf of 216 values, first at [0, 0], 12 of 20 channels: 0, 1, 2, …",
+        ),
+        ({"dead": 2, "of": 64, "channels": [3, 9]}, "2 dead of 64 channels: 3, 9"),
+        ({"minimum": -1.0, "zeros": 0, "numel": 20}, "20 values, minimum -1"),
+        ({"become_zero": 7, "numel": 9, "rms": 1e-9}, "7 become zero of 9 values, rms 1e-09"),
+        ({"numel": 88, "of": 100}, "88 values of 100"),
+    ],
+    ids=["not finite", "dead channels", "no count", "a cast", "of the file"],
+)
+def test_counts_are_said_in_words_and_as_they_are_with_verbose(figures, words):
+    found = report(
+        named("non-finite").finding(
+            Level.ERROR, "something is wrong", ("a.weight",), {"tensors": {"a.weight": figures}}
+        )
+    )
+    assert f"    a.weight  {words}\n" in full(found)
+    assert ", ".join(figures) == ", ".join(name for name in figures if f"{name} " in full(found, verbose=True))
