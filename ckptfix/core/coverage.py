@@ -61,9 +61,9 @@ def measure_coverage(
         from_file = any(name not in filled for name in fits) or (is_hooked and key not in filled)
         counts[slot.kind, from_file] += numel
         edit = recipes.get(result.specs[fits[0]].view) if fits else None
-        if fits and not from_file and slot.kind == PARAMETER:
+        if fits and not from_file and slot.is_parameter:
             origins[filled[fits[0]].origin] += numel
-        elif edit is not None and slot.kind == PARAMETER:
+        elif edit is not None and slot.is_parameter:
             by_recipe[edit.recipe] += numel - edit.untrained
             counts[PARAMETER, True] -= edit.untrained
             counts[PARAMETER, False] += edit.untrained
@@ -80,7 +80,7 @@ def is_loaded_by_hooks(checkpoint: Checkpoint, target: Target) -> bool:
         return False
     loaded = target.loads(checkpoint)
     return loaded is not None and all(
-        key in loaded for key, slot in target.slots.items() if slot.kind == PARAMETER and slot.shape is not None
+        key in loaded for key, slot in target.slots.items() if slot.is_parameter and slot.shape is not None
     )
 
 

@@ -34,6 +34,11 @@ class Slot(Struct, frozen=True):
     kind: str
 
     @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter and no buffer."""
+        return self.kind == PARAMETER
+
+    @property
     def numel(self) -> int:
         """Number of elements, 0 if the shape is not known yet."""
         return 0 if self.shape is None else math.prod(self.shape)

@@ -43,7 +43,6 @@ from ckptfix.core.checkpoint import Checkpoint, path_name, value_at
 from ckptfix.core.edits import Drop, renames
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import MODEL, NAME, Blocks, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.core.target import PARAMETER
 from ckptfix.core.wording import clause
 from ckptfix.reading.foreign.weightless import NAME_THEM
 from ckptfix.reading.weights.listed_sets import names_in_order
@@ -112,7 +111,7 @@ def _unnamed(rule: Rule, context: Context, keys: Sequence[str]) -> Iterator[Find
     """Name the tensors of a list by the model's parameters."""
     target, specs = context.target, context.checkpoint.specs
     slots = [] if target is None else [(name, target.slots[name]) for name in target.names]
-    parameters = [(name, slot.shape) for name, slot in slots if slot.kind == PARAMETER]
+    parameters = [(name, slot.shape) for name, slot in slots if slot.is_parameter]
     names = names_in_order([specs[key] for key in keys], parameters)
     held = f"{counted(len(keys), 'tensor')} in a list, which has no names"
     if names is None:

@@ -42,7 +42,7 @@ from ckptfix.core.edits import Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.target import PARAMETER, Target
+from ckptfix.core.target import Target
 from ckptfix.core.wording import first_names
 from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
 from ckptfix.rules.quantised_layers import DEQUANTISE, wanted_layers
@@ -205,7 +205,7 @@ NAME_THE_MODEL = advise("name the model that the file belongs to: most parameter
 
 def _parameters(target: Target) -> dict[str, int]:
     """Return the numel of each parameter, ties once."""
-    return {key: target.slots[key].numel for key in target.names if target.slots[key].kind == PARAMETER}
+    return {key: target.slots[key].numel for key in target.names if target.slots[key].is_parameter}
 
 
 def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
@@ -273,7 +273,7 @@ def other_layout(context: Context, target: Target) -> str:
         return message
     modules = list(_rearranged(left, gone))
     if not modules:
-        wanted = [key for key in gone if target.slots[key].kind == PARAMETER]
+        wanted = [key for key in gone if target.slots[key].is_parameter]
         return _repacked(left, gone) or _of_other_version(left, wanted)
     path, mine, theirs = modules[0]
     return (

@@ -34,7 +34,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Cast
 from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
-from ckptfix.core.target import PARAMETER, Target
+from ckptfix.core.target import Target
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import NARROWINGS
@@ -90,7 +90,7 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
     slot = target.slots[cast.key]
     # Of a file as the target, a parameter is but a guess.
     is_parameter = (
-        len(slot.shape or ()) > 1 and is_layers_own(cast.key) if target.modules is None else slot.kind == PARAMETER
+        len(slot.shape or ()) > 1 and is_layers_own(cast.key) if target.modules is None else slot.is_parameter
     )
     if _rank(cast.before) == 0 and is_parameter:
         return "rounded"

@@ -33,7 +33,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.parts import Part, full
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.target import PARAMETER, Target
+from ckptfix.core.target import Target
 from ckptfix.reading.folders.rank_shards import FLAT
 from ckptfix.rules.rule import Context, Rule
 
@@ -101,7 +101,7 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
     }
     held: dict[str, list[str]] = {key: [] for key in flats.values()}
     for names in target.names.values() if flats else ():
-        left = (name for name in names if target.slots[name].kind == PARAMETER and name not in checkpoint.entries)
+        left = (name for name in names if target.slots[name].is_parameter and name not in checkpoint.entries)
         if (name := next(left, None)) is None:  # as buffers are that no file tells
             continue
         above = name

@@ -23,7 +23,7 @@ from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.target import PARAMETER, Target
+from ckptfix.core.target import Target
 from ckptfix.core.wrappers import bare
 from ckptfix.maps.names import concepts, kind, segments
 from ckptfix.maps.recipes import HF_FILE, Layout
@@ -139,7 +139,7 @@ class Change(Struct, frozen=True, dict=True):
         origins = trace(plan, before.specs, is_asked)
         known = {key: origins.get(key, NEW) for key in after.specs}
         kinds = {
-            source: target.slots[key].kind == PARAMETER
+            source: target.slots[key].is_parameter
             for key, origin in known.items()
             for source in origin.sources
             if target is not None and target.modules is not None and key in target.slots

@@ -360,7 +360,7 @@ def test_half_weights_that_meet_floats_of_the_code_are_widened() -> None:
     [
         pytest.param("MakesDoubles", IMAGES, "dtype-mismatch", id="dtypes"),
         pytest.param("Insatiable", IMAGES, "machine-memory", id="memory"),
-        pytest.param("AlwaysFailsInCudnn", IMAGES, "cudnn", id="cudnn"),
+        pytest.param("AlwaysFailsInCudnn", IMAGES, "cuda-library", id="cudnn"),
         pytest.param("IllegalAccess", IMAGES, "illegal-access", id="illegal access"),
         pytest.param("Hungry", ("1x1x16x16",), "input-channels", id="input"),
     ],

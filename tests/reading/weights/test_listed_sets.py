@@ -25,7 +25,7 @@ def saved(path, model, place=("ema", "shadow_params"), prefix="", frozen=()):
     """Save a model with its average, in which each parameter has half of its value."""
     listed = [each.detach() / 2 for name, each in model.named_parameters() if name not in frozen]
     state = model.state_dict()
-    beside = listed
+    beside: object = listed
     for step in place[:0:-1]:
         beside = {step: beside, "decay": 0.999}
     torch.save({"model": {prefix + key: value for key, value in state.items()}, place[0]: beside}, path)
@@ -106,6 +106,7 @@ def test_without_a_state_dict_the_model_names_the_tensors(tmp_path, made, place)
     on_its_own(tmp_path / "a.pth", model)
     report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.pth", weights=place, fill="target").report
     named = next(finding for finding in report.applied if finding.code == "FIL101")
+    assert named.fix is not None
     assert (named.level, named.fix.applicability, named.fix.asked) == (Level.WARNING, Applicability.UNSAFE, True)
     written = torch.load(tmp_path / "b.pth", weights_only=True)["ema"]["shadow_params"]
     assert made().load_state_dict(written)
@@ -132,8 +133,15 @@ def test_a_frozen_layer_is_not_in_the_list(tmp_path):
 )
 def test_nothing_is_written_where_the_model_does_not_name_them(tmp_path, model, frozen, said):
     on_its_own(tmp_path / "a.pth", Body(), frozen)
-    allowed = {"unsafe_fixes": True, "rename_layers": True, **({} if model is None else {"fill": "target"})}
-    report = ckptfix.repair(tmp_path / "a.pth", model, output=tmp_path / "b.pth", weights="ema", **allowed).report
+    report = ckptfix.repair(
+        tmp_path / "a.pth",
+        model,
+        output=tmp_path / "b.pth",
+        weights="ema",
+        unsafe_fixes=True,
+        rename_layers=True,
+        fill=None if model is None else "target",
+    ).report
     (finding,) = [each for each in report.remaining if each.code == "FIL101"]
     assert (finding.level, said in finding.message) == (Level.ERROR, True)
     assert (report.exit_code, report.output, (tmp_path / "b.pth").exists()) == (1, None, False)
