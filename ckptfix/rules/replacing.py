@@ -100,10 +100,7 @@ class Replacements(Struct, frozen=True, dict=True):
     def sound_twin(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Twin | None:
         """Return the first other copy of a key that is sound."""
         dtype = self.context.checkpoint.specs[key].dtype
-        statistics = self.context.statistics
-        is_zero = key in statistics and statistics[key].all_zero
-        # An output layer of zeros may not be tied at all, and the embedding is no cure for it then.
-        twins = (twin for twin in self.twins.get(key, ()) if is_plain(twin.spec) and (twin.is_certain or not is_zero))
+        twins = (twin for twin in self.twins.get(key, ()) if is_plain(twin.spec))
         return next((twin for twin in twins if is_sound(_figures(twin.spec, dtype))), None)
 
     def _offer(

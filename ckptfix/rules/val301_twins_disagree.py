@@ -45,14 +45,7 @@ def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
     """Compare what was saved twice; take the sound twin where that was asked for.
 
     Another set is read where this one is broken, only at these keys, or where no set was chosen."""
-    found = context.statistics
-    # What is all zero says nothing of a tie: an output layer that is not tied may start so.
-    beside = {
-        key: twin
-        for key, twin in twins_beside(context.checkpoint, context.target).items()
-        if twin.is_certain or not any(name in found and found[name].all_zero for name in (key, twin.key))
-    }
-    if beside:
+    if beside := twins_beside(context.checkpoint, context.target):
         yield from _findings(rule, context, beside, reads_all=True)
     for _, twins in twin_sets(context.checkpoint):
         yield from _findings(rule, context, twins, reads_all=context.settings.weights is None)

@@ -45,7 +45,6 @@ class Twin(Struct, frozen=True):
     place: str
     key: str
     spec: TensorSpec
-    is_certain: bool = True  # false if only the names say that the two are one tensor of the model
 
     @property
     def label(self) -> str:
@@ -78,7 +77,8 @@ def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]
 def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Twin]:
     """Return the twins that lie in the state_dict itself: averages under other names, and the two ends of a tie.
 
-    Two names of one stored tensor are none: what is broken under the one is broken under the other."""
+    Two names of one stored tensor are none: what is broken under the one is broken under the other. Where only the
+    names say that the two are tied, what is sound of both has to say it as well: other models do not tie them."""
     specs = checkpoint.specs
     averages = [key for key in specs if key.startswith(_BESIDE)]
     pairs = {key: other for key in specs for other in _average_names(key) if other in specs} if averages else {}
@@ -88,10 +88,11 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
         pairs.update(zip(stored, stored[1:] + stored[:1], strict=True))
     both = {**{other: key for key, other in pairs.items()}, **pairs}
     return {
-        key: Twin("", other, specs[other], target is not None or not key.endswith(_TIED))
+        key: Twin("", other, specs[other])
         for key in specs
         if (other := both.get(key)) is not None
         if specs[key].shape == specs[other].shape and specs[key].view != specs[other].view
+        if target is not None or not key.endswith(_TIED) or _are_alike(specs[key], specs[other])
     }
 
 
@@ -107,16 +108,21 @@ def _are_copies(checkpoint: Checkpoint, candidate: Candidate, twins: Mapping[str
     return is_averaged(*candidate.path, *checkpoint.container)
 
 
+def _are_alike(one: TensorSpec, other: TensorSpec) -> bool:
+    return _is_comparable(one) and _is_comparable(other) and (_correlation(one, other) or 0.0) >= ALIKE
+
+
 def _is_comparable(spec: TensorSpec) -> bool:
     return is_plain(spec) and len(spec.shape) > 1 and spec.numel >= FEWEST
 
 
 def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
-    """Return how far the first numbers of two matrices correlate; None if one is broken there, or constant."""
+    """Return how far the first numbers of two matrices correlate; None if too many are broken, or one is constant."""
     first, second = (first_numbers(spec, SAMPLE) for spec in (one, other))
-    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+    sound = np.isfinite(first) & np.isfinite(second)
+    if np.count_nonzero(sound) < FEWEST:
         return None
-    first, second = first - first.mean(), second - second.mean()
+    first, second = (numbers[sound] - numbers[sound].mean() for numbers in (first, second))
     size = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / size if size else None
 

@@ -108,6 +108,20 @@ def test_what_another_rule_found_broken_as_well_is_cured_with_it(tmp_path):
     assert_same(repaired.state_dict(), average)
 
 
-def test_noop_an_output_layer_of_zeros_that_may_not_be_tied():
-    state = {"embed_tokens.weight": torch.randn(32, 8), "lm_head.weight": torch.zeros(32, 8)}
-    assert propose(twins_disagree, state) == []
+OWN = torch.randn(32, 8)
+HEADS = {
+    "zeros": torch.zeros(32, 8),
+    "after one step from zero": 1e-8 * OWN,
+    "its own numbers and a NaN": OWN.where(OWN.max() > OWN, NAN),
+    "NaN only": torch.full((32, 8), NAN),
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_noop_an_output_layer_that_only_its_name_ties(head: torch.Tensor) -> None:
+    assert propose(twins_disagree, {"embed_tokens.weight": torch.randn(32, 8), "lm_head.weight": head}) == []
+
+
+def test_an_output_layer_whose_other_numbers_are_those_of_the_embedding_is_tied():
+    state = {"embed_tokens.weight": OWN, "lm_head.weight": HEADS["its own numbers and a NaN"]}
+    assert [finding.keys for finding in propose(twins_disagree, state)] == [("lm_head.weight",)]

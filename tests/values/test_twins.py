@@ -94,6 +94,8 @@ def test_a_tie_that_was_stored_twice():
 
 
 def test_input_and_output_embedding_are_a_tie_by_their_names():
-    state = {"model.embed_tokens.weight": torch.ones(9, 4), "lm_head.weight": torch.ones(9, 4)}
+    embedding = torch.randn(32, 4)
+    state = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 0.1}
     assert list(twins_beside(open_state_dict(state), None)) == list(state)
-    assert twins_beside(open_state_dict({**state, "lm_head.weight": torch.ones(8, 4)}), None) == {}
+    for other in (embedding[1:], torch.randn(32, 4), 0.1 * embedding.flip(0), torch.zeros(32, 4)):
+        assert twins_beside(open_state_dict({**state, "lm_head.weight": other}), None) == {}
