@@ -278,6 +278,7 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
     from click.shell_completion import CompletionItem
 
     from ckptfix.core.adaptations import RECIPES
+    from ckptfix.core.likeness import KNOWN
     from ckptfix.core.option import Type
 
     if option.name in ("select", "ignore", "accept", "replace"):
@@ -286,10 +287,13 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
     if option.kind is Type.PAIRS:
         recipes = (f"{name}={recipe}" for name, recipes in RECIPES.items() for recipe in recipes or ("",))
         return [CompletionItem(text) for text in recipes if text.startswith(begun)]
-    items = [CompletionItem(word) for word in (*option.words, *option.prefixes) if word.startswith(begun)]
-    return (
-        [*items, CompletionItem(begun, type="file")] if option.kind in (Type.FILE, Type.FILES, Type.INPUTS) else items
-    )
+    if KNOWN in option.prefixes and begun.startswith(KNOWN):
+        from ckptfix.known.table import table
+
+        return [CompletionItem(f"{KNOWN}{name}") for name in table().names() if name.startswith(begun[len(KNOWN) :])]
+    # Files come first: bash forgets what was suggested before them.
+    files = [CompletionItem(begun, type="file")] if option.kind in (Type.FILE, Type.FILES, Type.INPUTS) else []
+    return [*files, *(CompletionItem(word) for word in (*option.words, *option.prefixes) if word.startswith(begun))]
 
 
 def rule_codes(begun: str) -> Iterator[str]:

@@ -301,11 +301,14 @@ def test_the_help_shows_every_option_once(command, tmp_path):
         ("ckptfix repair --replace VAL10", "VAL101"),
         ("ckptfix repair --device c", "cuda"),
         ("ckptfix check --like k", "known:"),
+        ("ckptfix check --like known:timm/resnet5", "known:timm/resnet50"),
     ],
 )
 def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
     asked = {"_CKPTFIX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    assert f"plain,{suggested}" in run(cwd=tmp_path, **asked).stdout.splitlines()
+    lines = run(cwd=tmp_path, **asked).stdout.splitlines()
+    assert f"plain,{suggested}" in lines
+    assert not any(each.startswith("file,") for each in lines[1:])  # with it, bash drops what it was given before
 
 
 @pytest.mark.parametrize(
