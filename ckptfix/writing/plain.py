@@ -6,6 +6,7 @@ dict of what it held, under its name. Nothing is dropped, and every conversion i
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -31,6 +32,12 @@ from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit
 DEPTH_LIMIT = 200
 # Classes beside the built-in ones that `weights_only` accepts as they are.
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
+
+# The devices that torch knows without a plugin.
+_DEVICE = (
+    r"(cpu|cuda|ipu|xpu|mkldnn|opengl|opencl|ideep|hip|ve|fpga|maia|xla|lazy|vulkan|mps|meta|hpu|mtia|privateuseone)"
+    r"(:(0|[1-9]\d?))?"
+)
 
 _QSCHEMES = (
     "per_tensor_affine",
@@ -259,8 +266,13 @@ class _Plainer:
 def _is_made_by_torch(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether the arguments are those with which one of these classes is pickled; torch refuses any other."""
     if name == "torch.device":
-        return len(args) in (1, 2) and isinstance(args[0], str) and all(isinstance(arg, int) for arg in args[1:])
-    return len(args) <= 1 and all(isinstance(arg, (dict, list, tuple)) for arg in args)
+        is_said = all(isinstance(arg, str) or arg in range(100) for arg in args)
+        return is_said and re.fullmatch(_DEVICE, ":".join(map(str, args))) is not None
+    if len(args) > 1:
+        return False
+    if name == "torch.Size":
+        return all(isinstance(arg, (list, tuple)) and all(type(size) is int for size in arg) for arg in args)
+    return all(isinstance(arg, dict) for arg in args)
 
 
 def _class_name(value: Any) -> str:

@@ -334,7 +334,12 @@ def test_a_name_of_python_2_is_said_as_that_of_python_3():
         pytest.param(Opaque(Global("collections", "Counter"), (5,)), id="a counter of a number"),
         pytest.param(Opaque(Global("torch", "device"), ()), id="no device"),
         pytest.param(Opaque(Global("torch", "device"), (5, "cuda")), id="a device the wrong way round"),
+        pytest.param(Opaque(Global("torch", "device"), ("cqu",)), id="a device with a flipped bit"),
+        pytest.param(Opaque(Global("torch", "device"), ("cuda", -1)), id="a device before the first"),
+        pytest.param(Opaque(Global("torch", "device"), ("cuda:0", 1)), id="a device of two numbers"),
         pytest.param(Opaque(Global("torch", "Size"), (1, 2)), id="a size that is no tuple"),
+        pytest.param(Opaque(Global("torch", "Size"), ((1, "2"),)), id="a size of text"),
+        pytest.param(Opaque(Global("collections", "Counter"), ([["a"]],)), id="a counter of lists"),
     ],
 )
 def test_what_torch_would_not_call_is_written_as_data(value, tmp_path):
@@ -342,6 +347,13 @@ def test_what_torch_would_not_call_is_written_as_data(value, tmp_path):
     checkpoint = replace(checkpoint, root={"state_dict": {}, "x": value})
     loaded = torch.load(write(checkpoint, "zip", tmp_path), weights_only=True)
     assert loaded["x"] == str(value.cls) or loaded["x"]["class"] == str(value.cls)
+
+
+@pytest.mark.parametrize("args", [("cpu",), ("cuda", 3), ("cuda:3",), ("meta",), ("privateuseone", 0)])
+def test_noop_a_device_of_torch_stays_one(args, tmp_path):
+    checkpoint = opened(saved({"state_dict": {"w": torch.ones(1)}}, tmp_path))
+    checkpoint = replace(checkpoint, root={"state_dict": {}, "x": Opaque(Global("torch", "device"), args)})
+    assert torch.load(write(checkpoint, "zip", tmp_path), weights_only=True)["x"] == torch.device(*args)
 
 
 class Holder(nn.Module):
