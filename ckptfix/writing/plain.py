@@ -268,11 +268,9 @@ def _is_made_by_torch(name: str, args: tuple[Any, ...]) -> bool:
     if name == "torch.device":
         is_said = all(isinstance(arg, str) or arg in range(100) for arg in args)
         return is_said and re.fullmatch(_DEVICE, ":".join(map(str, args))) is not None
-    if len(args) > 1:
-        return False
-    if name == "torch.Size":
-        return all(isinstance(arg, (list, tuple)) and all(type(size) is int for size in arg) for arg in args)
-    return all(isinstance(arg, dict) for arg in args)
+    given = args[0] if args else {}
+    is_whole = isinstance(given, (list, tuple)) and all(type(size) is int for size in given)
+    return len(args) <= 1 and (is_whole if args and name == "torch.Size" else isinstance(given, dict))
 
 
 def _class_name(value: Any) -> str:

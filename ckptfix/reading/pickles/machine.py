@@ -162,14 +162,13 @@ class PickleMachine(PickleStream):
     def _asked_for(self) -> Container[int]:
         """Return the numbers of the memo that the rest of the pickle may ask for, if it is in memory. Most values of a
         checkpoint are kept in vain: of a tensor the arguments and hooks, which take more than the tensor itself."""
-        data, rest = self._data, self._size - self.position
-        if not isinstance(data, bytes) or data.count(b"j") + data.count(b"g") > rest // _RARELY:
+        data = self._data
+        if not isinstance(data, bytes) or _RARELY * (data.count(b"j") + data.count(b"g")) > len(data):
             return self._asked
-        asked = set(range(256))
-        for found in _ASKED.finditer(data, self.position):
-            index = int.from_bytes(found[1], "little") if found[1] else int(found[2])
-            if index <= self._size:  # a letter of a name gives a larger one
-                asked.add(index)
+        found = _ASKED.finditer(data, self.position)
+        numbers = (int.from_bytes(one[1], "little") if one[1] else int(one[2]) for one in found)
+        # A letter of a name gives a number that is larger than any.
+        asked = {*range(256), *(number for number in numbers if number < len(data))}
         self.bounds.spend(getsizeof(asked))
         return asked
 
@@ -272,7 +271,9 @@ class PickleMachine(PickleStream):
                     continue
                 # The other opcodes, and all that are too near to the end of what is in memory.
                 self.place = place
-                code = self.byte() if place < len(window) else self._next()
+                if place >= len(window):
+                    self.refill()
+                code = self.byte()
                 if code == _STOP:
                     self.is_torn = self.is_torn or self._frame_end > self.position
                     bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
@@ -296,10 +297,6 @@ class PickleMachine(PickleStream):
             bounds.spend(spent)
         self.place = place
         return False
-
-    def _next(self) -> int:
-        self.refill()
-        return self.byte()
 
     # Stack
     # -----------------------------------------------------------------------------------------------------------------

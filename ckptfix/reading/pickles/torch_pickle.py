@@ -139,7 +139,11 @@ class StoragePickle:
             raise MalformedError(f"a storage of {shown(numel)} elements")
         dtype = self._classes.get(cls) if type(cls) is Global else None
         if dtype is None:
-            dtype = self._storage_class(cls)
+            dtype = storage_dtype(cls)
+            if cls.module in _STORAGE_MODULES:
+                self._classes[cls] = dtype
+            else:
+                self.table.foreign[str(cls)] = None
         nbytes = numel * DTYPES[dtype].itemsize
         key = str(key)
         storage = self.storages.get(key)
@@ -177,15 +181,6 @@ class StoragePickle:
                 return made
             self._objects[number] = made
         return self._objects[number]
-
-    def _storage_class(self, cls: Any) -> str:
-        """Return the dtype of a storage class; those that torch has itself are kept for the next storage."""
-        dtype = storage_dtype(cls)
-        if cls.module in _STORAGE_MODULES:
-            self._classes[cls] = dtype
-        else:
-            self.table.foreign[str(cls)] = None
-        return dtype
 
     def view(self, key: str, dtype: str, view: Any) -> TypedStorage:
         """Return a part of a storage. Torch 0.1 to 0.3 pickled it as (view_key, offset, size); the tensor's offset
