@@ -45,20 +45,13 @@ def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 def checked(spec: TensorSpec, path: str) -> TensorSpec:
     """Return the spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
-    checked_size(spec, path)
-    return spec
-
-
-def checked_size(spec: TensorSpec, path: str) -> int:
-    """Return the bytes of a tensor, once the claims of its spec are known to hold against its storage."""
     if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
         raise HostileError(
             f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
             "fetch it again"
         )
-    storage, nbytes = spec.storage, spec.nbytes
-    if storage is not None:
-        stored = storage.source.nbytes
+    if spec.storage is not None:
+        stored, nbytes = spec.storage.nbytes, spec.nbytes
         # One that begins its storage and is row-major, as nearly all, touches as many bytes as it takes.
         claimed = nbytes if not spec.offset and spec.is_contiguous else spec.extent[1]
         if claimed > stored:
@@ -71,7 +64,7 @@ def checked_size(spec: TensorSpec, path: str) -> int:
                 f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 20} MiB in memory out of {stored}"
                 " stored bytes; do not use this file"
             )
-    return nbytes
+    return spec
 
 
 def dtype_name(value: Any) -> str:

@@ -28,7 +28,7 @@ from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
-from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked_size, dtype_name, sizes
+from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
 from ckptfix.reading.pickles.payload import canonical, is_graph_code, is_known, is_union, spelled
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
@@ -182,9 +182,8 @@ class InertTable(Struct):
         shape, strides, storage = sizes(size), sizes(stride), typed.storage
         is_trained = bool(requires_grad)
         spec = TensorSpec(dtype, shape, strides, storage, int(offset), requires_grad=is_trained, math_bits=bits)
-        nbytes = checked_size(spec, self.path)
         # Those of the file together must be no bomb of views of few bytes.
-        self._logical_bytes += nbytes
+        self._logical_bytes += checked(spec, self.path).nbytes
         if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self.stored_bytes:
             raise HostileError(
                 f"{self.path}: its tensors would take {self._logical_bytes >> 20} MiB in memory out of "
