@@ -22,8 +22,9 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import Opt, UsageError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, converted, infer_tied
+from ckptfix.maps.inference import COUNTER, converted, infer_tied
 from ckptfix.maps.library import look_up, of_rotary
+from ckptfix.maps.matches import Inference
 from ckptfix.maps.trees import Label
 from ckptfix.modules.factory import target_of
 from ckptfix.modules.named import SCHEMES

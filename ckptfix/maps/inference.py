@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise, takewhile
 from math import prod
-from operator import sub
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, Shape, full, inverse, merged, shape_of, used_in_full
-from ckptfix.core.rename_map import RenameMap
-from ckptfix.maps.leaves import Leaf, Leaves, Path, common, expanded, flipped, whole
+from ckptfix.maps.doubts import doubt_what_may_differ
+from ckptfix.maps.leaves import Leaf, Leaves, common, expanded, flipped, whole
+from ckptfix.maps.matches import Inference, Match, Shapes
 from ckptfix.maps.names import (
     STATISTICS,
     bag,
-    concepts,
-    crosses_first,
     module,
     numbers,
     parent,
     roles,
     segments,
     similarity,
-    template,
     told_apart,
     weights,
 )
@@ -38,8 +34,6 @@ from ckptfix.maps.trees import NARROW, Choice, Label, Matcher, assign
 
 if TYPE_CHECKING:
     from ckptfix.core.target import Converter
-
-Shapes = Mapping[str, Shape]
 
 ORDER_WEIGHT = 0.6
 SORTED_WEIGHT = 0.12  # keys sorted by name say less about the order of the layers
@@ -54,8 +48,6 @@ CONVERTED = 0.75  # the share of the target that a library's own loader has to f
 
 SAME_NUMBERS = 0.2  # what equal numbers add to the likeness of two names
 
-FEW = 2  # up to this number, layers of one kind do not show by what they have in common which layers they are
-
 COUNTER = "num_batches_tracked"
 
 ROTATED = ({"wq", "q_proj"}, {"wk", "k_proj"})
@@ -69,47 +61,6 @@ CHATGLM = ("transformer", "encoder")  # where ChatGLM has its layers; it uses su
 
 KEY_FIRST = ("qkv_proj", "self_attn_layer_norm")
 """Modules that metaseq's OPT has beside each other: keys, values, queries. Those of vLLM have the queries first."""
-
-
-class Match(Struct, frozen=True):
-    """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
-
-    parts: tuple[Part, ...]
-    label: Label
-    alternatives: tuple[str, ...] = ()
-
-
-class Inference(Struct, frozen=True):
-    """The map: a match for each key of the target that has one, and the shapes of both sides.
-
-    ``maps`` are the shipped maps that it comes from. ``origin`` is ``loader`` if the library's own loader says so,
-    ``values`` if those of both sides do, ``spelling`` if the names are the same without their dots. ``choices`` are the
-    pairs of subtrees that it rests on, with how much better they are than others."""
-
-    matches: dict[str, Match]
-    source: Shapes
-    target: Shapes
-    maps: tuple[RenameMap, ...] = ()
-    origin: str = ""
-    choices: Mapping[Choice, float] = field(default_factory=dict)
-
-    def doubt(self, keys: Iterable[str], label: Label = Label.AMBIGUOUS) -> None:
-        """Call the matches of keys no better than this."""
-        for key in keys:
-            self.matches[key] = replace(self.matches[key], label=min(label, self.matches[key].label))
-
-    @property
-    def missing(self) -> list[str]:
-        return [key for key in self.target if key not in self.matches]
-
-    def lacking(self, tied: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """Return the keys of the target without a source, those left out that are tied to one with a source."""
-        return [key for key in self.missing if self.matches.keys().isdisjoint(tied.get(key, ()))]
-
-    @property
-    def unused(self) -> list[str]:
-        used = {part.source for match in self.matches.values() for part in match.parts}
-        return [key for key in self.source if key not in used]
 
 
 def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset()) -> Inference:
@@ -136,15 +87,7 @@ def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset
     for key in [key for key in kept if _is_torn(key, inference)]:
         del kept[key]
     _turn_like_siblings(inference)
-    _doubt_orientation(inference)
-    _doubt_torn_layers(inference)
-    _doubt_norms(inference, sides)
-    _doubt_torn_norms(inference, sides)
-    _doubt_beside_gaps(inference)
-    _doubt_uneven_lists(inference)
-    _doubt_exchanges(inference)
-    _doubt_broken_lists(inference, sides)
-    _doubt_other_places(inference)
+    doubt_what_may_differ(inference, sides)
     _match_counters(inference)
     return inference
 
@@ -393,16 +336,6 @@ def _of_halves(part: Part, key: str, source: Shapes) -> Label:
     return Label.CERTAIN if (ours & theirs).keys() - {"weight", "bias"} else Label.LIKELY
 
 
-def _doubt_orientation(inference: Inference) -> None:
-    """Call square matrices likely if no other matrix shows whether one side stores them transposed."""
-    matrices = {key: shape for key, shape in inference.target.items() if len(shape) == 2 and key in inference.matches}
-    if any(rows != columns and 1 not in (rows, columns) for rows, columns in matrices.values()):
-        return
-    square = (key for key, (rows, columns) in matrices.items() if rows == columns)
-    renamed = (key for key in square if any(part.source != key for part in inference.matches[key].parts))
-    inference.doubt(renamed, Label.LIKELY)
-
-
 def _is_torn(key: str, inference: Inference) -> bool:
     """Tell whether a vector comes from a layer whose matrix goes elsewhere, while its own layer has a matrix too."""
     parts = inference.matches[key].parts
@@ -414,286 +347,6 @@ def _is_torn(key: str, inference: Inference) -> bool:
     if is_own or ours not in inference.source or theirs not in inference.target:
         return False
     return theirs not in inference.matches or all(part.source != ours for part in inference.matches[theirs].parts)
-
-
-def _doubt_torn_layers(inference: Inference) -> None:
-    """Call the tensors of a layer ambiguous that do not move together: that of a layer which is stored transposed goes
-    where it would fit the other way round, and one that is alone goes to whatever lacks it."""
-    moves = {
-        key: part.source
-        for key, (part, *others) in ((key, match.parts) for key, match in inference.matches.items())
-        if not others and part.box == full(inference.source[part.source]) and _is_of_layer(key)
-    }
-    ends: tuple[dict[str, set[str]], ...] = defaultdict(set), defaultdict(set)
-    for key, source in moves.items():
-        ends[0][_layer(source)].update([_layer(key)] if _is_of_layer(source) else ())
-        ends[1][_layer(key)].add(_layer(source))
-    torn = [
-        {_layer(key) for key in left if key.endswith(".weight")}  # a layer may have no bias on the other side
-        for left in (inference.unused, inference.missing)
-    ]
-    pairs = {key: (_layer(source), _layer(key)) for key, source in moves.items() if source != key}
-    inference.doubt(
-        key
-        for key, layers in pairs.items()
-        if any(_are_apart(ends[at][layer]) or layer in torn[at] for at, layer in enumerate(layers))
-    )
-
-
-def _are_apart(layers: set[str]) -> bool:
-    """Tell whether layers are several, and not one of which the other is a part."""
-    shortest = min(layers, key=len, default="")
-    return any(layer not in (shortest, f"{shortest}.{layer.rpartition('.')[2]}") for layer in layers)
-
-
-def _is_of_layer(key: str) -> bool:
-    return key.rpartition(".")[2] in ("weight", "bias", *STATISTICS)
-
-
-def _layer(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _doubt_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Call the first two norms of a sorted side ambiguous if they go by other names and cross attention may come first:
-    in DETR ``norm1`` is that of the self attention, in Deformable DETR that of the cross attention."""
-    fronts = [
-        crosses_first(map(segments, side)) if at in sorted_sides else {}
-        for at, side in enumerate((inference.source, inference.target))
-    ]
-    for key, match in inference.matches.items() if any(fronts) else ():
-        names = segments(match.parts[0].source), segments(key)
-        if min(map(len, names)) > 1 and names[0][-2:] != names[1][-2:]:
-            sides = zip(names, fronts, strict=True)
-            if any(path[:-2] in side and path[-2][-1] in "12" and "norm" in concepts(path[-2]) for path, side in sides):
-                inference.doubt([key])
-
-
-def _doubt_torn_norms(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Call a batch norm ambiguous that goes elsewhere than the convolution which it comes next to on both sides: in the
-    downsampling of ShuffleNet, torchvision has the branches in another order than others."""
-    if sorted_sides:
-        return
-    after = dict(_followers(inference.source))
-    before = {two: one for one, two in _followers(inference.target)}
-    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
-    for key, source in sources.items():
-        matrix = f"{before[_layer(key)]}.weight" if _layer(key) in before else ""
-        follower = after.get(_layer(sources[matrix]), "") if matrix in sources else ""
-        if follower and follower != _layer(source):
-            own = f"{follower}.{key.rpartition('.')[2]}"
-            if inference.source.get(own) == inference.target[key]:
-                inference.doubt([key])
-
-
-def _followers(specs: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield the layers of a matrix with the batch norms that come next in the same module."""
-    sizes: dict[str, int] = {}
-    for key, shape in specs.items():
-        sizes[_layer(key)] = max(sizes.get(_layer(key), 0), len(shape))
-    for one, two in pairwise(sizes):
-        if sizes[one] > 1 and f"{two}.running_mean" in specs and _layer(one) == _layer(two):
-            yield one, two
-
-
-def _doubt_beside_gaps(inference: Inference) -> None:
-    """Call a key ambiguous if a tensor of its shape is left over on one side that it could be: of the same block, or
-    one whose name fits as well. If the file lacks an embedding, its head has the shape of it; if the target lacks
-    ``bn1``, its ``bn2`` may get it. Layers that move together with those of other blocks only fear their own block."""
-    left: tuple[dict[object, list[str]], ...] = defaultdict(list), defaultdict(list)
-    for rivals, specs, keys in zip(
-        left, (inference.source, inference.target), (inference.unused, inference.missing), strict=True
-    ):
-        for key in keys:
-            rivals[_squeezed(specs[key])].append(key)
-    single = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
-    doubtful: set[str] = set()
-    common = _common(inference.source) | _common(inference.target) if any(left) else set()
-    together = Counter((template(source), template(key)) for key, source in single.items())
-    for key, source in single.items():
-        match = inference.matches[key]
-        if match.label is Label.AMBIGUOUS or source == key:
-            continue
-        shape = _squeezed(inference.target[key])
-        is_one_of_many = together[template(source), template(key)] > FEW
-        pairs = [(other, key, source) for other in left[0].get(shape, ())]
-        pairs += [(source, other, key) for other in left[1].get(shape, ())]
-        for one, other, own in pairs:
-            lost = one if own == source else other
-            is_like = segments(lost)[-1] == segments(own)[-1]
-            if is_like and _block(lost) == _block(own):
-                name = module(segments(source))
-                is_doubtful = name != module(segments(key)) or name.isdigit()
-            elif is_one_of_many:
-                is_doubtful = False
-            else:
-                better = _alike(one, other, common) - _alike(source, key, common)
-                has_siblings_there = together[template(one), template(other)] > 0
-                is_doubtful = has_siblings_there or (better >= 0 if is_like else better > 0)
-            if is_doubtful:
-                doubtful.add(_layer(key) if _is_of_layer(key) else key)
-                break
-    inference.doubt(
-        key for key in inference.matches if key in doubtful or (_is_of_layer(key) and _layer(key) in doubtful)
-    )
-
-
-def _doubt_uneven_lists(inference: Inference) -> None:
-    """Call the equal members of a numbered list ambiguous if one of them has no counterpart, as the other side may lack
-    any of them, or if their layers do not move in step: to the same layers of members that are as far apart."""
-    images: tuple[dict[str, list[str]], ...] = defaultdict(list), defaultdict(list)
-    for key, match in inference.matches.items():
-        for part in match.parts:
-            images[0][part.source].append(key)
-            images[1][key].append(part.source)
-    doubtful: set[str] = set()
-    sides = [_members(specs) for specs in (inference.source, inference.target)]
-    ranks = [_ranks(members) for members in sides]
-    for side, (specs, members, image) in enumerate(
-        zip((inference.source, inference.target), sides, images, strict=True)
-    ):
-        equal: dict[object, list[Path]] = defaultdict(list)
-        for path, keys in members.items():
-            inside = frozenset((rest, specs[key]) for rest, key in keys.items())
-            equal[path[:-1], template(path[-1]), inside].append(path)
-        for paths in equal.values():
-            is_layer = len({rest[:-1] for rest in members[paths[0]]}) < FEW
-            alike = [{rest: image[key] for rest, key in members[path].items()} for path in paths]
-            places = [ranks[side][path] for path in paths]
-            if not is_layer and len(alike) > 1 and not _in_step(alike, places, ranks[1 - side]):
-                doubtful.update(key for path in paths for key in members[path].values())
-    inference.doubt(key for key in inference.matches if not doubtful.isdisjoint((key, *images[1][key])))
-
-
-def _members(keys: Iterable[str]) -> dict[Path, dict[Path, str]]:
-    """Return the keys in each numbered module, by their path inside of it."""
-    members: dict[Path, dict[Path, str]] = defaultdict(dict)
-    for key in keys:
-        path = segments(key)
-        for depth, segment in enumerate(path[:-1], 1):
-            if segment[-1:].isdigit():
-                members[path[:depth]][path[depth:]] = key
-    return members
-
-
-def _ranks(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Return the place of each numbered module in its list, and the length of the list."""
-    lists: dict[tuple[Path, str], list[Path]] = defaultdict(list)
-    for path in paths:
-        lists[path[:-1], template(path[-1])].append(path)
-    return {
-        path: (at, len(each))
-        for each in lists.values()
-        for at, path in enumerate(sorted(each, key=lambda path: numbers(path[-1:])))
-    }
-
-
-def _in_step(
-    members: Sequence[Mapping[Path, Sequence[str]]],
-    places: Sequence[tuple[int, int]],
-    others: Mapping[Path, tuple[int, int]],
-) -> bool:
-    """Tell whether equal modules, given as what each of their tensors becomes, have counterparts that are equal, too,
-    and at the same places if the lists are of one length, forwards or backwards.
-
-    Those of ``attn1`` and ``attn2`` may have names of their own."""
-    if any(2 * sum(not keys for keys in each.values()) > len(each) for each in members):
-        return False
-    owners: dict[Path, int] = {}
-    within: list[tuple[Path, int]] = []
-    steps: list[set[tuple[int, ...]]] = [set() for _ in members]
-    for rest in members[0]:
-        found = [(at, each[rest]) for at, each in enumerate(members) if each[rest]]
-        names = [tuple(map(template, keys)) for _, keys in found]
-        if 1 < len(set(names)) < len(names) or 0 < 2 * len(found) < len(members):
-            return False
-        if len(found) < 2 or len(set(names)) > 1:
-            continue
-        for column in zip(*(keys for _, keys in found), strict=True):
-            paths = list(map(segments, column))
-            varies = [len(set(each)) > 1 for each in zip(*paths, strict=True)]
-            depth = varies.index(True) + 1 if True in varies else 0
-            for (at, _), path in zip(found, paths, strict=True):
-                if depth and owners.setdefault(path[:depth], at) != at:
-                    return False  # two modules share one
-                within += [(path[:outer], at) for outer in range(depth)]
-                steps[at].add(tuple(step for step in map(sub, numbers(path), numbers(paths[0])) if step))
-    if any(owners.get(path, at) != at for path, at in within):
-        return False  # a layer moves to the counterpart of another module
-    pairs = [(places[at], others[owner]) for owner, at in owners.items() if owner in others]
-    of_one_length = [(one, other, length) for (one, length), (other, size) in pairs if length == size]
-    is_same = all(one == other for one, other, _ in of_one_length)
-    is_mirrored = all(one + other == length - 1 for one, other, length in of_one_length)
-    return (is_same or is_mirrored) and all(len(each) < 2 for each in steps)
-
-
-def _doubt_exchanges(inference: Inference) -> None:
-    """Call two keys ambiguous that would be exchanged though both sides have both names, and they fit as they are."""
-    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
-    exchanged = (key for key, source in sources.items() if source != key and sources.get(source) == key)
-    inference.doubt(key for key in exchanged if _squeezed(inference.source[key]) == _squeezed(inference.target[key]))
-
-
-def _doubt_broken_lists(inference: Inference, sorted_sides: Sequence[int]) -> None:
-    """Call a layer that leaves its list for a name without a number ambiguous, and those of its shape that keep their
-    names, if the side where it has left is sorted. SAM has ``layers.{0,1,2}``, and transformers ``proj_in``,
-    ``layers.0`` and ``proj_out``: its ``layers.0`` is another one."""
-    kept: dict[tuple[str, Shape], list[str]] = defaultdict(list)
-    for key, match in inference.matches.items():
-        if len(match.parts) == 1 and match.parts[0].source == key and (own := _list_of(key)):
-            kept[own, inference.target[key]].append(key)
-    for key, match in list(inference.matches.items()) if kept else ():
-        source = match.parts[0].source
-        left, own = (source, _list_of(key)) if _list_of(key) else (key, _list_of(source))
-        is_hidden = (0 if left == source else 1) in sorted_sides and not _list_of(left) and len(match.parts) == 1
-        rivals = kept.get((own, inference.target[key]), ()) if is_hidden else ()
-        for each, others in [(key, rivals), *((rival, (source,)) for rival in rivals)] if rivals else ():
-            one = inference.matches[each]
-            alternatives = tuple(dict.fromkeys((*one.alternatives, *others)))
-            inference.matches[each] = replace(one, label=Label.AMBIGUOUS, alternatives=alternatives)
-
-
-def _doubt_other_places(inference: Inference) -> None:
-    """Call the layers of a numbered list likely, and not certain, if they do not come in its order on the other side,
-    forwards or backwards: each side may lack another one of them."""
-    lists: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
-    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
-    for key, source in sources.items():
-        path = re.split(r"(\d+)", source)
-        for at in range(1, len(path), 2):
-            place = (int(path[at]), *numbers((key,)))
-            lists["".join(path[:at]), "".join(path[at + 1 :]), template(key)].append(place)
-    places = {each: [place[1:] for place in sorted(members)] for each, members in lists.items()}
-    doubtful = {each[0] for each, ends in places.items() if ends not in (sorted(ends), sorted(ends, reverse=True))}
-    inference.doubt((key for key, source in sources.items() if source.startswith(tuple(doubtful))), Label.LIKELY)
-
-
-def _list_of(key: str) -> str:
-    """Return the key of a layer that only has a number in its list, without this number; that of another is empty."""
-    *front, number, end = ("", *key.split("."))
-    return ".".join((*front, "#", end)) if number.isdigit() else ""
-
-
-def _squeezed(shape: Shape) -> Shape:
-    return tuple(size for size in shape if size != 1)
-
-
-def _block(key: str) -> tuple[str, ...]:
-    """Return the module that has the layer of a tensor."""
-    path = segments(key)
-    return path[:-2] if path[-1] in STATISTICS else parent(path)
-
-
-def _common(keys: Collection[str]) -> set[str]:
-    """Return the concepts that most keys have: ``model`` says nothing."""
-    counts = Counter(concept for key in keys for concept in bag(segments(key)))
-    return {concept for concept, number in counts.items() if 2 * number > len(keys)}
-
-
-def _alike(source: str, key: str, common: Collection[str]) -> float:
-    """Return the share of concepts that two names have in common, without those that most names have."""
-    one, other = (bag(segments(name)) for name in (source, key))
-    return similarity(one, other, {concept: float(concept not in common) for concept in one | other})
 
 
 def _match_leftovers(inference: Inference, kernels: int) -> None:

@@ -70,8 +70,9 @@ from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import COUNTER, Inference, converted, infer_tied, is_in_order, spelled
+from ckptfix.maps.inference import COUNTER, converted, infer_tied, is_in_order, spelled
 from ckptfix.maps.library import look_up, of_rotary
+from ckptfix.maps.matches import Inference
 from ckptfix.maps.trees import LARGE, Label
 from ckptfix.reading.weights.prefixed_sets import sets_of
 from ckptfix.rules.buf104_transient_buffer import is_superfluous

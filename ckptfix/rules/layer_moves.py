@@ -15,8 +15,9 @@ from ckptfix.core.edits import Assemble, Edit, Rename
 from ckptfix.core.parts import Part, full, shape_of, used_in_full
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.smoke_result import Equivalence
-from ckptfix.maps.inference import Inference, Match, infer_tied, others
+from ckptfix.maps.inference import infer_tied, others
 from ckptfix.maps.library import each_of
+from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.trees import Label
 from ckptfix.rules import RENAMED_LAYERS
 from ckptfix.rules.fit109_reparametrised_weight import in_parts, renamed_parts

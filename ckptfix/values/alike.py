@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, full, used_in_full
-from ckptfix.maps.inference import Inference, Match
+from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.trees import Label
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.folding import fold
-from ckptfix.maps.inference import Inference, Match, infer
+from ckptfix.maps.inference import infer
 from ckptfix.maps.layout import Steps, normal
+from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.resolving import inverse, resolve
 from ckptfix.maps.trees import Label
 from tests.maps.test_inference import VIT_HF, VIT_TIMM, Specs, hf_block, linear, norm, stack, timm_block

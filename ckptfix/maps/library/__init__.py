@@ -18,7 +18,7 @@ from ckptfix.core.parts import Part, Shape, full
 from ckptfix.core.rename_map import MapRule, RenameMap, read_map
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, PlanError, UsageError
-from ckptfix.maps.inference import Inference, Match
+from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.resolving import Line, Move, Shapes, inverse, parsed, resolve
 from ckptfix.maps.trees import Label
 

@@ -1,0 +1,55 @@
+"""An inferred map as data: for each key of the target, where it comes from and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from ckptfix.core.parts import Part, Shape
+from ckptfix.core.rename_map import RenameMap
+from ckptfix.maps.trees import Choice, Label
+
+Shapes = Mapping[str, Shape]
+
+
+class Match(Struct, frozen=True):
+    """Where a key of the target comes from; ``alternatives`` are the other source keys that fit."""
+
+    parts: tuple[Part, ...]
+    label: Label
+    alternatives: tuple[str, ...] = ()
+
+
+class Inference(Struct, frozen=True):
+    """The map: a match for each key of the target that has one, and the shapes of both sides.
+
+    ``maps`` are the shipped maps that it comes from. ``origin`` is ``loader`` if the library's own loader says so,
+    ``values`` if those of both sides do, ``spelling`` if the names are the same without their dots. ``choices`` are the
+    pairs of subtrees that it rests on, with how much better they are than others."""
+
+    matches: dict[str, Match]
+    source: Shapes
+    target: Shapes
+    maps: tuple[RenameMap, ...] = ()
+    origin: str = ""
+    choices: Mapping[Choice, float] = field(default_factory=dict)
+
+    def doubt(self, keys: Iterable[str], label: Label = Label.AMBIGUOUS) -> None:
+        """Call the matches of keys no better than this."""
+        for key in keys:
+            self.matches[key] = replace(self.matches[key], label=min(label, self.matches[key].label))
+
+    @property
+    def missing(self) -> list[str]:
+        return [key for key in self.target if key not in self.matches]
+
+    def lacking(self, tied: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """Return the keys of the target without a source, those left out that are tied to one with a source."""
+        return [key for key in self.missing if self.matches.keys().isdisjoint(tied.get(key, ()))]
+
+    @property
+    def unused(self) -> list[str]:
+        used = {part.source for match in self.matches.values() for part in match.parts}
+        return [key for key in self.source if key not in used]
