@@ -77,7 +77,7 @@ class Adaptation(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What the user wrote."""
+        """What the user wrote, in its shortest form."""
         grids = ("x".join(map(str, grid)) for grid in (self.old, self.new) if grid)
         return self.with_recipe(":".join((self.recipe, *grids)))
 

@@ -212,7 +212,7 @@ def _case_findings(
             fix=_dropped(left, context),
             remedies=(
                 *recipes_of(case, target, untrained(context.checkpoint, target)),
-                *_fillings(left, context, target),
+                *fillings(left, context.checkpoint, target, drop_mismatched=True),
             ),
         )
 
@@ -277,7 +277,7 @@ def _unknown(
         else NAME_THE_MODEL
         if is_other
         else (
-            *_fillings(pairs, context, target),
+            *fillings(pairs, context.checkpoint, target, drop_mismatched=True),
             *heads,
             Remedy.of("name the model that the file belongs to"),
         )
@@ -309,10 +309,6 @@ def _moved(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> str:
 def _dropped(keys: Iterable[str], context: Context) -> Fix | None:
     asked = context.settings.drop_mismatched
     return Fix.requested(map(Drop, keys)) if asked else None
-
-
-def _fillings(keys: Iterable[str], context: Context, target: Target) -> Iterator[Remedy]:
-    return fillings(keys, context.checkpoint, target, drop_mismatched=True)
 
 
 def _is_plain(spec: TensorSpec) -> bool:

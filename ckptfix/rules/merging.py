@@ -379,7 +379,9 @@ def _of_layer(
 def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
     """Return what the two matrices of a layer do to a tensor. Raises ``AdapterError`` if they do not fit it."""
     leaf, narrow = key.rpartition(".")[2], not adapter.is_peft
-    is_parameter = leaf != "weight" or _is_parameter(adapter, layer, leaf)
+    beside = adapter.settings(layer).get("target_parameters")  # parameters, and not modules
+    is_named = isinstance(beside, list) and any(f".{layer.module}.{leaf}".endswith(f".{name}") for name in beside)
+    is_parameter = leaf != "weight" or is_named
     # Patterns of ranks are for the name of the parameter then.
     named = replace(layer, module=f"{layer.module}.{leaf}") if is_parameter else layer
     rank, scaling = adapter.rank(named), adapter.scaling(named)
@@ -467,12 +469,6 @@ def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str)
             f"{'no ' + key if spec is None else f'{key} {list(spec.shape)}'}; give the base that it was trained on"
         )
     return Delta(adapter.path, "bias", (stored,), adapter.weight)
-
-
-def _is_parameter(adapter: Adapter, layer: AdapterLayer, leaf: str) -> bool:
-    """Return whether the layer was put beside a parameter and not around its module (``target_parameters`` of peft)."""
-    targets = adapter.settings(layer).get("target_parameters")
-    return isinstance(targets, list) and any(f".{layer.module}.{leaf}".endswith(f".{target}") for target in targets)
 
 
 def _scales(
