@@ -31,7 +31,7 @@ class _LimitedAddresses:
                 raise MemoryError(f"{name} needs {_ADDRESSES[name]} bytes of address space") from None
 
 
-def _heed_the_limit() -> None:
+def _respect_memory_limit() -> None:
     if sys.platform == "win32":
         return
     import resource
@@ -47,7 +47,7 @@ def main() -> None:
     # Else Python goes through all objects again when it ends: a fifth of a look at names. Triton, which newer releases
     # of torch import, would then list on stderr what it calls leaked.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
-    _heed_the_limit()
+    _respect_memory_limit()
     try:
         from ckptfix.cli.program import run
     except MemoryError:

@@ -101,4 +101,5 @@ def _read_files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     from ckptfix.engine.destination import files_read
 
     yield from files_read(library_settings(choices))
-    yield from ((name, choices[name]) for name in ("apply",) if name in choices)
+    if "apply" in choices:
+        yield "apply", choices["apply"]

@@ -21,13 +21,13 @@ from ckptfix.maps.matches import Inference, Match, Shapes
 from ckptfix.maps.names import (
     STATISTICS,
     bag,
+    disambiguated,
     module,
     numbers,
     parent,
     roles,
     segments,
     similarity,
-    told_apart,
     weights,
 )
 from ckptfix.maps.trees import NARROW, Choice, Label, Matcher, assign
@@ -195,7 +195,7 @@ def _leaves(specs: Shapes, is_shown: bool = True) -> tuple[Leaves, float]:
     if not is_shown or is_in_order(keys, sorted(keys)):
         keys.sort(key=_natural)
         weight = SORTED_WEIGHT
-    paths = told_apart([segments(key) for key in keys], weight == ORDER_WEIGHT)
+    paths = disambiguated([segments(key) for key in keys], weight == ORDER_WEIGHT)
     return [whole(key, specs[key], path, at) for at, (key, path) in enumerate(zip(keys, paths, strict=True))], weight
 
 

@@ -255,7 +255,7 @@ def crosses_first(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], boo
     return {front: next(iter(kinds)) for front, kinds in found.items() if len(kinds) > 1}
 
 
-def told_apart(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[tuple[str, ...]]:
+def disambiguated(paths: Sequence[tuple[str, ...]], is_shown: bool = True) -> list[tuple[str, ...]]:
     """Give layers the names that the rest of a file says they have: ``kernel`` is the weight in JAX and TensorFlow, a
     ``proj`` beside ``qkv`` is the output of attention, ``downsample`` beside ``conv1`` is the shortcut, and ``norm2``
     belongs to the MLP unless there is ``norm3`` or attention across, as in ``nn.TransformerDecoderLayer``. ``is_shown``

@@ -64,8 +64,12 @@ _FOREIGN = re.compile(
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
 )
 _FOREIGN_TYPES = {
-    **{"scalar": "LyCORIS with use_scalar", "nemo": "LoRA of NeMo", "adalora": "ADALORA"},
-    **{"glora": "GLoRA", "ia3": "IA3 of LyCORIS", "tlora": "T-LoRA"},
+    "scalar": "LyCORIS with use_scalar",
+    "nemo": "LoRA of NeMo",
+    "adalora": "ADALORA",
+    "glora": "GLoRA",
+    "ia3": "IA3 of LyCORIS",
+    "tlora": "T-LoRA",
 }
 _BASE = "base_model.model."
 

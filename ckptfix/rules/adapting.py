@@ -373,9 +373,8 @@ class _Table(Struct, frozen=True, dict=True):
             return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
-            return ("cut",) * is_shorter + ("linear",) * (
-                self.key not in self.among.fixed and self.key not in self.target.frozen
-            ), ""
+            is_trained = self.key not in self.among.fixed and self.key not in self.target.frozen
+            return ("cut",) * is_shorter + ("linear",) * is_trained, ""
         own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
         if f"{self.key.rpartition('.')[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
             own = "timm"

@@ -59,7 +59,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
         edits: list[Edit] = [*map(Drop, fills), *fills.values()]
         yield rule.finding(
             Level.ERROR,
-            f"{_said(len(fills))}; replaced from {context.settings.fill}",
+            f"{_message(len(fills))}; replaced from {context.settings.fill}",
             keys=fills,
             fix=Fix.requested(edits),
         )
@@ -69,7 +69,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     # With a target the missing keys are a finding of their own afterwards; without one, this one has to stay.
     yield rule.finding(
         Level.ERROR,
-        _said(len(left)),
+        _message(len(left)),
         keys=left,
         fix=drop if context.target is not None else None,
         remedies=REMEDIES if drop is None else (REMEDIES[0], REMEDIES[2]),
@@ -97,5 +97,5 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
             )
 
 
-def _said(count: int) -> str:
+def _message(count: int) -> str:
     return f"{counted(count, 'tensor')} with wrong bytes: the storage fails the checksum of the archive"

@@ -61,7 +61,7 @@ _FIELDS = {
 }
 
 
-class Renamed(Struct, frozen=True):
+class ReleaseRename(Struct, frozen=True):
     """A module's rewrite: the name of a tensor before and after, with fields of ``_FIELDS`` in braces."""
 
     what: str
@@ -83,20 +83,24 @@ def _pattern(template: str) -> str:
 
 # The table.
 REWRITES = (
-    Renamed("weight_norm", "{module}{tensor}_g", "{module}parametrizations.{tensor}.original0"),
-    Renamed("weight_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.original1"),
-    Renamed("spectral_norm", "{module}{tensor}_orig", "{module}parametrizations.{tensor}.original"),
-    Renamed("spectral_norm", "{module}{tensor}_u", "{module}parametrizations.{tensor}.0._u"),
-    Renamed("spectral_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.0._v"),
-    Renamed("DenseNet", "{module}denselayer{n}.{part}.{index}.{leaf}", "{module}denselayer{n}.{part}{index}.{leaf}"),
-    Renamed("LayerNorm", "{module}gamma", "{module}weight"),
-    Renamed("LayerNorm", "{module}beta", "{module}bias"),
-    Renamed("peft", "{module}{adapter}.weight", "{module}{adapter}.default.weight"),
-    Renamed("peft", "{module}{adapter}", "{module}{adapter}.default"),
-    Renamed("peft", "{module}{adapter}", "{module}{adapter}.default.weight"),
-    Renamed("peft", "{module}{leaf}", "{module}base_layer.{leaf}", both_ways=False),
-    Renamed("peft", "base_model.{module}{leaf}", "base_model.{module}modules_to_save.default.{leaf}", both_ways=False),
-    Renamed("peft", "{module}{leaf}", "base_model.model.{module}base_layer.{leaf}", both_ways=False),
+    ReleaseRename("weight_norm", "{module}{tensor}_g", "{module}parametrizations.{tensor}.original0"),
+    ReleaseRename("weight_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.original1"),
+    ReleaseRename("spectral_norm", "{module}{tensor}_orig", "{module}parametrizations.{tensor}.original"),
+    ReleaseRename("spectral_norm", "{module}{tensor}_u", "{module}parametrizations.{tensor}.0._u"),
+    ReleaseRename("spectral_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.0._v"),
+    ReleaseRename(
+        "DenseNet", "{module}denselayer{n}.{part}.{index}.{leaf}", "{module}denselayer{n}.{part}{index}.{leaf}"
+    ),
+    ReleaseRename("LayerNorm", "{module}gamma", "{module}weight"),
+    ReleaseRename("LayerNorm", "{module}beta", "{module}bias"),
+    ReleaseRename("peft", "{module}{adapter}.weight", "{module}{adapter}.default.weight"),
+    ReleaseRename("peft", "{module}{adapter}", "{module}{adapter}.default"),
+    ReleaseRename("peft", "{module}{adapter}", "{module}{adapter}.default.weight"),
+    ReleaseRename("peft", "{module}{leaf}", "{module}base_layer.{leaf}", both_ways=False),
+    ReleaseRename(
+        "peft", "base_model.{module}{leaf}", "base_model.{module}modules_to_save.default.{leaf}", both_ways=False
+    ),
+    ReleaseRename("peft", "{module}{leaf}", "base_model.model.{module}base_layer.{leaf}", both_ways=False),
 )
 
 

@@ -149,7 +149,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         inference, moves, proof = proved(inference, source_model, target.tie_of, checkpoint)
     is_own = inference.origin not in ("", "values")  # a look at the result would not say the same
     if not is_own:
-        moves = _settled(moves, source, wanted, target.tie_of, values)
+        moves = _relabelled(moves, source, wanted, target.tie_of, values)
     least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
@@ -351,7 +351,7 @@ def _explained(source: Specs, target: Specs, tied: Ties, values: Values) -> Infe
     return inference if values is None else by_values(inference, source, target, *values)
 
 
-def _settled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values) -> Moves:
+def _relabelled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values) -> Moves:
     """Return the moves with their labels after another look at the file as it will be.
 
     What is ambiguous is likely if the other look finds the same. If it would move anything else, the map contradicts

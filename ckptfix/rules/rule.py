@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptfix.core.target import Converter, Target
 
 
-StatisticsByKey = Mapping[str, TensorStatistics]  # by key
+StatisticsByKey = Mapping[str, TensorStatistics]
 
 
 class SourceModel(Struct, frozen=True):

@@ -22,7 +22,16 @@ from ckptfix.errors import TargetError, UnreadableError
 from ckptfix.modules.factory import build_module
 from ckptfix.reading.opening import open_file
 from ckptfix.smoke.derive import Guess, derive_inputs
-from ckptfix.smoke.forward import Loaded, Pass, Setting, attempt, choose_device, forward, load_strictly, synchronize
+from ckptfix.smoke.forward import (
+    LoadedModel,
+    Pass,
+    Setting,
+    attempt,
+    choose_device,
+    forward,
+    load_strictly,
+    synchronize,
+)
 from ckptfix.smoke.inputs import Arguments, Draw, RandomInput, parse_inputs, scale_check
 from ckptfix.smoke.outcome import (
     AFTERTHOUGHTS,
@@ -122,7 +131,7 @@ def _examine(job: Exam, progress: Progress) -> ExamOutcome:
         return progress.so_far
 
 
-def _load(job: Exam, progress: Progress) -> Loaded:
+def _load(job: Exam, progress: Progress) -> LoadedModel:
     """Return the model with the values of the file, on its device, in eval mode."""
     progress.so_far = ExamOutcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
     progress.enter("device")
@@ -166,7 +175,7 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
     return checkpoint.state_dict()
 
 
-def _try_in_turn(subject: Loaded, guesses: list[Guess], progress: Progress) -> Tried:
+def _try_in_turn(subject: LoadedModel, guesses: list[Guess], progress: Progress) -> Tried:
     """These inputs, up to the first that the model takes or that shows that no other can help."""
     tried: Tried = []
     for guess in guesses:
@@ -196,7 +205,7 @@ def _deciding(tried: Tried) -> Pass | None:
     return next((run for run, failure in failures if failure is not None and holds_for_any_input(failure)), None)
 
 
-def recheck_in_float32(run: Pass, subject: Loaded) -> ExamOutcome:
+def recheck_in_float32(run: Pass, subject: LoadedModel) -> ExamOutcome:
     """Return the outcome, and where it is not finite in a narrow dtype, what the same pass gives in float32."""
     if not run.outcome.non_finite or subject.dtype.itemsize >= torch.float32.itemsize:
         return run.outcome
@@ -205,7 +214,7 @@ def recheck_in_float32(run: Pass, subject: Loaded) -> ExamOutcome:
     return replace(run.outcome, finite_in_float32=wide.outcome.is_good)
 
 
-def _look_further(run: Pass, subject: Loaded, job: Exam, progress: Progress) -> None:
+def _look_further(run: Pass, subject: LoadedModel, job: Exam, progress: Progress) -> None:
     """Training mode where it was asked for, and the CPU where the model ran elsewhere."""
     failure = run.outcome.failure
     if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
@@ -223,7 +232,7 @@ def _may_be_innocent(outcome: ExamOutcome) -> bool:
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
 
 
-def _compare(job: Exam, reference: Reference, run: Pass, subject: Loaded, progress: Progress) -> None:
+def _compare(job: Exam, reference: Reference, run: Pass, subject: LoadedModel, progress: Progress) -> None:
     """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
     if not progress.so_far.is_good:
         progress.learn(compared=Comparison(reference.label, unlike="the output is not finite"))
@@ -241,7 +250,7 @@ def _compare(job: Exam, reference: Reference, run: Pass, subject: Loaded, progre
     progress.learn(compared=seen)
 
 
-def _without_verdict(tried: Tried, subject: Loaded, control: Control, progress: Progress) -> ExamOutcome:
+def _without_verdict(tried: Tried, subject: LoadedModel, control: Control, progress: Progress) -> ExamOutcome:
     """No input runs; what is left to find out is whether the model runs without the file."""
     failed = tried[0][1].outcome if tried else progress.so_far
     undecided = NO_GUESS
@@ -270,7 +279,7 @@ _MOST_REDRAWN = 2  # guesses that a model rejects in its own words, and not for 
 Anatomy = Mapping[str, tuple[int, ...] | None]
 
 
-def redraw(subject: Loaded, tried: list[tuple[Guess, Pass]], base: ExamOutcome) -> Pass | None:
+def redraw(subject: LoadedModel, tried: list[tuple[Guess, Pass]], base: ExamOutcome) -> Pass | None:
     """Return the first pass that is good once other numbers stand in an input of the same shape; None without one.
 
     Random noise is no image: its negative values make NaN in a root or a logarithm, and a detector finds nothing in it.
@@ -300,17 +309,17 @@ def has_sound_weights(outcome: ExamOutcome) -> bool:
     return outcome.origin is None or not outcome.origin.broken
 
 
-Control = Callable[[Setting], Loaded | None]
+Control = Callable[[Setting], LoadedModel | None]
 
 
-def control_of(factory: str, factory_args: Any, first: Loaded) -> Control:
+def control_of(factory: str, factory_args: Any, first: LoadedModel) -> Control:
     """Return what builds a second model, to run as the first did, once that is gone: two need not be in memory at once.
 
     It gives None if the factory gives the first model again, or one of other shapes (lazy layers take any input), or
     does not run twice: then nothing can be compared."""
     model, anatomy, seed = weakref.ref(first.model), _anatomy(first.model), first.seed
 
-    def build(setting: Setting) -> Loaded | None:
+    def build(setting: Setting) -> LoadedModel | None:
         gc.collect()
         try:
             second = build_module(factory, factory_args, seed)
@@ -321,7 +330,7 @@ def control_of(factory: str, factory_args: Any, first: Loaded) -> Control:
     return build
 
 
-def compare_non_finite(control: Loaded, run: Pass, base: ExamOutcome) -> ExamOutcome:
+def compare_non_finite(control: LoadedModel, run: Pass, base: ExamOutcome) -> ExamOutcome:
     """Return the outcome of a pass that made values that are not finite, after the control has run on the same input.
 
     Where the control makes none, the file is at fault after all. Only -Inf, in both, is the model's own way to say
@@ -352,7 +361,7 @@ _DOUBLED = "the batch of 1 was doubled, since a BatchNorm cannot train on one va
 _NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
 
 
-def train(subject: Loaded, arguments: Arguments, backward: bool, base: ExamOutcome) -> ExamOutcome:
+def train(subject: LoadedModel, arguments: Arguments, backward: bool, base: ExamOutcome) -> ExamOutcome:
     """Return the outcome of a pass in training mode, with the gradients where a backward pass was asked for."""
     # A check in float32 may have converted the model since the pass in eval mode.
     arguments = replace(arguments, notes=(), warnings=()).to(subject.device, subject.dtype)
@@ -372,7 +381,7 @@ def train(subject: Loaded, arguments: Arguments, backward: bool, base: ExamOutco
     return outcome
 
 
-def _forward(subject: Loaded, arguments: Arguments, base: ExamOutcome) -> Pass:
+def _forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pass:
     """Return the pass with a batch of at least two, unless the model takes no more than one."""
     if arguments.batch > 1:
         return attempt(subject, arguments, base)
@@ -381,7 +390,7 @@ def _forward(subject: Loaded, arguments: Arguments, base: ExamOutcome) -> Pass:
     return alone if alone.outcome.is_good else run
 
 
-def _backward(subject: Loaded, run: Pass) -> ExamOutcome:
+def _backward(subject: LoadedModel, run: Pass) -> ExamOutcome:
     """Go backward under anomaly detection; if that stops, again without it, to see what is reached."""
     operator = where = ""
     with warnings.catch_warnings(record=True) as caught:
@@ -403,7 +412,7 @@ def _backward(subject: Loaded, run: Pass) -> ExamOutcome:
     return replace(run.outcome, gradients=replace(_look(subject), operator=operator, where=where))
 
 
-def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: Loaded) -> None:
+def _backward_from(outputs: Iterable[tuple[str, torch.Tensor]], subject: LoadedModel) -> None:
     loss = _projection((tensor for _, tensor in outputs), subject.seed)
     if loss is not None:
         torch.autograd.backward(loss)
@@ -425,7 +434,7 @@ def _projection(tensors: Iterable[torch.Tensor], seed: int) -> torch.Tensor | No
     return torch.stack([part.float() for part in parts]).sum() if parts else None
 
 
-def _look(subject: Loaded) -> Gradients:
+def _look(subject: LoadedModel) -> Gradients:
     finite = frozen = 0
     non_finite, zero, missing = [], [], []
     for name, parameter in subject.model.named_parameters():

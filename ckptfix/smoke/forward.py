@@ -265,7 +265,7 @@ def _figures(values: dict[str, Any]) -> tuple[Figures, ...]:
     return tuple(figures_of(name, tensor) for name, tensor in tensors_in(values))
 
 
-class Loaded(Struct):
+class LoadedModel(Struct):
     """The model under test, and where it runs. ``dtype`` is that of its floating inputs; a second try may change it,
     and the whole model with it: then it ``is_converted``."""
 
@@ -303,10 +303,10 @@ class Setting(Struct, frozen=True):
     seed: int = 0
     converted: torch.dtype | None = None
 
-    def prepare(self, model: nn.Module) -> tuple[Loaded, tuple[str, ...]]:
+    def prepare(self, model: nn.Module) -> tuple[LoadedModel, tuple[str, ...]]:
         """Return the model in eval mode, on the device, and what to say about its way there."""
         dtype, notes = place(model.eval(), self.device)
-        subject = Loaded(model, self.device, dtype, self.seed)
+        subject = LoadedModel(model, self.device, dtype, self.seed)
         if self.converted is not None:
             subject.convert(self.converted)
         return subject, notes
@@ -329,7 +329,7 @@ class Pass(Struct, frozen=True):
         return replace(self, outcome=replace(self.outcome, notes=(*self.outcome.notes, *notes)))
 
 
-def forward(subject: Loaded, arguments: Arguments, base: ExamOutcome) -> Pass:
+def forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pass:
     """Call the model once; an error of its code is part of the outcome and never raised.
 
     ``base`` is what is known before; what it says of another pass is not taken over."""
@@ -376,7 +376,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def attempt(subject: Loaded, arguments: Arguments, base: ExamOutcome) -> Pass:
+def attempt(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pass:
     """Return the forward pass, tried again where another way to run it may help."""
     run = forward(subject, arguments, base)
     if is_cudnn_failure(run.outcome.failure):
@@ -388,7 +388,7 @@ def attempt(subject: Loaded, arguments: Arguments, base: ExamOutcome) -> Pass:
     return run
 
 
-def _without_cudnn(subject: Loaded, failed: Pass, base: ExamOutcome) -> Pass:
+def _without_cudnn(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pass:
     with torch.backends.cudnn.flags(enabled=False):
         run = forward(subject, failed.arguments, base)
     if is_cudnn_failure(run.outcome.failure):
@@ -397,7 +397,7 @@ def _without_cudnn(subject: Loaded, failed: Pass, base: ExamOutcome) -> Pass:
     return run.noting(f"cuDNN failed ({error}), so it was turned off")
 
 
-def _in_one_dtype(subject: Loaded, failed: Pass, base: ExamOutcome) -> Pass:
+def _in_one_dtype(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pass:
     """Return the whole model in the widest dtype that it holds, at least float32; that changes no value."""
     held = {parameter.dtype for parameter in subject.model.parameters() if parameter.is_floating_point()}
     widest = torch.float64 if torch.float64 in held else torch.float32
@@ -424,7 +424,7 @@ def _blaming_the_code(failed: Pass, dtype: torch.dtype) -> Pass:
     return replace(failed, outcome=accused).noting(note)
 
 
-def _with_less(subject: Loaded, failed: Pass, base: ExamOutcome) -> Pass:
+def _with_less(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pass:
     """Return the batch halved down to 1, then the whole model in reduced precision."""
     full = size = failed.arguments.batch
     run = failed
@@ -448,7 +448,7 @@ def _with_less(subject: Loaded, failed: Pass, base: ExamOutcome) -> Pass:
     return failed.noting(tried) if is_out_of_memory(run.outcome.failure) else failed
 
 
-def _free(subject: Loaded) -> None:
+def _free(subject: LoadedModel) -> None:
     gc.collect()
     if subject.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ from ckptfix.errors import CkptfixError
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.rules import FOR_LOADING
-from ckptfix.smoke.forward import Loaded, Pass, forward, load_strictly
+from ckptfix.smoke.forward import LoadedModel, Pass, forward, load_strictly
 from ckptfix.smoke.outcome import ExamOutcome, NotLoadedError, dtype_name, values_of
 
 Outputs = Sequence[tuple[str, "torch.Tensor"]]
@@ -63,7 +63,7 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
     return Comparison(against, identical, difference, scale, _TOLERANCE.get(dtype, 1e-3), agreement)
 
 
-def compare_with_cpu(subject: Loaded, run: Pass, base: ExamOutcome) -> Comparison:
+def compare_with_cpu(subject: LoadedModel, run: Pass, base: ExamOutcome) -> Comparison:
     """Compare the outputs of this device with those of the CPU, on which the model is afterwards."""
     dtype = dtype_name(subject.dtype)
     if sum(parameter.numel() for parameter in subject.model.parameters()) > LARGEST_FOR_CPU:
@@ -78,7 +78,7 @@ def compare_with_cpu(subject: Loaded, run: Pass, base: ExamOutcome) -> Compariso
     # float16 lacks operators on the CPU, and to widen it changes no value
     wide = torch.float32 if subject.dtype == torch.float16 else subject.dtype
     subject.model.to(cpu)
-    there = Loaded(subject.model, cpu, subject.dtype, subject.seed)
+    there = LoadedModel(subject.model, cpu, subject.dtype, subject.seed)
     if wide != subject.dtype:
         there.convert(wide)
     reference = forward(there, run.arguments.to(cpu, wide), base)

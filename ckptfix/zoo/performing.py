@@ -110,6 +110,8 @@ def _with_fitting_recipes(work: Callable[..., T], path: Path, arguments: Mapping
             return work(str(path), **arguments)
         except IdleRecipeError as error:
             kept = tuple(text for text in arguments["adapt"] if text != error.options[0].value)
+            if len(kept) == len(arguments["adapt"]):
+                raise  # the table has it in other words, and the same call would fail again
             arguments = {**arguments, "adapt": kept}
 
 

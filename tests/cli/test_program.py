@@ -122,7 +122,7 @@ def test_a_full_disk_behind_stderr_changes_no_exit_code(words, code, folder):
     assert done.returncode == code
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not heed the limit")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce the limit")
 @pytest.mark.parametrize(
     ("words", "limits"),
     [

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ckptfix.smoke.exam import CONTRAST, NO_FIT, NO_GUESS, Exam, examine, recheck_in_float32, train
-from ckptfix.smoke.forward import Loaded, attempt, compute_dtype
+from ckptfix.smoke.forward import LoadedModel, attempt, compute_dtype
 from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import CHECKPOINT, INPUT, MODEL, ExamOutcome
 from tests.smoke import models
@@ -213,14 +213,14 @@ def test_an_overflow_of_half_precision_is_run_again_in_float32(value: float, is_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
-        subject = Loaded(model, torch.device("cpu"), torch.float16)
+        subject = LoadedModel(model, torch.device("cpu"), torch.float16)
         run = attempt(subject, Arguments((torch.full((1, 4), 100.0, dtype=torch.float16),)), ExamOutcome())
         assert run.outcome.non_finite
         assert recheck_in_float32(run, subject).finite_in_float32 is is_finite
 
 
 def test_what_is_finite_is_run_once() -> None:
-    subject = Loaded(models.Net().half().eval(), torch.device("cpu"), torch.float16)
+    subject = LoadedModel(models.Net().half().eval(), torch.device("cpu"), torch.float16)
     run = attempt(subject, Arguments((torch.ones((1, 3, 8, 8), dtype=torch.float16),)), ExamOutcome())
     assert recheck_in_float32(run, subject).finite_in_float32 is None
     assert subject.dtype == torch.float16
@@ -231,7 +231,7 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 
 def outcome_of(model: nn.Module, given: Tensor = IMAGES, backward: bool = False) -> ExamOutcome:
     with torch.no_grad():
-        subject = Loaded(model.eval(), torch.device("cpu"), compute_dtype(model))
+        subject = LoadedModel(model.eval(), torch.device("cpu"), compute_dtype(model))
         return train(subject, Arguments((given,)), backward, ExamOutcome("cpu"))
 
 
@@ -291,7 +291,7 @@ def test_a_batch_of_one_is_doubled() -> None:
 
 
 def test_the_input_follows_a_model_that_was_converted_since() -> None:
-    subject = Loaded(nn.Linear(4, 4).bfloat16().eval(), torch.device("cpu"), torch.bfloat16)
+    subject = LoadedModel(nn.Linear(4, 4).bfloat16().eval(), torch.device("cpu"), torch.bfloat16)
     arguments = Arguments((torch.ones(2, 4, dtype=torch.bfloat16),))
     subject.convert(torch.float32)
     assert train(subject, arguments, False, ExamOutcome("cpu")).inputs == ("float32[2, 4]",)

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ckptfix.explain import explain
 from ckptfix.smoke.exam import Exam, examine
-from ckptfix.smoke.forward import Loaded, Trace, attempt, forward, load_strictly
+from ckptfix.smoke.forward import LoadedModel, Trace, attempt, forward, load_strictly
 from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import CHECKPOINT, ENVIRONMENT, INPUT, MODEL, ExamOutcome, Failure, Figures, NotLoadedError
 from ckptfix.smoke.run import findings_of
@@ -20,8 +20,8 @@ from tests.smoke.models import Hider, Net, Tied
 CPU = torch.device("cpu")
 
 
-def subject() -> Loaded:
-    return Loaded(Net().eval(), CPU, torch.float32)
+def subject() -> LoadedModel:
+    return LoadedModel(Net().eval(), CPU, torch.float32)
 
 
 def images(channels: int) -> Arguments:
@@ -268,7 +268,7 @@ def test_what_runs_at_once_is_run_once_and_needs_no_words() -> None:
     model = models.Net().eval()
     model.register_forward_hook(lambda *call: calls.append(call))
     done = attempt(
-        Loaded(model, torch.device("cpu"), torch.float32), Arguments((torch.ones(1, 3, 8, 8),)), ExamOutcome()
+        LoadedModel(model, torch.device("cpu"), torch.float32), Arguments((torch.ones(1, 3, 8, 8),)), ExamOutcome()
     )
     assert done.outcome.is_good
     assert (len(calls), done.outcome.notes) == (1, ())
@@ -348,7 +348,7 @@ def test_half_weights_that_meet_floats_of_the_code_are_widened() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x * torch.ones(2))  # a float32 of its own
 
-    subject = Loaded(Scales(2, 2).half(), torch.device("cpu"), torch.float16)
+    subject = LoadedModel(Scales(2, 2).half(), torch.device("cpu"), torch.float16)
     done = attempt(subject, Arguments((torch.ones(1, 2, dtype=torch.float16),)), ExamOutcome())
     assert done.outcome.is_good
     assert (subject.dtype, subject.is_converted) == (torch.float32, True)

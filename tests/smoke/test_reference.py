@@ -19,7 +19,7 @@ from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.reading.opening import open_source
 from ckptfix.smoke import reference as agreement
 from ckptfix.smoke.exam import Exam, examine
-from ckptfix.smoke.forward import Loaded, forward
+from ckptfix.smoke.forward import LoadedModel, forward
 from ckptfix.smoke.inputs import Arguments
 from ckptfix.smoke.outcome import ExamOutcome
 from ckptfix.smoke.reference import Reference, compare_outputs, compare_with_cpu
@@ -318,7 +318,7 @@ class Draws(Net):
 
 
 def with_cpu(model: nn.Module) -> Comparison:
-    subject = Loaded(model.eval(), torch.device("cpu"), next(model.parameters()).dtype)
+    subject = LoadedModel(model.eval(), torch.device("cpu"), next(model.parameters()).dtype)
     with torch.no_grad():
         run = forward(subject, Arguments((torch.ones(1, 3, 8, 8, dtype=subject.dtype),)), ExamOutcome())
         return compare_with_cpu(subject, run, ExamOutcome())

@@ -108,7 +108,7 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
         found = [each for each, sure in zip(found, is_sure, strict=True) if sure]
     elif len(found) < 2:
         return None
-    return _said(found, source, target)
+    return _inference_of(found, source, target)
 
 
 def aliases(source: Shapes) -> Iterator[tuple[str, Move]]:
@@ -130,7 +130,7 @@ def _is_for(rename_map: RenameMap, lines: Iterable[Line], source: Shapes) -> boo
 def each_of(inference: Inference, tied: Collection[str] = ()) -> Iterator[Inference]:
     """Yield what each of several shipped maps says by itself."""
     for found in _fitting(inference.source, inference.target, tied) if len(inference.maps) > 1 else ():
-        yield _said([found], inference.source, inference.target)
+        yield _inference_of([found], inference.source, inference.target)
 
 
 def of_rotary(
@@ -138,10 +138,10 @@ def of_rotary(
 ) -> Inference | None:
     """Return what the one shipped map says that explains both sides and is for rotary embeddings of these shapes."""
     found = [each for each in _fitting(source, target, tied) if {shape for _, shape in each[0].shapes} & {*rotary}]
-    return _said(found, source, target) if len(found) == 1 else None
+    return _inference_of(found, source, target) if len(found) == 1 else None
 
 
-def _said(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes) -> Inference:
+def _inference_of(found: Sequence[tuple[RenameMap, Mapping[str, Move]]], source: Shapes, target: Shapes) -> Inference:
     matches = {}
     for key, shape in target.items():
         moves = [moves[key] for _, moves in found if key in moves]

@@ -353,17 +353,17 @@ def _unfinished_key(runs: list[list[Any]]) -> str | None:
 def fold(runs: list[list[Any]], path: str) -> Any:
     """Return the dict, list or object at the bottom of the stack with all that was whole in it, if there is one."""
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
-        _settle(run)
+        _set_states(run)
         if outer:
             _fill(outer[-1], run, path)
     bottom = runs[0]
-    _settle(bottom)
+    _set_states(bottom)
     for target, key, value in zip(bottom[::2], bottom[1::2], bottom[2::2], strict=False):
         _fill(target, [key, value], path)
     return bottom[0] if bottom and isinstance(bottom[0], (dict, list, Opaque)) else None
 
 
-def _settle(run: list[Any]) -> None:
+def _set_states(run: list[Any]) -> None:
     """Give objects at the end of a run the state that was being made for them, as that of a module and its parts."""
     while len(run) > 1 and isinstance(run[-2], Opaque) and run[-2].state is None and isinstance(run[-1], dict):
         owner, state = run[-2], run.pop()
