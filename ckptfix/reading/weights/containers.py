@@ -11,13 +11,14 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, is_inside, path_name, value_at
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import clauses
-from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError
+from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.foreign.weightless import (
     MOMENTS,
     NAME_THEM,
@@ -89,7 +90,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
     else:
         if document.damage:
             raise UnreadableError(f"{document.path}: {clauses(document.damage)}; fetch the file again")
-        raise UnreadableError(why_weightless(document))
+        raise UnreadableError(why_weightless(document), *_named_by_model(document.root))
     entries, remarks = _entries(document, value, path)
     has_arrays = any(isinstance(entry, NumpyArray) for entry in entries.values())
     if has_arrays and not any(True for _ in tensors_in(list(entries.values()))):
@@ -291,6 +292,19 @@ def _packs_several(value: Any) -> bool:
         _is_tensor(item) or (isinstance(item, list) and any(map(_is_tensor, item[:LIST_LIMIT])))
         for item in value[:LIST_LIMIT]
         if not is_random_state(item)
+    )
+
+
+def _named_by_model(root: Any) -> tuple[Words, ...]:
+    """Return what else names the tensors of the only list of floats in a file: the parameters of a model."""
+    lists = [path for path, tensors in listed_sets(root) if all(DTYPES[each.dtype].is_float for each in tensors)]
+    if len(lists) != 1 or not lists[0]:
+        return ()
+    return (
+        "; or take the names of a model's parameters, with ",
+        Opt("weights", path_name(lists[0])),
+        " and ",
+        Opt("model"),
     )
 
 

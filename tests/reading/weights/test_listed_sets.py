@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.finding import Applicability, Level
-from ckptfix.errors import UsageError
+from ckptfix.errors import UnreadableError, UsageError
 
 
 class Tied(nn.Module):
@@ -120,6 +120,24 @@ def test_a_frozen_layer_is_not_in_the_list(tmp_path):
     assert [finding.keys for finding in report.findings if finding.code == "FIL101"] == [
         ("norm.weight", "norm.bias", "body.weight", "body.bias")
     ]
+
+
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [
+        ({"ema": {"shadow_params": [torch.ones(3), torch.ones(2)]}}, "weights='ema.shadow_params' and model="),
+        ({"a": [torch.ones(3), torch.ones(2)], "b": [torch.ones(3), torch.ones(2)]}, "copy_to), and save model.state"),
+        ([torch.ones(3), torch.ones(2)], "copy_to), and save model.state"),
+        ({"cuda": [torch.zeros(16, dtype=torch.uint8)] * 2}, ""),
+    ],
+    ids=["the only list", "two lists", "no place", "random states"],
+)
+def test_an_error_says_how_the_only_list_gets_names(tmp_path, root, said):
+    torch.save(root, tmp_path / "a.pth")
+    with pytest.raises(UnreadableError) as caught:
+        ckptfix.check(tmp_path / "a.pth")
+    assert said in str(caught.value)
+    assert ("weights=" in str(caught.value)) is said.startswith("weights=")
 
 
 @pytest.mark.parametrize(
