@@ -16,6 +16,7 @@ from math import inf
 from operator import sub
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptfix.core.parts import Shape
 from ckptfix.maps.leaves import Leaf, Path
@@ -121,6 +122,15 @@ class _Pool(Struct, frozen=True):
     labels: tuple[Label, ...]
 
 
+class _Level(Struct, frozen=True):
+    """A template while its subtrees are matched. It is complete if both sides have the same leaves."""
+
+    key: Key
+    pool: _Pool
+    places: tuple[Places, Places]
+    is_complete: bool
+
+
 class Matcher(Struct):
     """Match pools from the largest to the smallest, so that equal blocks of different stages meet in one pool.
 
@@ -173,14 +183,14 @@ class Matcher(Struct):
                 groups[node.signature][side].append(node)
         taken: tuple[set[int], set[int]] = (set(), set())
         places = _places(pool.source), _places(pool.target)
-        complete = sorted(signatures[0]) == sorted(signatures[1])
+        level = _Level(key, pool, places, sorted(signatures[0]) == sorted(signatures[1]))
         crossed = _crossed(groups, places)
         for signature in sorted((each for each in groups if each not in crossed), key=len, reverse=True):
             here, there = (
                 [node for node in nodes if node.members[0] not in used]
                 for nodes, used in zip(groups[signature], taken, strict=True)
             )
-            for pair in self._pairs(here, there, places, complete, key, pool):
+            for pair in self._pairs(here, there, level):
                 taken[0].update(pair.source.members)
                 taken[1].update(pair.target.members)
                 ones = [pool.source[at] for at in pair.source.members]
@@ -203,70 +213,52 @@ class Matcher(Struct):
             heapq.heappush(self._heap, (-len(pool.source), len(self._pools) + len(self.decisions), key))
         self._pools[key].append(pool)
 
-    def _pairs(
-        self,
-        source: list[Node],
-        target: list[Node],
-        places: Sequence[Places],
-        complete: bool,
-        key: Key,
-        pool: _Pool,
-    ) -> Iterator[_Pair]:
+    def _pairs(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
         if not source or not target:
             return
         if len(source) == len(target) and _is_run(source) and _is_run(target):
-            label = min(Label.CERTAIN if complete else Label.LIKELY, _counted(source, target))
-            ours, theirs = _by_number(source), _by_number(target)
-            lists = [_list(ours, pool.source), _list(theirs, pool.target)]
-            is_shown = not self.sorted_sides  # keys that are sorted count up in any case
-            if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
-                theirs.reverse()
-                label = min(label, Label.LIKELY)
-            elif _may_count_down(lists):
-                label = min(label, Label.LIKELY)
-            straight, mirrored = (
-                {(key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}
-                for side in (theirs, theirs[::-1])
-            )
-            is_mirrored = len(mirrored) > 2 and mirrored <= self._shown and not (straight - mirrored) & self._shown
-            if is_mirrored or sum(FROM_THE_TOP in bag(path[-1:]) for path in lists) == 1:
-                theirs.reverse()
-                label = min(label, Label.LIKELY)
-            for one, other in zip(ours, theirs, strict=True):
-                yield _Pair(one, other, label, ())
-            return
-        if len(source) == len(target) == 1 and not complete and _is_moved(source[0], target[0], places):
+            yield from self._pairs_by_number(source, target, level)
+        elif (
+            len(source) == len(target) == 1 and not level.is_complete and _is_moved(source[0], target[0], level.places)
+        ):
             return  # its equal may be what has a layer more or less there
-        if runs := _equal_runs(source, target):
-            yield from self._pairs(*runs, places, False, key, pool)
+        elif runs := _equal_runs(source, target):
             ours, theirs = ([n for n in side if n not in run] for side, run in zip((source, target), runs, strict=True))
-            yield from self._pairs(ours, theirs, places, False, key, pool)
-            return
-        scores = self._scores(source, target, places, self.order_weight)
-        by_name = self._scores(source, target, places, 0.0, 0.0) if self.sorted_sides else scores
-        by_order = _difference(scores, by_name)
-        votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
-        most = [max(column) for column in zip(*votes, strict=True)]
-        for row, votes_of_row in zip(scores, votes, strict=True):
-            for column, vote in enumerate(votes_of_row):
-                if vote and vote == max(*votes_of_row, most[column]):
-                    row[column] += VOTE_WEIGHT * vote / max(len(pool.labels), vote)
-        if any(self._near):
-            near = [[_paths(node, pool.target) for node in target], [_paths(node, pool.source) for node in source]]
-            for row, instances in zip(scores, near[1], strict=True):
-                for to, others in enumerate(near[0]):
-                    row[to] += NEAR_WEIGHT * _nearness(instances, others, self._near)
-        for at, one in enumerate(source if self.without else ()):
-            for to, other in enumerate(target):
-                scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
+            part = replace(level, is_complete=False)
+            yield from self._pairs(*runs, part)
+            yield from self._pairs(ours, theirs, part)
+        else:
+            yield from self._pairs_by_score(source, target, level)
+
+    def _pairs_by_number(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
+        """Yield the pairs of two lists of as many equal modules, which may count from either end."""
+        label = min(Label.CERTAIN if level.is_complete else Label.LIKELY, _counted(source, target))
+        ours, theirs = _by_number(source), _by_number(target)
+        lists = [_list(ours, level.pool.source), _list(theirs, level.pool.target)]
+        is_shown = not self.sorted_sides  # keys that are sorted count up in any case
+        if is_shown and _is_rising(ours) != _is_rising(theirs):  # one side counts from the other end
+            theirs.reverse()
+            label = min(label, Label.LIKELY)
+        elif _may_count_down(lists):
+            label = min(label, Label.LIKELY)
+        straight, mirrored = (
+            {(level.key, numbers(one.path), numbers(other.path)) for one, other in zip(ours, side, strict=True)}
+            for side in (theirs, theirs[::-1])
+        )
+        is_mirrored = len(mirrored) > 2 and mirrored <= self._shown and not (straight - mirrored) & self._shown
+        if is_mirrored or sum(FROM_THE_TOP in bag(path[-1:]) for path in lists) == 1:
+            theirs.reverse()
+            label = min(label, Label.LIKELY)
+        for one, other in zip(ours, theirs, strict=True):
+            yield _Pair(one, other, label, ())
+
+    def _pairs_by_score(self, source: list[Node], target: list[Node], level: _Level) -> Iterator[_Pair]:
+        """Yield the best assignment by names, order, votes and neighbours, each with what speaks against it."""
+        key = level.key
+        scores, by_name = self._all_scores(source, target, level)
         chosen = assign(scores)
-        if any(numbers(node.leaves[at].path[len(node.path) :]) for node in source for at in node.members):
-            # A tower may be the only one that is whole on both sides. Names have to say which: its blocks may say more.
-            named = self._scores(source, target, places, 0.0, 0.0) if self.order_weight else scores
-            is_crossed = any(conflicts(source[at].words, target[to].words, EXCLUSIVE) for at, to in chosen)
-            if is_crossed or (len(source) != len(target) and any(margin < NARROW for margin in _spare(chosen, named))):
-                return
-        by_name = _difference(scores, by_order)
+        if self._is_doubtful_tower(source, target, chosen, scores, level):
+            return
         is_hidden = bool(self.sorted_sides) and not self._is_in_order(source, target, chosen)
         is_contradicted = any(conflicts(source[at].words, target[to].words) for at, to in chosen)
         is_named = _are_named(source, target) and all(_same_end(source[at], target[to]) for at, to in chosen)
@@ -284,13 +276,48 @@ class Matcher(Struct):
             if close or any(row[to] - row[other] < NARROW for row in spare for other in unchosen):
                 label = Label.AMBIGUOUS
             elif len(source) == len(target) == 1:
-                label = Label.CERTAIN if complete or len(one.members) >= LARGE else Label.LIKELY
+                label = Label.CERTAIN if level.is_complete or len(one.members) >= LARGE else Label.LIKELY
                 label = min(label, _counted(source, target))
             elif is_named:
-                label = Label.CERTAIN if complete else Label.LIKELY
+                label = Label.CERTAIN if level.is_complete else Label.LIKELY
             else:
                 label = Label.AMBIGUOUS if is_contradicted else Label.LIKELY
             yield _Pair(one, other, label, tuple(close.values()))
+
+    def _all_scores(self, source: list[Node], target: list[Node], level: _Level) -> tuple[Scores, Scores]:
+        """Return the scores of all evidence, and the same without the order, which says nothing of sorted keys."""
+        places, key = level.places, level.key
+        scores = self._scores(source, target, places, self.order_weight)
+        by_name = self._scores(source, target, places, 0.0, 0.0) if self.sorted_sides else scores
+        by_order = _difference(scores, by_name)
+        votes = [[self._vote(_ends(one, other, places), key) for other in target] for one in source]
+        most = [max(column) for column in zip(*votes, strict=True)]
+        for row, votes_of_row in zip(scores, votes, strict=True):
+            for column, vote in enumerate(votes_of_row):
+                if vote and vote == max(*votes_of_row, most[column]):
+                    row[column] += VOTE_WEIGHT * vote / max(len(level.pool.labels), vote)
+        if any(self._near):
+            sides = (source, level.pool.source), (target, level.pool.target)
+            near = [[_paths(node, leaves) for node in nodes] for nodes, leaves in sides]
+            for row, instances in zip(scores, near[0], strict=True):
+                for to, others in enumerate(near[1]):
+                    row[to] += NEAR_WEIGHT * _nearness(instances, others, self._near)
+        for at, one in enumerate(source if self.without else ()):
+            for to, other in enumerate(target):
+                scores[at][to] -= FORBIDDEN * ((key, one.path, other.path) in self.without)
+        return scores, _difference(scores, by_order)
+
+    def _is_doubtful_tower(
+        self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]], scores: Scores, level: _Level
+    ) -> bool:
+        """Tell whether names do not say which tower is which. It may be the only one that is whole on both sides, and
+        its blocks may say more."""
+        if not any(numbers(node.leaves[at].path[len(node.path) :]) for node in source for at in node.members):
+            return False
+        if any(conflicts(source[at].words, target[to].words, EXCLUSIVE) for at, to in chosen):
+            return True
+        named = self._scores(source, target, level.places, 0.0, 0.0) if self.order_weight else scores
+        return len(source) != len(target) and any(margin < NARROW for margin in _spare(chosen, named))
 
     def _is_in_order(self, source: list[Node], target: list[Node], chosen: list[tuple[int, int]]) -> bool:
         """Tell whether the numbers of one list, where keys are sorted, count the modules of the other side up."""
