@@ -6,175 +6,26 @@ no shapes for them, so what the rules find here is what the names say, and only 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED, has_statistics, is_buffer_name, is_transient, split_key
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Finding, counted
+from ckptfix.core.parts import Shape
 from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target
 from ckptfix.core.wording import KEEP_STATISTICS
 from ckptfix.core.wrappers import MODULE, WRAPPER_SEGMENTS, WRAPPERS
 from ckptfix.engine.diagnosis import diagnose
+from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
 from ckptfix.rules.adapting import POSITIONS, Case, Misfits, differ_by_ones, narrowed
 from ckptfix.rules.quantised_layers import keys_of_codes
-
-Shape = tuple[int, ...]
-
-
-class Mismatch(Struct, frozen=True):
-    """What a message says of a file and a model.
-
-    ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
-    shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
-    there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
-    ``is_cut``: somebody wrote dots for the rest."""
-
-    model: str = ""
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    running_statistics: tuple[str, ...] = ()
-    knows_missing: bool = True
-    is_cut: bool = False
-
-
-_NAMES = r"""(?:\\?["'][^"']*["'](?:,\s?|\s(?=["']))?)+"""
-_PLAIN_NAMES = r"[\w.]+(?:, [\w.]+)*"
-_FOLDED_NAMES = r"(?: [\w.]+\.(?:\w+|\{[\w, ]+\})(?= |$))+"  # the lists of fvcore and detectron2, a key a line
-
-_MISSING = re.compile(
-    rf"Missing key\(s\) in state_dict: (?P<quoted>{_NAMES})"
-    rf"|missing keys in state_dict: \"?(?:set\(\[|\{{|\[)(?P<set>[^\]}}]*)"
-    rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
-    rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
-    rf" key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})"
-    rf"|not found in the checkpoint:(?P<folded>{_FOLDED_NAMES})",
-    re.IGNORECASE,
-)
-_UNEXPECTED = re.compile(
-    rf"Unexpected key\(s\) in state_dict: (?P<quoted>{_NAMES})"
-    r"|unexpected key \"(?P<one>[^\"]+)\" in state_dict"
-    r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
-    r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: "
-    r"|Unexpected key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})"
-    rf"|keys that are not used by the model:(?P<folded>{_FOLDED_NAMES})",
-    re.IGNORECASE,
-)
-_RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES})", re.IGNORECASE)
-
-_SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
-# The first wording is that of torch since 1.0, `of` and `where` stand in 0.4.1's; 0.3 and 0.4.0 have the second.
-_SIZE_MISMATCH = re.compile(
-    rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from checkpoint,"
-    rf" (?:where )?the shape (?:in current model )?is {_SIZE}"
-)
-_SKIPPED = re.compile(
-    rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:to the model due to incompatible shapes:|has shape) {_SIZE} in the"
-    rf" checkpoint but {_SIZE} in the model"
-)
-_WHILE_COPYING = re.compile(
-    rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
-    rf" dimensions in the checkpoint are {_SIZE}"
-)
-_MOST_LAYERS = 1000
-_CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
-_CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
-_QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
-
-
-def read_mismatch(message: Message) -> Mismatch:
-    """Return the keys of a message. Of the two readings that one counts in which no key has a gap."""
-    readings = [_read(reading) for reading in message.readings]
-    for each in readings:
-        keys = (*each.missing, *each.unexpected, *each.shapes)
-        if keys and not any(re.search(r"\s", key) for key in keys):
-            return each
-    return readings[0]
-
-
-def _read(text: str) -> Mismatch:
-    context = _CONTEXT.search(text)
-    shapes = dict(_shapes(text))
-    missing = [*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]
-    missing = [key for key in dict.fromkeys(missing) if key not in shapes]  # fvcore names what it skipped twice
-    unexpected = [*_keys_in(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
-    is_old = 'unexpected key "' in text and not context
-    starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
-    return Mismatch(
-        model=context["model"] if context else "",
-        missing=tuple(missing),
-        unexpected=tuple(dict.fromkeys(unexpected)),
-        shapes=shapes,
-        running_statistics=tuple(_keys_in(_RUNNING, text)),
-        knows_missing=bool(missing) or (starts_before and not is_old),
-        is_cut=_CUT.search(text) is not None,
-    )
-
-
-# A row of the load report of transformers 5, which folds names: `layers.{0, 1}.weight`, `{0...11}`.
-_ROW = re.compile(
-    r"(?P<key>[\w.]+(?:\{[\w, .]+\}[\w.]*)*) \| (?P<status>MISSING|UNEXPECTED|MISMATCH)\b"
-    rf"(?: \| [^|]{{0,80}}ckpt: {_SIZE} vs model: ?{_SIZE})?"
-)
-
-
-def _rows(text: str, status: str) -> Iterator[tuple[str, re.Match[str]]]:
-    for row in _ROW.finditer(text):
-        if row["status"] == status:
-            for key in _unfolded(row["key"]):
-                yield key, row
-
-
-def _unfolded(key: str) -> list[str]:
-    head, opened, rest = key.partition("{")
-    if not opened:
-        return [key]
-    inside, _, tail = rest.partition("}")
-    names: list[str] = []
-    for part in inside.split(","):
-        first, dots, last = part.strip().partition("...")
-        is_range = dots and first.isdecimal() and last.isdecimal()
-        names += map(str, range(int(first), min(int(last), int(first) + _MOST_LAYERS) + 1)) if is_range else [first]
-    return [f"{head}{name}{end}" for name in names for end in _unfolded(tail)]
-
-
-def _keys_in(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    for match in pattern.finditer(text):
-        groups = match.groupdict()
-        if groups.get("one"):
-            yield groups["one"]
-        elif groups.get("plain"):
-            yield from groups["plain"].split(", ")
-        elif groups.get("folded"):
-            yield from (key for name in re.split(r" (?![^{]*\})", groups["folded"][1:]) for key in _unfolded(name))
-        else:
-            listed = next((part for part in groups.values() if part), "")
-            yield from _QUOTED.findall(listed)
-
-
-def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
-    for match in (*_SIZE_MISMATCH.finditer(text), *_SKIPPED.finditer(text)):
-        yield match["key"], (_shape(match[2]), _shape(match[3]))
-    for key, row in _rows(text, "MISMATCH"):
-        if row[3] is not None:
-            yield key, (_shape(row[3]), _shape(row[4]))
-    for match in _WHILE_COPYING.finditer(text):
-        yield match["key"], (_shape(match[3]), _shape(match[2]))
-
-
-def _shape(text: str) -> Shape:
-    return tuple(int(size) for size in re.findall(r"\d+", text))
-
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
 _CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
@@ -376,16 +227,27 @@ _SURPLUS_COUNTERS = "unexpected-num-batches-tracked"
 
 def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Advice]:
     named = {name for name, finding in findings.items() if finding.code.startswith(FOR_LOADING)}
-    missing, unexpected = _left(findings, "missing-key"), _left(findings, "unexpected-key")
-    is_prefix_alone = named and named <= {"wrapper-segment", "wrapper-prefix"}
-    is_prefix_alone = is_prefix_alone and not (missing or unexpected or mismatch.shapes)
-    if is_prefix_alone:
-        yield Advice("writes a copy with the names that the model wants, and _metadata along", "ckptfix repair {FILE}")
-    else:
+    yield from _commands_for_names(findings, mismatch, named)
+    yield from _advice_on_shapes(mismatch)
+    if named == {_SURPLUS_COUNTERS}:
         yield Advice(
-            "compares names and shapes with your model, shows what can be repaired, and the command for it",
-            "ckptfix check {FILE} --model {MODEL}",
+            "leaves the counters out",
+            code='state_dict = {k: v for k, v in state_dict.items() if not k.endswith("num_batches_tracked")}',
         )
+    yield from _advice_on_strict(findings, mismatch, named)
+    yield from _code_for_wrappers(findings, mismatch)
+
+
+def _commands_for_names(findings: Mapping[str, Finding], mismatch: Mismatch, named: set[str]) -> Iterator[Advice]:
+    missing, unexpected = _left(findings, "missing-key"), _left(findings, "unexpected-key")
+    is_prefix_only = named and named <= {"wrapper-segment", "wrapper-prefix"}
+    if is_prefix_only and not (missing or unexpected or mismatch.shapes):
+        yield Advice("writes a copy with the names that the model wants, and _metadata along", "ckptfix repair {FILE}")
+        return
+    yield Advice(
+        "compares names and shapes with your model, shows what can be repaired, and the command for it",
+        "ckptfix check {FILE} --model {MODEL}",
+    )
     if len(missing) == len(unexpected) > 3:
         yield Advice(
             "shows which layer is which, if as many keys are missing as unexpected because another library or release"
@@ -396,10 +258,13 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice(
             "writes a file for a torch that does not know the counters", "ckptfix repair {FILE} --for-torch 0.4.0"
         )
-    elif named and not is_prefix_alone:
+    elif named:
         yield Advice(
             "repairs the names and buffers, and runs the model on the result", "ckptfix repair {FILE} --model {MODEL}"
         )
+
+
+def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
     for said in filter(None, map(narrowed, _cases(mismatch))):
         yield Advice(f"{_capital(said)}.")
     parts = _parts(mismatch.shapes)
@@ -409,30 +274,29 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
         yield Advice(
             f"gives {counted(len(ones), 'key')} the axes of the model", "ckptfix repair {FILE} --model {MODEL}"
         )
-    is_other = parts > 1 or any(reason in _HOPELESS for reason in reasons)
     if parts > 1:
         yield Advice(
             "puts the ranks together, with the files of all of them in one folder", "ckptfix repair FOLDER -o model.pth"
         )
-    if recipes and not is_other:
+    if parts > 1 or any(reason in _HOPELESS for reason in reasons):
+        yield Advice("Fill nothing in for these: that would make a model of random weights.")
+        return
+    if recipes:
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
         yield Advice(
             f"makes {counted(len(recipes), 'key')} fit the model's shapes, by the formula of a library",
             f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
         )
-    if is_other:
-        yield Advice("Fill nothing in for these: that would make a model of random weights.")
-    elif reasons:
+    if reasons:
         yield Advice(
             "takes the mismatched keys from your fresh model (untrained), and the rest from the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
         )
-    if named == {_SURPLUS_COUNTERS}:
-        yield Advice(
-            "leaves the counters out",
-            code='state_dict = {k: v for k, v in state_dict.items() if not k.endswith("num_batches_tracked")}',
-        )
-    if missing or mismatch.shapes or (mismatch.missing and not named):
+
+
+def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named: set[str]) -> Iterator[Advice]:
+    """Yield what ``strict=False`` would do, which is what most users try."""
+    if _left(findings, "missing-key") or mismatch.shapes or (mismatch.missing and not named):
         yield Advice(
             "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )
@@ -445,6 +309,9 @@ def _advice(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Adv
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"
             " list first: layers that your model should have mean the wrong model."
         )
+
+
+def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Advice]:
     if finding := findings.get("wrapper-prefix"):
         renames = [edit for edit in (finding.fix.edits if finding.fix else ()) if isinstance(edit, Rename)]
         prefixes = [edit.key.removesuffix(edit.to) for edit in renames if edit.key.endswith(edit.to)]

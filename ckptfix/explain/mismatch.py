@@ -1,0 +1,158 @@
+"""The keys and shapes that a message of torch, transformers, fvcore or mmcv names, as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from msgspec import Struct, field
+
+from ckptfix.core.parts import Shape
+from ckptfix.explain.text import Message
+
+
+class Mismatch(Struct, frozen=True):
+    """What a message says of a file and a model.
+
+    ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
+    shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
+    there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
+    ``is_cut``: somebody wrote dots for the rest."""
+
+    model: str = ""
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    running_statistics: tuple[str, ...] = ()
+    knows_missing: bool = True
+    is_cut: bool = False
+
+
+_NAMES = r"""(?:\\?["'][^"']*["'](?:,\s?|\s(?=["']))?)+"""
+_PLAIN_NAMES = r"[\w.]+(?:, [\w.]+)*"
+_FOLDED_NAMES = r"(?: [\w.]+\.(?:\w+|\{[\w, ]+\})(?= |$))+"  # the lists of fvcore and detectron2, a key a line
+
+_MISSING = re.compile(
+    rf"Missing key\(s\) in state_dict: (?P<quoted>{_NAMES})"
+    rf"|missing keys in state_dict: \"?(?:set\(\[|\{{|\[)(?P<set>[^\]}}]*)"
+    rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
+    rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
+    rf" key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
+    rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})"
+    rf"|not found in the checkpoint:(?P<folded>{_FOLDED_NAMES})",
+    re.IGNORECASE,
+)
+_UNEXPECTED = re.compile(
+    rf"Unexpected key\(s\) in state_dict: (?P<quoted>{_NAMES})"
+    r"|unexpected key \"(?P<one>[^\"]+)\" in state_dict"
+    r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
+    r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: "
+    r"|Unexpected key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
+    rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})"
+    rf"|keys that are not used by the model:(?P<folded>{_FOLDED_NAMES})",
+    re.IGNORECASE,
+)
+_RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES})", re.IGNORECASE)
+
+_SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
+# The first wording is that of torch since 1.0, `of` and `where` stand in 0.4.1's; 0.3 and 0.4.0 have the second.
+_SIZE_MISMATCH = re.compile(
+    rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from checkpoint,"
+    rf" (?:where )?the shape (?:in current model )?is {_SIZE}"
+)
+_SKIPPED = re.compile(
+    rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:to the model due to incompatible shapes:|has shape) {_SIZE} in the"
+    rf" checkpoint but {_SIZE} in the model"
+)
+_WHILE_COPYING = re.compile(
+    rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
+    rf" dimensions in the checkpoint are {_SIZE}"
+)
+_MOST_LAYERS = 1000
+_CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
+_CUT = re.compile(r"[\"'],?\s*(?:\.\.\.|…)")
+_QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
+
+
+def read_mismatch(message: Message) -> Mismatch:
+    """Return the keys of a message. Of the two readings that one counts in which no key has a gap."""
+    readings = [_read(reading) for reading in message.readings]
+    for each in readings:
+        keys = (*each.missing, *each.unexpected, *each.shapes)
+        if keys and not any(re.search(r"\s", key) for key in keys):
+            return each
+    return readings[0]
+
+
+def _read(text: str) -> Mismatch:
+    context = _CONTEXT.search(text)
+    shapes = dict(_shapes(text))
+    missing = [*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]
+    missing = [key for key in dict.fromkeys(missing) if key not in shapes]  # fvcore names what it skipped twice
+    unexpected = [*_keys_in(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
+    is_old = 'unexpected key "' in text and not context
+    starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
+    return Mismatch(
+        model=context["model"] if context else "",
+        missing=tuple(missing),
+        unexpected=tuple(dict.fromkeys(unexpected)),
+        shapes=shapes,
+        running_statistics=tuple(_keys_in(_RUNNING, text)),
+        knows_missing=bool(missing) or (starts_before and not is_old),
+        is_cut=_CUT.search(text) is not None,
+    )
+
+
+# A row of the load report of transformers 5, which folds names: `layers.{0, 1}.weight`, `{0...11}`.
+_ROW = re.compile(
+    r"(?P<key>[\w.]+(?:\{[\w, .]+\}[\w.]*)*) \| (?P<status>MISSING|UNEXPECTED|MISMATCH)\b"
+    rf"(?: \| [^|]{{0,80}}ckpt: {_SIZE} vs model: ?{_SIZE})?"
+)
+
+
+def _rows(text: str, status: str) -> Iterator[tuple[str, re.Match[str]]]:
+    for row in _ROW.finditer(text):
+        if row["status"] == status:
+            for key in _unfolded(row["key"]):
+                yield key, row
+
+
+def _unfolded(key: str) -> list[str]:
+    head, opened, rest = key.partition("{")
+    if not opened:
+        return [key]
+    inside, _, tail = rest.partition("}")
+    names: list[str] = []
+    for part in inside.split(","):
+        first, dots, last = part.strip().partition("...")
+        is_range = dots and first.isdecimal() and last.isdecimal()
+        names += map(str, range(int(first), min(int(last), int(first) + _MOST_LAYERS) + 1)) if is_range else [first]
+    return [f"{head}{name}{end}" for name in names for end in _unfolded(tail)]
+
+
+def _keys_in(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    for match in pattern.finditer(text):
+        groups = match.groupdict()
+        if groups.get("one"):
+            yield groups["one"]
+        elif groups.get("plain"):
+            yield from groups["plain"].split(", ")
+        elif groups.get("folded"):
+            yield from (key for name in re.split(r" (?![^{]*\})", groups["folded"][1:]) for key in _unfolded(name))
+        else:
+            listed = next((part for part in groups.values() if part), "")
+            yield from _QUOTED.findall(listed)
+
+
+def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
+    for match in (*_SIZE_MISMATCH.finditer(text), *_SKIPPED.finditer(text)):
+        yield match["key"], (_shape(match[2]), _shape(match[3]))
+    for key, row in _rows(text, "MISMATCH"):
+        if row[3] is not None:
+            yield key, (_shape(row[3]), _shape(row[4]))
+    for match in _WHILE_COPYING.finditer(text):
+        yield match["key"], (_shape(match[3]), _shape(match[2]))
+
+
+def _shape(text: str) -> Shape:
+    return tuple(int(size) for size in re.findall(r"\d+", text))

@@ -1,0 +1,68 @@
+"""The keys and shapes that a message names."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfix.explain.mismatch import read_mismatch
+from ckptfix.explain.text import messages
+
+FVCORE = """WARNING:fvcore.common.checkpoint:Some model parameters or buffers are not found in the checkpoint:
+backbone.stem.conv1.norm.{bias, running_mean, running_var, weight}
+backbone.stem.conv1.weight
+head.cls_score.{bias, weight}
+"""
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "size mismatch for fc.weight: copying a param with shape torch.Size([10, 5]) from checkpoint, the shape in"
+        " current model is torch.Size([2, 5]).",
+        "size mismatch for fc.weight: copying a param of torch.Size([10, 5]) from checkpoint, where the shape is"
+        " torch.Size([2, 5]) in current model.",
+        'While copying the parameter named "fc.weight", whose dimensions in the model are torch.Size([2, 5]) and whose'
+        " dimensions in the checkpoint are torch.Size([10, 5]).",
+        "While copying the parameter named fc.weight, whose dimensions in the model are torch.Size([2, 5]) and whose"
+        " dimensions in the checkpoint are torch.Size([10, 5]).",
+    ],
+)
+def test_the_two_shapes_in_every_wording(sentence: str):
+    (message,) = messages(sentence)
+    assert read_mismatch(message).shapes == {"fc.weight": ((10, 5), (2, 5))}
+
+
+def test_the_load_report_of_transformers_5():
+    rows = """
+LlamaForCausalLM LOAD REPORT from: out
+Key | Status |
+----+--------+-----
+h.{0, 2}.mlp.up_proj.weight | MISSING |
+h.{3...5}.mlp.{up, down}.weight | UNEXPECTED |
+tok.weight | MISMATCH | Reinit due to size mismatch - ckpt: torch.Size([7, 32]) vs model:torch.Size([9, 32])
+
+Notes:
+- MISSING:\tthose params were newly initialized because missing from the checkpoint.
+"""
+    (message,) = messages(rows)
+    mismatch = read_mismatch(message)
+    assert mismatch.missing == ("h.0.mlp.up_proj.weight", "h.2.mlp.up_proj.weight")
+    assert mismatch.unexpected == tuple(f"h.{n}.mlp.{name}.weight" for n in (3, 4, 5) for name in ("up", "down"))
+    assert mismatch.shapes == {"tok.weight": ((7, 32), (9, 32))}
+    assert mismatch.knows_missing
+
+
+def test_the_lists_of_fvcore_are_read():
+    """It folds the last part of the names, and names what it skipped for its shape among the missing ones, too."""
+    skipped = (
+        "WARNING [04/16 03:40:21 fvcore.common.checkpoint]: Skip loading parameter 'head.cls_score.weight' to the model"
+        " due to incompatible shapes: (81, 1024) in the checkpoint but (4, 1024) in the model!.\n"
+    )
+    (message,) = messages(f"{skipped}{FVCORE}[04/16 03:40:22 d2.engine.train_loop]: Starting training from iteration 0")
+    mismatch = read_mismatch(message)
+    assert mismatch.shapes == {"head.cls_score.weight": ((81, 1024), (4, 1024))}
+    assert mismatch.missing == (
+        *(f"backbone.stem.conv1.norm.{leaf}" for leaf in ("bias", "running_mean", "running_var", "weight")),
+        "backbone.stem.conv1.weight",
+        "head.cls_score.bias",
+    )
