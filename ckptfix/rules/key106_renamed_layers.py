@@ -112,36 +112,18 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     checkpoint, source_model = context.checkpoint, context.source_model
     if two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
         return  # an adapter is merged first: it has the names of its layers
-    source, wanted = _tensors(checkpoint, target), _slots(target)
-    if source_model is None:  # a weight that is in parts on one side goes where it would go as one
-        source = _as_whole(
-            source, {key: spec.shape for key, spec in checkpoint.specs.items()}, _parts(checkpoint, target)
-        )
-        if not in_parts(checkpoint.specs):
-            wanted = _as_whole(wanted, wanted, in_parts([key for key in wanted if key not in checkpoint.specs]))
-    if source_model is not None:  # its order says more than that of a file, which may be sorted
-        source = {key: source[key] for key in (*source_model.shapes, *source) if key in source}
-    converters = source_model.converts if source_model is not None else None, target.converts
+    source, wanted = _sides(context, target)
     values: Values = None
     if target.reference is not None and context.settings.values and _is_left_over(source, wanted):
         values = _values(checkpoint, target.reference, source, wanted)
+    converters = source_model.converts if source_model is not None else None, target.converts
     inference = (
         converted(*_everything(checkpoint, target), converters)
         or (of_rotary(source, wanted, target.rotary, target.tie_of) if target.rotary else None)
         or _explained(source, wanted, target.tie_of, values)
     )
     if inference is None:
-        is_done = any(step.rule == rule.code for step in context.plan.steps)
-        if source_model is not None and not is_done and not any(obstacles(checkpoint, target)):
-            fitting = source_model.prove(context.before or checkpoint, [context.plan])
-            remedies = OTHER_MAP if context.settings.rename or context.settings.rename_map else OTHER_MODELS
-            yield rule.finding(
-                Level.WARNING if fitting.is_refuted else Level.NOTE,
-                f"the keys are those of the target; {fitting}",
-                keys=fitting.open,
-                evidence=_figures(fitting),
-                remedies=remedies if fitting.is_refuted else (),
-            )
+        yield from _proof_without_map(rule, context, target)
         return
     proof: Equivalence | None = None
     moves = moves_of(inference, checkpoint)
@@ -150,47 +132,11 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     is_own = inference.origin not in ("", "values")  # a look at the result would not say the same
     if not is_own:
         moves = _relabelled(moves, source, wanted, target.tie_of, values)
-    least = min((move.label for move in moves.values()), default=Label.AMBIGUOUS)
-    applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
-    ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
-    labels = Counter(move.label.name.lower() for move in moves.values())
     taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
     elsewhere = f"; {taken} of their names are in the file, for other layers" if taken else ""
-    if applied:
-        missing = inference.lacking(target.tie_of)
-        is_whole = not missing and not inference.unused
-        is_much = _is_much(len(moves), len(inference.matches)) or all(keeps_name(*move) for move in moves.items())
-        rules = (inference.maps[0] if inference.maps else fold(inference)).rules
-        is_known = bool(inference.origin) or (proof is not None and proof.is_proved)
-        is_safe = least >= Label.CERTAIN and ((is_whole and is_much) or is_known)
-        fix = Fix(
-            tuple(edits_of(applied, checkpoint)),
-            Applicability.SAFE if is_safe else Applicability.UNSAFE,
-            asked=context.settings.rename_layers,
-        )
-        is_refuted = proof is not None and proof.is_refuted
-        yield rule.finding(
-            Level.ERROR,
-            f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
-            f"({counted(len(rules), 'rule')}){elsewhere}{f'; {proof}' if proof else ''}",
-            keys=applied,
-            evidence={
-                **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
-                **({"origin": inference.origin} if inference.origin else {}),
-                "rules": [str(each) for each in rules],
-                "labels": dict(labels),
-                "missing": len(missing),
-                "unused": len(inference.unused),
-                **({"proof": _figures(proof)} if proof is not None else {}),
-            },
-            fix=None if is_refuted else fix,
-            blocks=Blocks.NOTHING if is_refuted else Blocks.FILLING,
-            remedies=OTHER_MODELS
-            if is_refuted
-            else ()
-            if is_safe
-            else PROOF[: 2 if target.modules and not source_model else 1],
-        )
+    ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
+    if len(ambiguous) < len(moves):
+        yield _map_finding(rule, context, target, inference, moves, proof, elsewhere)
     if proof is not None and proof.is_proved and proof.unobservable:
         yield rule.finding(
             Level.NOTE,
@@ -199,29 +145,109 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             keys=proof.unobservable,
         )
     if ambiguous:
-        are_fused = all(
-            len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
-            for move in ambiguous.values()
-        )
-        why = (
-            "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
-        )
-        fitting_layers = {
-            key: list(dict.fromkeys((*(part.source for part in move.parts), *move.alternatives)))
-            for key, move in ambiguous.items()
-        }
-        yield rule.finding(
-            Level.ERROR,
-            f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
-            keys=ambiguous,
-            evidence={"alternatives": fitting_layers},
-            remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
-            or choice(sets_of(checkpoint.specs))
-            or advise(
-                "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
-                " --output-format json, and give it to --rename-map"
-            ),
-        )
+        yield _ambiguous_finding(rule, checkpoint, inference, ambiguous, elsewhere)
+
+
+def _sides(context: Context, target: Target) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Return the shapes of what can be moved, and of what is wanted."""
+    checkpoint, source_model = context.checkpoint, context.source_model
+    source, wanted = _tensors(checkpoint, target), _slots(target)
+    if source_model is not None:  # its order says more than that of a file, which may be sorted
+        return {key: source[key] for key in (*source_model.shapes, *source) if key in source}, wanted
+    # A weight that is in parts on one side goes where it would go as one.
+    shapes = {key: spec.shape for key, spec in checkpoint.specs.items()}
+    source = _as_whole(source, shapes, _parts(checkpoint, target))
+    if not in_parts(checkpoint.specs):
+        wanted = _as_whole(wanted, wanted, in_parts([key for key in wanted if key not in checkpoint.specs]))
+    return source, wanted
+
+
+def _proof_without_map(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
+    """Report whether two models whose names are the same compute the same, if the user names the second one."""
+    is_done = any(step.rule == rule.code for step in context.plan.steps)
+    if context.source_model is None or is_done or any(obstacles(context.checkpoint, target)):
+        return
+    fitting = context.source_model.prove(context.before or context.checkpoint, [context.plan])
+    remedies = OTHER_MAP if context.settings.rename or context.settings.rename_map else OTHER_MODELS
+    yield rule.finding(
+        Level.WARNING if fitting.is_refuted else Level.NOTE,
+        f"the keys are those of the target; {fitting}",
+        keys=fitting.open,
+        evidence=_figures(fitting),
+        remedies=remedies if fitting.is_refuted else (),
+    )
+
+
+def _map_finding(
+    rule: Rule,
+    context: Context,
+    target: Target,
+    inference: Inference,
+    moves: Moves,
+    proof: Equivalence | None,
+    elsewhere: str,
+) -> Finding:
+    """Return the finding of the map, with the fix that applies what is not ambiguous."""
+    applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
+    missing = inference.lacking(target.tie_of)
+    is_whole = not missing and not inference.unused
+    is_much = _is_much(len(moves), len(inference.matches)) or all(keeps_name(*move) for move in moves.items())
+    is_known = bool(inference.origin) or (proof is not None and proof.is_proved)
+    is_certain = len(applied) == len(moves) and all(move.label >= Label.CERTAIN for move in moves.values())
+    is_safe = is_certain and ((is_whole and is_much) or is_known)
+    is_refuted = proof is not None and proof.is_refuted
+    remedies = PROOF if target.modules and not context.source_model else PROOF[:1]
+    rules = (inference.maps[0] if inference.maps else fold(inference)).rules
+    fix = Fix(
+        tuple(edits_of(applied, context.checkpoint)),
+        Applicability.SAFE if is_safe else Applicability.UNSAFE,
+        asked=context.settings.rename_layers,
+    )
+    return rule.finding(
+        Level.ERROR,
+        f"{counted(len(applied), 'key')} of the target under another implementation's names or layout "
+        f"({counted(len(rules), 'rule')}){elsewhere}{f'; {proof}' if proof else ''}",
+        keys=applied,
+        evidence={
+            **({"shipped": [each.name for each in inference.maps]} if inference.maps else {}),
+            **({"origin": inference.origin} if inference.origin else {}),
+            "rules": [str(each) for each in rules],
+            "labels": dict(Counter(move.label.name.lower() for move in moves.values())),
+            "missing": len(missing),
+            "unused": len(inference.unused),
+            **({"proof": _figures(proof)} if proof is not None else {}),
+        },
+        fix=None if is_refuted else fix,
+        blocks=Blocks.NOTHING if is_refuted else Blocks.FILLING,
+        remedies=OTHER_MODELS if is_refuted else () if is_safe else remedies,
+    )
+
+
+def _ambiguous_finding(
+    rule: Rule, checkpoint: Checkpoint, inference: Inference, ambiguous: Moves, elsewhere: str
+) -> Finding:
+    """Return the finding of the keys that have several sources which fit."""
+    are_fused = all(
+        len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
+        for move in ambiguous.values()
+    )
+    why = "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
+    fitting_layers = {
+        key: list(dict.fromkeys((*(part.source for part in move.parts), *move.alternatives)))
+        for key, move in ambiguous.items()
+    }
+    return rule.finding(
+        Level.ERROR,
+        f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
+        keys=ambiguous,
+        evidence={"alternatives": fitting_layers},
+        remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
+        or choice(sets_of(checkpoint.specs))
+        or advise(
+            "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
+            " --output-format json, and give it to --rename-map"
+        ),
+    )
 
 
 def _figures(proof: Equivalence) -> dict[str, object]:
