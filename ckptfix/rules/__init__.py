@@ -67,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     Rule("OPT103", "non-finite-moments", Needs.OPTIMIZER),
     Rule("OPT104", "optimizer-of-another-model", Needs.OPTIMIZER),
     Rule("OPT105", "optimizer-positions", Needs.OPTIMIZER, wanted_by="optimizer_positions"),
+    Rule("OPT106", "impossible-moments", Needs.OPTIMIZER),
     Rule("RUN101", "forward-fails", Needs.FORWARD_TEST),
     Rule("RUN102", "forward-non-finite", Needs.FORWARD_TEST),
     Rule("RUN103", "forward-in-training", Needs.FORWARD_TEST),

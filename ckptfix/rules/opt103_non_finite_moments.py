@@ -20,7 +20,7 @@ Unsafe: the state of these parameters is left out, and starts anew as for a new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
@@ -45,7 +45,7 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
             f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
             "weights become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
-            fix=_without(optimizer, bad),
+            fix=without(optimizer, bad),
             remedies=(Remedy.of("starts these anew", unsafe_fixes=True), DROP, KEEP),
             is_accepted=context.settings.keep_optimizer,
         )
@@ -68,7 +68,8 @@ def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str
     return bad
 
 
-def _without(optimizer: Optimizer, bad: dict[object, dict[str, int]]) -> Fix | None:
+def without(optimizer: Optimizer, bad: Container[object]) -> Fix | None:
+    """Return what leaves out the state of some parameters."""
     names = stored_names(optimizer) or {number: str(number) for number in optimizer.ids}
     if any(INITIAL in group for group in optimizer.groups):
         return None  # Adagrad has to begin with a state of the right shape

@@ -1,0 +1,114 @@
+"""OPT106 impossible-moments: the optimizer's averages are of values that no training leaves in them.
+
+## What it finds
+- An error: averages of squared gradients (`exp_avg_sq`, `square_avg`) that are negative.
+- A warning: an `exp_avg` of Adam that is larger than any gradients make it beside the `exp_avg_sq` of the same
+  parameter. With the betas b1 and b2, its square is at most (1 - b1)² / ((1 - b2)(1 - b1² / b2)) times `exp_avg_sq`, by
+  the inequality of Cauchy and Schwarz. Four times as much is reported, since betas may change during a training.
+
+Of each tensor, the extremes, the means and a sample are compared. Optimizers that compute the averages otherwise (SOAP,
+LAMB, Adafactor), and averages in float16 or in quantised form, are left out of the second.
+
+## Why it matters
+The files of the two averages were exchanged, or those of different parameters or saves. A load does not notice, since
+all shapes fit. The root of a negative average is NaN, and an average that is too small makes the first steps too large.
+
+## Fix safety
+Unsafe: the state of these parameters is left out, and starts anew as for a new parameter. Better fetch the files again.
+`--drop-optimizer` leaves the whole optimizer out, and `--keep-optimizer` keeps it as it is.
+
+## Example
+`exp_avg.pt` and `exp_avg_sq.pt` of one parameter of a universal checkpoint have each other's name.
+
+## Sources
+`torch/optim/adam.py`; https://arxiv.org/abs/1412.6980, section 2.1."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
+from ckptfix.core.spec import TensorSpec, TensorStatistics
+from ckptfix.maps.optimizer_states import optimizers_of
+from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
+from ckptfix.rules.opt103_non_finite_moments import without
+from ckptfix.rules.rule import Context, Rule
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_SLACK = 4.0  # of the squares: a schedule may have changed the betas, and bfloat16 rounds
+_TINY = 1e-36  # squares below it may have vanished
+
+
+def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
+    """Compare the two averages of each parameter."""
+    if not context.settings.values or context.settings.format == "safetensors":
+        return
+    for optimizer in optimizers_of(context.checkpoint):
+        rows = {number: optimizer.row(number) for number in optimizer.ids}
+        figures = context.figures_of(
+            {
+                f"{place} {name}": value
+                for place, row in enumerate(rows.values())
+                for name in ("exp_avg", *SQUARES)
+                if isinstance(value := row.get(name), TensorSpec) and value.has_data
+            }
+        )
+        limits = {number: _limit(group) for group in optimizer.groups for number in group["params"]}
+        negative, large = [], []
+        for place, (number, row) in enumerate(rows.items()):
+            own = {name: found for name in row if (found := figures.get(f"{place} {name}")) is not None}
+            if any(own[name].minimum < 0 for name in own.keys() & {*SQUARES}):
+                negative.append(number)
+            elif (limit := limits[number]) and _are_alike(row) and _exceeds(own["exp_avg"], own["exp_avg_sq"], limit):
+                large.append(number)
+        for level, bad, what in (
+            (Level.ERROR, negative, "negative averages of squared gradients for {}, whose weights become NaN"),
+            (Level.WARNING, large, "a larger average of the gradients for {} than those of their squares allow"),
+        ):
+            if bad:
+                yield rule.finding(
+                    level,
+                    f"{optimizer.label} has {what.format(counted(len(bad), 'parameter'))}: its tensors were exchanged,"
+                    " or are of different saves",
+                    evidence={"parameters": [str(number) for number in bad]},
+                    fix=without(optimizer, bad),
+                    remedies=(
+                        *advise("fetch its files again"),
+                        Remedy.of("starts these anew", unsafe_fixes=True),
+                        DROP,
+                        KEEP,
+                    ),
+                    is_accepted=context.settings.keep_optimizer,
+                )
+
+
+def _limit(group: Mapping[str, Any]) -> float | None:
+    """Return how many times ``exp_avg_sq`` the square of ``exp_avg`` may be; None if this is not known to be Adam, as
+    torch and the fused versions of apex and DeepSpeed have it."""
+    is_fused = "bias_correction" in group and not group.keys() & {"max_grad_norm", "grad_averaging"}
+    betas = group.get("betas")
+    if not ("amsgrad" in group or is_fused) or not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        return None
+    one, two = betas
+    if not isinstance(one, float) or not isinstance(two, float) or not 0 <= one * one < two < 1:
+        return None
+    return _SLACK * (1 - one) * (1 - one) / ((1 - two) * (1 - one * one / two))
+
+
+def _are_alike(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is one of Adam, with numbers that can be compared one by one."""
+    one, two = row.get("exp_avg"), row.get("exp_avg_sq")
+    if not isinstance(one, TensorSpec) or not isinstance(two, TensorSpec) or not row.keys() <= _ADAM:
+        return False
+    are_whole = one.has_data and two.has_data and one.is_contiguous and two.is_contiguous
+    return are_whole and one.shape == two.shape and one.dtype == two.dtype and one.dtype in ("float32", "bfloat16")
+
+
+def _exceeds(one: TensorStatistics, two: TensorStatistics, limit: float) -> bool:
+    """Return whether the squares of the first, their mean, or the greatest are more than the second allow."""
+    pairs = [*zip(array("f", one.sample), array("f", two.sample), strict=False)]
+    pairs += [(one.rms, two.mean), (max(-one.minimum, one.maximum), two.maximum)]
+    return any(each * each > limit * (square + _TINY) for each, square in pairs)
