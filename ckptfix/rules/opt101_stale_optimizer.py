@@ -135,10 +135,7 @@ def _out_of_step(
         yield from _frozen(rule, context, found[0])
         return
     known = readings(optimizer, change)
-    after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
-    settled = [way for way in ways(optimizer, after) if way.is_unchanged and not way.naming.is_certain]
-    is_odd = not found and bool(plan.edits) and not known and not _may_be_of(optimizer, change)
-    if is_odd and settled and len(optimizer.ids) == len(after.result):
+    if plan.edits and not found and not known and _is_of_result(optimizer, change, context):
         yield rule.finding(
             Level.NOTE,
             f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "
@@ -146,67 +143,95 @@ def _out_of_step(
             evidence={"parameters": len(optimizer.ids)},
         )
         return
-    has_names = bool(named_by_itself(optimizer, change.before))
-    is_silent = not found and not is_moved and not (plan.edits and known)
-    if is_silent and not change.touches and not change.is_ordered and (has_names or change.model_orders):
-        if has_names or len(optimizer.ids) == len(change.model_orders[0]):
-            what = "names" if has_names else "as many parameters as the model,"
-            yield rule.finding(
-                Level.NOTE,
-                f"{optimizer.label} has {what} in an order that is not the model's under any known recipe: if its "
-                "groups are not your own, it is that of another release of the model",
-                evidence={"parameters": len(optimizer.ids)},
-            )
-        return
-    is_lost = bool(plan.edits) and change.model is not None and not change.is_ordered and not change.model_orders
-    # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
-    is_wide = bool(found) or len(optimizer.ids) > len(change.parameters)
-    is_tied = len(optimizer.ids) == len(change.result)
-    has_changed = replace(change, is_wide=is_wide, is_tied=is_tied).touches
-    touches = has_changed or is_lost if plan.edits else bool(found) or change.reorders
-    if is_silent and not touches:
-        return
-
-    def stays(message: str, remedies: Iterable[Remedy] = (), **evidence: object) -> Finding:
-        return rule.finding(
-            Level.ERROR,
-            f"{optimizer.label} {message}",
-            evidence={"parameters": len(optimizer.ids), **evidence},
-            remedies=(DROP, *remedies, KEEP),
-            is_accepted=context.settings.keep_optimizer,
-        )
-
+    if not found and not is_moved and not (plan.edits and known):
+        has_names = bool(named_by_itself(optimizer, change.before))
+        if not change.touches and not change.is_ordered and (has_names or change.model_orders):
+            yield from _in_unknown_order(rule, optimizer, change, has_names)
+            return
+        if not _is_touched(optimizer, change, plan, found):
+            return
     if sets and found:
-        fits = f"fits {' and '.join(sets)} alike, and its name does not say which"
-        yield stays(f"{fits}: it stays as it is, though {sets[0]} changes", sets=sets)
-        return
-    if len(found) != 1 or is_moved:
+        words = f"fits {' and '.join(sets)} alike, and its name does not say which: it stays as it is, though"
+        yield _stays(rule, context, optimizer, f"{words} {sets[0]} changes", sets=sets)
+    elif len(found) != 1 or is_moved:
         sources, reason = [way.source for way in found], _reason(optimizer, found, known)
         why = "which other edits change" if plan.edits else "which the model has in another order"
-        yield stays(
+        yield _stays(
+            rule,
+            context,
+            optimizer,
             f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
             "moments to the wrong weights",
             _with_model(context, found, _is_named(known)),
             **({"recipes": sources} if sources else {}),
         )
-        return
-    way = found[0]
+    else:
+        yield _brought_in_step(rule, context, change, found[0])
+
+
+def _stays(
+    rule: Rule,
+    context: Context,
+    optimizer: Optimizer,
+    message: str,
+    remedies: Iterable[Remedy] = (),
+    **evidence: object,
+) -> Finding:
+    return rule.finding(
+        Level.ERROR,
+        f"{optimizer.label} {message}",
+        evidence={"parameters": len(optimizer.ids), **evidence},
+        remedies=(DROP, *remedies, KEEP),
+        is_accepted=context.settings.keep_optimizer,
+    )
+
+
+def _brought_in_step(rule: Rule, context: Context, change: Change, way: Followed) -> Finding:
     is_certain = way.naming.is_certain
-    others = rivals(optimizer, change, way)
+    others = rivals(way.optimizer, change, way)
     how = ""
     if others:
         how = f"; it is taken to be in the order of {way.source}, and {others[0]} would fit as well"
     elif not (is_certain or way.naming.own_shapes):
         how = f" (0 of {len(way.naming.names)} parameters with a shape of their own)"
-    yield rule.finding(
+    return rule.finding(
         Level.ERROR,
-        f"{optimizer.label} is out of step with the weights: {_what(way)}{how}",
+        f"{way.optimizer.label} is out of step with the weights: {_what(way)}{how}",
         keys=(*way.anew, *way.added),
         evidence={**_evidence(way), **({"would fit as well": others} if others else {})},
         fix=Fix(way.edits(change.new_order), Applicability.SAFE if is_certain else Applicability.UNSAFE),
         remedies=(IN_STEP, DROP, KEEP),
         is_accepted=context.settings.keep_optimizer,
     )
+
+
+def _is_of_result(optimizer: Optimizer, change: Change, context: Context) -> bool:
+    """Return whether an optimizer that cannot be of the file's parameters fits those of the result as it is."""
+    after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
+    is_settled = any(way.is_unchanged and not way.naming.is_certain for way in ways(optimizer, after))
+    return is_settled and len(optimizer.ids) == len(after.result) and not _may_be_of(optimizer, change)
+
+
+def _in_unknown_order(rule: Rule, optimizer: Optimizer, change: Change, has_names: bool) -> Iterator[Finding]:
+    if has_names or len(optimizer.ids) == len(change.model_orders[0]):
+        what = "names" if has_names else "as many parameters as the model,"
+        yield rule.finding(
+            Level.NOTE,
+            f"{optimizer.label} has {what} in an order that is not the model's under any known recipe: if its "
+            "groups are not your own, it is that of another release of the model",
+            evidence={"parameters": len(optimizer.ids)},
+        )
+
+
+def _is_touched(optimizer: Optimizer, change: Change, plan: Plan, found: list[Followed]) -> bool:
+    """Return whether edits, or the order of the model, change what the positions of an optimizer mean."""
+    if not plan.edits:
+        return bool(found) or change.reorders
+    is_lost = change.model is not None and not change.is_ordered and not change.model_orders
+    # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
+    is_wide = bool(found) or len(optimizer.ids) > len(change.parameters)
+    is_tied = len(optimizer.ids) == len(change.result)
+    return is_lost or replace(change, is_wide=is_wide, is_tied=is_tied).touches
 
 
 def _may_be_of(optimizer: Optimizer, change: Change) -> bool:
