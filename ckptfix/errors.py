@@ -115,7 +115,7 @@ class PlanError(CkptfixError):
 
 
 class AdapterError(CkptfixError):
-    """The adapter cannot be merged into this checkpoint, or not by its tensors alone."""
+    """The adapter cannot be merged into this checkpoint, or not from its tensors only."""
 
 
 class WriteError(CkptfixError):

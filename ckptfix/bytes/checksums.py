@@ -164,7 +164,7 @@ def sha256_of_file(path: Path) -> str:
 
 WORD = 8  # bytes that are looked at together when a hole is searched
 
-# A hole of a sector has a whole row of so many words in it, however it lies, and so the first word of that row.
+# A hole of a sector has a whole row of that many words in it, wherever it begins, and so the first word of that row.
 _STEP = SECTOR // WORD // 2
 
 

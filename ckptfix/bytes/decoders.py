@@ -26,7 +26,7 @@ bzip2: Decoder = bz2.BZ2Decompressor
 xz: Decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, DICTIONARY_LIMIT)
 
 # Compression methods of zip members (APPNOTE.TXT 4.4.5): those with a decoder here, and what others are called. The
-# names that `zipfile` has would bring shutil and much else to a look at a file that is no archive.
+# names that `zipfile` has would bring shutil and much else to a look at a file that is not an archive.
 STORED, DEFLATED, BZIP2, LZMA = UNPACKED = 0, 8, 12, 14
 METHODS = {
     1: "Shrink",
@@ -77,7 +77,7 @@ def zip_decoder(method: int, packed: int, size: int, head: bytes) -> tuple[Decod
     front.
 
     The dictionary that an LZMA member claims is memory: never more is taken than its ``size`` can make use of
-    (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` if its properties are none."""
+    (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` if its properties are invalid."""
     if method == STORED:
         return partial(StoredDecoder, packed), 0
     if method != LZMA:

@@ -84,7 +84,7 @@ class OpenFile:
             done += count
 
     def refuse_changed(self) -> None:
-        """Raise ``UnreadableError`` if somebody wrote to the file since it was opened: what was read of it may be
+        """Raise ``UnreadableError`` if the file was written to since it was opened: what was read of it may be
         half the old content and half the new."""
         if _stamp(os.fstat(self.descriptor)) != self._stamp:
             raise UnreadableError(f"{self.path}: {_CHANGED}")

@@ -1,7 +1,7 @@
 """What reading one file may spend: limits that no real checkpoint meets and that keep a crafted one in bounds.
 
 A byte of a pickle can ask for 56 bytes of memory (an empty list), so what is made is counted by what Python says that
-it takes. It ends at four times the file, or at 64 MB where that is more. In between lies a trade-off. Honest data takes
+it takes. It ends at four times the file, or at 64 MB where that is more. The bound is a trade-off. Honest data takes
 more than four times its bytes as well: a log of a row for each step takes 8 to 13 times as much, hundreds of thousands
 of small tensors 4 to 9 times, and to refuse one of these is worse than to spend memory on a crafted file. So a file
 may take up to sixteen times its size, 256 MB at most, or ten times, 1 GB at most; a file of empty lists still ends at
@@ -57,7 +57,7 @@ class Bounds:
     """The limits on parsing one file of ``size`` bytes. Every method raises ``HostileError`` where one is exceeded.
 
     ``names`` are the globals that its pickles named so far (``Document.names``): of a file that cannot be read there
-    is no document that would have them."""
+    is not a document that would have them."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self._size = path, size
@@ -142,7 +142,7 @@ class Bounds:
 
     def key(self, key: Any, owner: int) -> Any:
         """Return the key itself, once it is known that it can be put in bounded time into the dict or set that
-        ``owner``, a number, stands for."""
+        ``owner``, a number, identifies."""
         if type(key) is str or key is None or (type(key) is int and -_PLAIN_HASH < key < _PLAIN_HASH):
             return key
         bounded_key(key, self.path)

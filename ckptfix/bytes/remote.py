@@ -1,4 +1,4 @@
-"""Files behind URLs, read in ranges: the names in a checkpoint of any size take a few hundred kB.
+"""Files at URLs, read in ranges: the names in a checkpoint of any size take a few hundred kB.
 
 ``http``, ``https`` and ``hf`` need no package; every other scheme is one of fsspec."""
 
@@ -226,7 +226,7 @@ class Answer(NamedTuple):
 
 
 class RemoteFile(OpenFile):
-    """A file behind a URL. Raises ``UnreadableError`` if it cannot be read, and if its server sends no ranges."""
+    """A file at a URL. Raises ``UnreadableError`` if it cannot be read, and if its server sends no ranges."""
 
     is_remote = True
 
@@ -300,7 +300,7 @@ def download_advice(url: str) -> str:
 
 
 def download_words(url: str) -> list[str]:
-    """Return the command that downloads a checkpoint into the working directory; no words if there is none."""
+    """Return the command that downloads a checkpoint into the working directory; empty if there is none."""
     if _HUB.fullmatch(url):
         kind, name, revision, path = _hub_parts(url)
         words = ["hf", "download", name, *([] if path.endswith(".index.json") or not path else [path])]

@@ -188,7 +188,7 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     """Yield bytes ``start`` to ``stop`` in blocks of ``BLOCK``, the last one shorter, each valid until the next one is
     asked for.
 
-    What lies in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
+    What is in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
     fresh memory would take longer than the reading."""
     place = located(source)
     if place is None and isinstance(source, WindowBytes):
@@ -392,7 +392,7 @@ def is_torn(value: Any) -> bool:
 
 
 def zero_tail(content: Content) -> int:
-    """Return where the zeros begin that reach to the end of the content; its size where its last byte is none."""
+    """Return where the zeros begin that reach to the end of the content; its size if its last byte is not zero."""
     end = len(content)
     step = 4096
     while end:
@@ -417,7 +417,7 @@ DENSE = 0.01  # the largest share of zeros among the numbers in front
 def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) -> int | None:
     """Return where the zeros begin that were never filled; None if the end of the file may be meant.
 
-    ``placed`` gives contiguous tensors and the byte of the content at which each begins. A file behind a URL is not
+    ``placed`` gives contiguous tensors and the byte of the content at which each begins. The file of a URL is not
     looked at: what was uploaded was complete, and its zeros would all be fetched."""
     if content.is_remote:
         return None

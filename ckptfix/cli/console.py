@@ -29,7 +29,7 @@ _SETTLED = 1.0  # seconds of a task after which its rate says how long the rest 
 
 
 class Meter(Struct):
-    """Watches the work on one file. ``show`` takes a text ``every`` so many seconds; ``clock`` counts them."""
+    """Watches the work on one file. ``show`` takes a text every ``every`` seconds; ``clock`` counts them."""
 
     show: Callable[[str], None]
     every: float = LIVE
@@ -41,7 +41,7 @@ class Meter(Struct):
         self._shown = self.clock() + max(QUIET, self.every) - self.every
 
     def advanced(self, task: Task) -> None:
-        """Show the task anew, if it is time to."""
+        """Show the task again, if it is time to."""
         now = self.clock()
         # The task is kept beside its start, or its id could become that of another one.
         _, began, before = self._began.setdefault(id(task), (task, now, task.done))
@@ -74,7 +74,7 @@ _BY_SIGNAL, _PIPE_CLOSED = 128, 141  # 128 + the number of the signal is what a 
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody wants the program to end: what is half done is cleared away, as after Ctrl-C."""
+    """The program is asked to end: what is half done is cleared away, as after Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Console(Struct):
     def report_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
         """Tell in one line that a signal ended the work on ``source``; gives the exit code."""
         name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
-        from ckptfix.writing.atomic import placed  # nobody else needs it
+        from ckptfix.writing.atomic import placed  # nothing else needs it
 
         state = "; ".join(f"{path} is complete and in place" for path in placed(self._begun)) or "no source was changed"
         self._fail(_naming([source], f"stopped ({name}): no unfinished file is left, and {state}"))

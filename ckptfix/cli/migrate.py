@@ -157,7 +157,7 @@ def tables(
     def made(flags: Mapping[str, Any]) -> Table:
         table = plain_table(flags) if file is None else read_table(file, flags)
         if file is not None and "table" not in choices and any(each.model for each in (*table.treatments, table.rest)):
-            # Whoever runs ckptfix in a folder that somebody else made should know that its code runs.
+            # A user who runs ckptfix in a folder that someone else made should know that its code runs.
             console.note(f"{file} names models; their code runs")
         return table
 

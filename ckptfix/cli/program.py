@@ -215,7 +215,7 @@ def _call(function: Callable[..., int], **parameters: Any) -> int:
         console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
         runs_model = "model" in choices and (function.__name__ != "explain" or "file" in choices)
         if runs_model and "model" not in given:
-            # In a folder that somebody else made, the user should know that its code runs.
+            # In a folder that someone else made, the user should know that its code runs.
             console.note(f"the model {choices['model']} comes from {configuration.path}; its code runs")
         return function(Run(console, choices, given), **arguments)
 

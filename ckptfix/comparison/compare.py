@@ -3,7 +3,7 @@
 pair       by name; then, among the rest, by bytes (renames)
 specs      shapes and dtypes of the pairs
 values     in blocks, so that no tensor is held as a whole; then the checksums of both files, where they have them
-the rest   ties, entries that are not tensors, _metadata, what lies beside the state_dict"""
+the rest   ties, entries that are not tensors, _metadata, what is beside the state_dict"""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
     )
 
 
-LIMIT = 100_000  # places that are listed; nobody reads more
+LIMIT = 100_000  # places that are listed; no user reads more
 _DEPTH = 64
 
 Text = tuple[str | None, str | None]
@@ -175,7 +175,7 @@ Place = tuple[PathPart, ...]
 def compare_extras(a: Checkpoint, b: Checkpoint, read_values: bool, tolerance: Tolerance = EXACT) -> Texts:
     """Return what differs beside the two state_dicts, by place; the texts in a header of safetensors lie there too."""
     if a.path == b.path:
-        return {}  # two sets of weights of one file: beside each lies the other
+        return {}  # two sets of weights of one file, each beside the other
     beside = [_without(side.root, side.container) for side in (a, b)]
     notes = [{mark.place: mark.data["text"] for mark in side.remarked(Kind.NOTE)} for side in (a, b)]
     for texts in notes:
@@ -218,7 +218,7 @@ def _texts(differences: Iterator[tuple[Place, Text]]) -> Texts:
     return {path_name(place): text for place, text in islice(differences, LIMIT)}
 
 
-_ABSENT = object()  # stands where a side has nothing
+_ABSENT = object()  # what a side has where it has nothing
 
 
 def _differences(
@@ -270,7 +270,7 @@ def _kind_name(value: object) -> str:
 
 
 def _without(root: object, container: Place) -> object:
-    """Return a container without the state_dict that lies in it, as a dict of what is beside the way to it."""
+    """Return a container without the state_dict in it, as a dict of what is beside the way to it."""
     if not container:
         return {}
     beside = children(root) or {}

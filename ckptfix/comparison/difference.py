@@ -20,7 +20,7 @@ from ckptfix.report.style import Line, Span, at_most, elements, spec_text
 
 Ties = tuple[tuple[str, ...], ...]  # groups of keys that are one tensor
 
-# What stands at a place in A and in B, in words; None if a side has nothing there.
+# What is at a place in A and in B, in words; None if a side has nothing there.
 Texts = Mapping[str, tuple[str | None, str | None]]
 
 
@@ -79,7 +79,7 @@ class Difference(Displayed, Struct, frozen=True):
     ``renamed`` maps keys of A to the keys of B that hold the same bytes, ``shapes`` and ``dtypes`` are pairs of one
     name whose specs differ, ``values`` those whose numbers differ (a cast shows under ``dtypes`` and, where it
     rounded, here). ``entries`` are entries of the state_dicts that are not tensors, ``metadata`` rows of ``_metadata``,
-    ``extras`` what lies beside the state_dicts, each with the text of both sides, None for what one side does not have.
+    ``extras`` what is beside the state_dicts, each with the text of both sides, None for what one side does not have.
     ``equal`` counts the tensors that are equal bit for bit under one name, ``cast`` those of the same values in another
     dtype, ``close`` those within the tolerance.
     ``values_compared`` is False under ``--no-values``: then only names and specs were compared."""

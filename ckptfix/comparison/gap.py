@@ -42,7 +42,7 @@ class SideBySide(Struct, frozen=True):
 
     @property
     def repetition(self) -> int:
-        """How many elements of the tensors each element that is met stands for."""
+        """How many elements of the tensors each element that is met counts for."""
         return Walk(self.a).repetition if self.shares_an_order else 1
 
     def blocks(self) -> Iterator[tuple[Array, Array]]:
@@ -273,7 +273,7 @@ def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
 
 
 def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
-    """Return the most numbers between two floats of one type; 0.0 and -0.0 are one number, NaN is none."""
+    """Return the most numbers between two floats of one type; 0.0 and -0.0 are one number, and NaN is not a number."""
     if not len(left):
         return 0
     unsigned = np.dtype(f"<u{code.itemsize}")

@@ -73,7 +73,7 @@ def is_transient(key: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether the name alone says that a tensor is a buffer and no parameter."""
+    """Return whether the name says that a tensor is a buffer and not a parameter."""
     return split_key(key)[1] in RUNNING_STATISTICS or is_transient(key, shape)
 
 

@@ -148,7 +148,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
             if not isinstance(members, Mapping):
                 break
             for name, child in members.items():
-                # A tensor that lies in the state_dict and is no entry was taken out by an edit.
+                # A tensor that is in the state_dict and not an entry was taken out by an edit.
                 if name != step and (step is not None or not (name in self.entries or isinstance(child, TensorSpec))):
                     specs = [spec for spec in tensors_in(child) if id(spec.storage) not in known and spec.has_data]
                     if specs:
@@ -162,7 +162,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
         return [remark for remark in self.remarks if remark.kind in kinds]
 
     def members(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return the entries of a candidate; empty if it lies in an object, or is put together of nested ones."""
+        """Return the entries of a candidate; empty if it is in an object, or is put together from nested ones."""
         value: Any = self.root
         for part in candidate.path:
             inside = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}

@@ -79,7 +79,7 @@ _TABLE = (
 # Every element type by its torch name (`float32` for `torch.float32`).
 DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in _TABLE}
 
-# Every element type by the class that stands for it in a pickle (`FloatStorage`).
+# Every element type by its class in a pickle (`FloatStorage`).
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in _TABLE if dtype.storage}
 
 # Every element type by its tag in a safetensors header (`F32`).

@@ -151,7 +151,7 @@ class Adapt(Edit, frozen=True, tag="adapt"):
 
     ``source`` is the key in the file; another one than ``key`` stays there too. ``grids`` are the rows and columns of
     the file's table and of the new one. ``rows`` are the rows of the file's tensor that the new one has, in order; one
-    past the last stands for the mean of all."""
+    past the last means the mean of all."""
 
     key: str
     source: str
@@ -248,7 +248,7 @@ class Retag(Edit, frozen=True, tag="retag"):
 
 
 class Rewrite(Edit, frozen=True, tag="rewrite"):
-    """Write the file anew from what is whole of it. ``cause`` is what was wrong with it."""
+    """Write the file again from what is whole of it. ``cause`` is what was wrong with it."""
 
     keeps_values: ClassVar[bool] = True
     cause: str

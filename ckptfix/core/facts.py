@@ -161,7 +161,7 @@ def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
     return facts[:most] + ([Fact.of(rest, more=more)] if more > 0 else [])
 
 
-# What is wrong beside tensors that are whole, and right once the file is written anew.
+# What is wrong beside tensors that are whole, and right once the file is written again.
 BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 
 # After these a tensor may be another one than was saved.

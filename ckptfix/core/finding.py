@@ -96,7 +96,7 @@ class Remedy(Struct, frozen=True):
     """One way to deal with a finding.
 
     ``options`` are settings by their Python names with the values to give them (True for a switch). ``text`` goes on
-    after them (``takes the model's initial values``), and is a sentence of its own if there are none. ``untrained``
+    after them (``takes the model's initial values``), and is a sentence of its own without options. ``untrained``
     holds the parameters that would get untrained values, with their number of elements: the price."""
 
     options: tuple[tuple[str, object], ...] = ()

@@ -1,7 +1,7 @@
 """``_metadata`` follows the renames of the tensors.
 
 It maps module paths to versions, and has rows for modules without tensors too. Which module became which is read off
-the renames: where an old and a new key end in the same segments, what stands before is the same module."""
+the renames: where an old and a new key end in the same segments, what is before it is the same module."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]
         elif here and _is_within(new[:there], old[:here]):
             here -= 1  # a segment that was taken out
         elif here and _is_within(old[:here], new[:there]):
-            # Segments that were put in: the innermost of them stands for the module.
+            # Segments that were put in: the innermost of them is the module's.
             while old[here - 1] != new[there - 1]:
                 there -= 1
             here, there = here - 1, there - 1

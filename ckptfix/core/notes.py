@@ -17,7 +17,7 @@ TAG = "ckptfix"
 DEPTH_LIMIT = 200
 
 
-# Values that a note may hold twice. JSON has no references: what stands in many places is written in each.
+# Values that a note may hold twice. JSON has no references: what is in many places is written in each.
 REPEATED = 100_000
 
 
@@ -110,7 +110,7 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
     if kept_entries:
         note["entries"] = kept_entries
     state_dict = value_at(root, checkpoint.container)
-    apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is no entry
+    apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is not an entry
     lost += [path_name((*checkpoint.container, key)) for key in map(str, apart) if key not in checkpoint.entries]
     if checkpoint.container:
         note["path"] = list(checkpoint.container)
@@ -158,5 +158,5 @@ def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]
         value_at(root, path[:-1])[path[-1]] = state_dict
         return root
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
-        # A note that somebody else edited: the weights stand without it.
+        # A note that was edited by hand: the weights are complete without it.
         return state_dict

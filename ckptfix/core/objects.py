@@ -1,4 +1,4 @@
-"""What stands for the classes and objects of a pickle: names and records that never become the real thing."""
+"""What the classes and objects of a pickle become: names and records, never the real thing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _members(value: Any) -> Collection[Any]:
 
 
 def holds_tensors(entry: object) -> bool:
-    """Return whether an entry of the state_dict that is no tensor has tensors in it: packed weights, an extra state."""
+    """Return whether a value that is not a tensor has tensors in it: packed weights, an extra state."""
     return any(True for _ in tensors_in(entry))
 
 

@@ -65,7 +65,7 @@ class Plan(Displayed, Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: Any) -> Plan:
-        """Return the plan of JSON data. Raises ``PlanError`` if it is none."""
+        """Return the plan of JSON data. Raises ``PlanError`` if it is not a plan."""
         try:
             if data["ckptfix-plan"] != PLAN_VERSION:
                 raise PlanError(

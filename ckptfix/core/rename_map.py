@@ -109,7 +109,7 @@ def _rule(row: object, number: int, name: str) -> MapRule:
 
 
 def read_map(path: str | os.PathLike[str]) -> RenameMap:
-    """Return the map in a file. Raises ``UsageError`` if there is none."""
+    """Return the map in a file. Raises ``UsageError`` if it is not a map."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_bytes())

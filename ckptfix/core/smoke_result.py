@@ -15,7 +15,7 @@ class Comparison(Struct, frozen=True):
     ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
     share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
     dimension, None if there are no classes. ``unlike`` says why the two cannot be compared, and is empty if they
-    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None if nobody
+    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None if they were not
     looked."""
 
     against: str

@@ -262,7 +262,7 @@ class Regions:
             return regions[0], spec.offset
         start, _ = spec.extent
         region = regions[max(bisect_right(regions, start, key=lambda region: region.start) - 1, 0)]
-        # An offset that is no whole number of bytes keeps its remainder.
+        # An offset that is not a whole number of bytes keeps its remainder.
         return region, (start - region.start) // spec.itemsize * spec.per_byte + spec.offset % spec.per_byte
 
 

@@ -302,7 +302,7 @@ def typed(words: Iterable[str]) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return one word of a command. Line breaks, bytes that are no text, and what nobody can see, become escapes."""
+    """Return one word of a command. Line breaks, bytes that are no text, and invisible characters become escapes."""
     if word.isprintable():
         return shlex.quote(word)
     return f"$'{''.join(map(_escaped, word))}'"

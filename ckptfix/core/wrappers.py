@@ -24,7 +24,7 @@ COUNTER = "n_averaged"  # AveragedModel's own buffer, beside its `module`: 0-d, 
 
 
 def has_wrapper_segment(path: str) -> bool:
-    """Return whether a reserved segment stands anywhere in the key or module path."""
+    """Return whether a reserved segment is anywhere in the key or module path."""
     return _may_have_segment(path) and not WRAPPER_SEGMENTS.isdisjoint(path.split("."))
 
 

@@ -156,7 +156,7 @@ class Destination(Struct, frozen=True):
 
     def refuse_replaced(self, force: bool) -> None:
         """Raise an error if the file to be replaced is not the one that was read, or one that came there meanwhile: a
-        training run that saves anew renames its file over the old one, and that one would be lost."""
+        training run that saves again renames its file over the old one, and that one would be lost."""
         if self.before is None and self.output != self.like:
             refuse_output(self.output, force)
         if self.before is not None and state_of(self.output) != self.before:

@@ -160,7 +160,7 @@ def _assembled_rows(
     checkpoint: Checkpoint, optimizer: Optimizer, ids: Mapping[str, Any], edits: Sequence[Moments], rule: str
 ) -> dict[str, dict[str, Any]]:
     """Return the rows that are made of parts of others, by the key of the result; each moment is assembled as the
-    weights were, and what is no moment is that of the first source."""
+    weights were, and anything that is not a moment is that of the first source."""
     made_of = [edit for edit in edits if edit.parts]
     rows: dict[str, dict[str, Any]] = {edit.key: {} for edit in made_of}
     fields = {name: None for edit in made_of for name in optimizer.row(ids[edit.parts[0].source])}

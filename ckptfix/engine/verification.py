@@ -1,6 +1,6 @@
 """Opens a written file again and compares it with what was to be written, down to the last byte.
 
-Most bytes were read back when they were copied, or made. Where the opened file says that a tensor lies in such a range,
+Most bytes were read back when they were copied, or made. Where the opened file says that a tensor is in such a range,
 as far from its source as it was copied, they are not read once more; all others are.
 
 Ranges of files are read into buffers that are used again and again, since fresh memory for each block would take longer
@@ -40,7 +40,7 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
     """Open the written file and compare names, order, shapes, dtypes, ties, ``_metadata`` and every byte with what was
     to be written.
 
-    What was read back and found equal while the files of ``written`` were is not read again where it lies as it was to.
+    What was read back and found equal while the files of ``written`` were is not read again if it is where it was to.
     Raises ``WriteError`` on any difference, and ``UnreadableError`` where a source has changed meanwhile: then the file
     is not delivered."""
     from ckptfix.reading.opening import open_file
@@ -250,7 +250,7 @@ def _first_difference(batch: list[_Range]) -> str | None:
             count = min(WINDOW, nbytes - done)
             source.fill(memoryview(left)[:count], offset + done)
             file.fill(memoryview(right)[:count], start + done)
-            # Behind what was read, both hold what was found equal before.
+            # After what was read, both hold what was found equal before.
             if left != right:
                 return key
     return None

@@ -98,7 +98,7 @@ def _load() -> tuple[KnownMessage, ...]:
 RECORDS = _load()  # Every known message. A message matches exactly one of them, except for those that are general.
 
 
-FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # what stands in a command for a file or a model that is not known
+FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # placeholders in a command for an unknown file or model
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -118,7 +118,7 @@ class Explanation(Struct, frozen=True):
     ``said`` is the line of the message that it is about, ``causes`` are sentences with the keys or lines that each is
     about, ``advice`` is what to do, with everything filled in. ``codes`` are the rules that find the cause in a file.
     ``others`` are the names of records that the same text matched too; ``chain`` says where in a chain of exceptions
-    the message stands, empty if there is none. ``file`` is the checkpoint, if it is known;
+    the message was found, empty if there is none. ``file`` is the checkpoint, if it is known;
     ``about_file`` says that the cause is what the file is or holds."""
 
     name: str

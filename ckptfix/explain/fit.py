@@ -120,7 +120,7 @@ def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
     # Before 0.4 torch stopped at the first unexpected key. If that is a counter, the keys before it did fit.
     knows_target = mismatch.knows_missing or all(map(_is_counter, mismatch.unexpected))
     if knows_target and 1 in (len(mismatch.missing), len(mismatch.unexpected)):
-        # The rules take a file of one key by that key alone; here it is one of many.
+        # The rules judge a file of one key by that key; here it is one of many.
         wanted.update({key: Slot("float32", (), PARAMETER) for key in _FILLER})
         stored.update({key: TensorSpec("float32", ()) for key in _FILLER})
     checkpoint = Checkpoint("the file", IN_MEMORY, stored)
@@ -301,7 +301,7 @@ def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named
             "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )
     elif keys_of_codes(mismatch.unexpected):
-        yield Advice("strict=False is no way out: it loads the codes as if they were the weights.")
+        yield Advice("strict=False does not help: it loads the codes as if they were the weights.")
     elif has_statistics(mismatch.unexpected):
         yield Advice(f"strict=False drops keys that are needed: {KEEP_STATISTICS}.")
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
@@ -414,7 +414,7 @@ def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
 
 def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
     """Return in how many parts all of these are cut, the embedding among them, each along one axis, and some along
-    another one than the rest; 1 if they are not. A wider hidden layer looks alike but for the embedding."""
+    another one than the rest; 1 if they are not. A wider hidden layer looks alike except for the embedding."""
     cuts = {
         tuple((axis, new / old) for axis, (old, new) in enumerate(zip(*pair, strict=False)) if old and old != new)
         for pair in shapes.values()

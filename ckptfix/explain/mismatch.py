@@ -17,7 +17,7 @@ class Mismatch(Struct, frozen=True):
     ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
     shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
     there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
-    ``is_cut``: somebody wrote dots for the rest."""
+    ``is_cut``: the user wrote dots for the rest."""
 
     model: str = ""
     missing: tuple[str, ...] = ()

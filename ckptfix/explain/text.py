@@ -12,7 +12,7 @@ from functools import cached_property
 
 from msgspec import Struct
 
-LONGEST = 2_000_000  # characters that are looked at: the end of a log is where the error stands
+LONGEST = 2_000_000  # characters that are looked at: the error is at the end of a log
 
 # Characters of one message, which may list ten thousand keys, and of a log without a traceback, whose end counts.
 LONGEST_MESSAGE, _LONGEST_LOG = 500_000, 100_000
@@ -153,7 +153,7 @@ def _message_lines(part: str) -> list[str]:
         return lines
     later = list(enumerate(lines))[1:]
     begins = [number for number, line in later if _EXCEPTION.match(line)]
-    # An exception whose class is called otherwise stands on the first line that is not indented.
+    # An exception whose class has another kind of name is on the first line that is not indented.
     begins = begins or [n for n, line in later if line.strip() and not line[0].isspace() and not _HEADER.match(line)]
     return lines[begins[0] :] if begins else lines
 

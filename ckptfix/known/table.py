@@ -86,7 +86,7 @@ class Structure(Struct, frozen=True, dict=True):
 
     def target(self, label: str, sizes: Sizes, usual: Sizes) -> Target:
         """Return what a strict load into the model of these sizes wants; ``usual`` are those that it has by default."""
-        from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target  # a look at the table alone needs none of it
+        from ckptfix.core.target import BUFFER, PARAMETER, Slot, Target  # which reading only the table does not need
 
         left_out = {key for key, shape in self.shapes.items() if sizes.get("c") == 0 and is_of_head(shape)}
         slots = {}
@@ -135,7 +135,7 @@ def _number(size: str, sizes: Sizes, usual: Sizes) -> int:
 
 
 def _grown(one: int, two: int, image: int, normal: int) -> int | None:
-    """Return what grows with the image from ``one`` to ``two`` when it is twice as large; None if that is no whole
+    """Return what grows with the image from ``one`` to ``two`` when it is twice as large; None if that is not a whole
     number.
 
     A table has a row for each patch, and some more; or a row for each distance of two patches; or it grows with the

@@ -52,7 +52,7 @@ def convert(state_dict):
     left, result = dict(state_dict), {}
 
     def found(pattern):
-        """Return what stands in the groups of a pattern, once for each key."""
+        """Return what the groups of a pattern hold, once for each key."""
         matches = [re.fullmatch(pattern, key) for key in left]
         return list(dict.fromkeys(match.groups() for match in matches if match))
 '''

@@ -57,7 +57,7 @@ def fold(inference: Inference) -> RenameMap:
     found = {tuple(keys): _instance(keys, moved, source, target) for keys in components}
     rules = list(_rules(instance for instance in found.values() if instance is not None))
     exact: dict[int, list[tuple[MapRule, list[_Instance]]]] = {}
-    taken: dict[int, set[str]] = defaultdict(set)  # what the rules with so many variables name
+    taken: dict[int, set[str]] = defaultdict(set)  # what the rules with that many variables name
     for at in sorted(range(len(rules)), key=lambda at: Line.parse(rules[at][0]).width):
         exact[at] = list(_exact(*rules[at], inference, taken))
         for line in (Line.parse(rule) for rule, _ in exact[at]):

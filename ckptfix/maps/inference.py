@@ -39,7 +39,7 @@ ORDER_WEIGHT = 0.6
 SORTED_WEIGHT = 0.12  # keys sorted by name say less about the order of the layers
 
 SORTED_UP_TO = 10
-"""Keys are sorted if one of so many comes before its predecessor by name; as a model defines them, about half do."""
+"""Keys are sorted if only one in this many is before its predecessor by name; in a model's own order, half are."""
 
 Converters = tuple["Converter | None", "Converter | None"]
 """Those of the model that the file is from, and of the target."""
@@ -387,7 +387,7 @@ def _match_leftovers(inference: Inference, kernels: int) -> None:
 
 
 def _reshaped(key: str, shape: Shape, wanted: Shape, kernels: int) -> Part | None:
-    """Return a tensor as one of another shape, None if it is none. A matrix of JAX has its inputs first, and either
+    """Return a tensor as one of another shape, None if it cannot be. A matrix of JAX has its inputs first, and either
     of its axes may be two: ``(inputs, heads, size)`` and ``(heads, size, outputs)`` in attention."""
     whole = full(shape), full(wanted)
     if len(shape) == len(wanted) == 2:

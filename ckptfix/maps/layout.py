@@ -59,7 +59,7 @@ class Rearrange(Struct, frozen=True):
         return Rearrange(self.after, self.before, self.sizes)
 
     def expanded(self, ndim: int) -> Rearrange:
-        """Return the same with an axis for each that ``...`` stands for."""
+        """Return the same with an axis for each that ``...`` covers."""
         if ("...",) not in self.before:
             return self
         rest = tuple((f"...{at}",) for at in range(ndim - len(self.before) + 1))
@@ -324,7 +324,7 @@ def _before(part: Part, changed: dict[str, tuple[Shape, Shape]], axes: Rearrange
 
 
 def _moved(key: str, box: Box, own: Box, into: Box, out: Box, axes: Rearrange, sizes: dict[str, int]) -> Iterator[Part]:
-    """Yield the parts of a source that come into a target: ``box`` and ``into`` are their boxes in what lies between,
+    """Yield the parts of a source that come into a target: ``box`` and ``into`` are their boxes in what is between,
     ``own`` and ``out`` those in their own tensors."""
     before = [[name for name in group if name != "1"] for group in axes.before]
     after = [[name for name in group if name != "1"] for group in axes.after]
@@ -387,7 +387,7 @@ def _range(piece: dict[str, tuple[int, int]], group: list[str], sizes: dict[str,
 
 
 def _within(box: Box, outer: Box, own: Box) -> Box:
-    """Return a box of what lies between as one of the tensor itself, which has no axis for its place in a stack."""
+    """Return a box of what is between as one of the tensor itself, which has no axis for its place in a stack."""
     shifted = [(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, outer, strict=True)]
     return tuple(shifted[len(shifted) - len(own) :])
 

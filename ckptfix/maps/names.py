@@ -68,7 +68,7 @@ modulation: modulation mod adaln ada film
 """
 
 PHRASES = {
-    # the whole segment, lower case without its digits, underscores kept: the concepts it stands for
+    # the whole segment, lower case without its digits, underscores kept: the concepts it means
     "wte": ("word", "embed"),
     "wpe": ("position", "embed"),
     "tok_embeddings": ("word", "embed"),

@@ -39,7 +39,7 @@ class Variable(Struct, frozen=True):
         return r"(0|[1-9]\d{0,8})" if self.is_number else "(.+)"
 
     def value(self, text: str) -> int | str | None:
-        """Return the value that a text of a key stands for, None if there is none."""
+        """Return the value of a variable that a text of a key has, None if there is none."""
         if self.options:
             return self.options.index(text)
         if not self.is_number:

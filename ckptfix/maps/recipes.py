@@ -159,7 +159,7 @@ def _without_decay(group: Mapping[str, Any]) -> dict[str, Hashable]:
 
 
 def number_of(value: object) -> Hashable:
-    """Return what tells two options or counts apart: the number in a 0-d tensor, or what is no tensor itself."""
+    """Return what tells two options or counts apart: the number in a 0-d tensor, or anything that is not a tensor."""
     if isinstance(value, TensorSpec):
         if value.storage is None or value.numel != 1:
             return id(value)

@@ -36,7 +36,7 @@ from ckptfix.maps.names import (
 )
 
 FORBIDDEN = 99.0  # what a pair that must not be chosen is worse by
-NARROW = 0.05  # a choice that is better by less than this is none
+NARROW = 0.05  # a choice that is better by less than this does not count
 
 # What most blocks chose outweighs the order in one template: some list their shortcut first, others last.
 VOTE_WEIGHT = 1.5

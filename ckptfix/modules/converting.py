@@ -397,7 +397,7 @@ class _OfOthers(TextIOBase):
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the library from reporting on a load that is none; other threads print and log as before."""
+    """Keep the library from reporting on a load that does not happen; other threads print and log as before."""
     mine = get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:

@@ -69,7 +69,7 @@ def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> 
             warnings.simplefilter("ignore")  # loading into a meta tensor warns that it does nothing, as we wish
             model = _build(spec, made, arguments, seed)
     except TargetError as error:
-        if error.__cause__ is None:  # the factory ran to its end, and what it made is no model
+        if error.__cause__ is None:  # the factory ran to its end, and what it made is not a model
             raise
         reason = str(error.__cause__).partition("\n")[0]
     else:

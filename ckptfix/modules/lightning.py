@@ -56,7 +56,7 @@ def _fields(value: Any) -> Mapping[Any, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return what an argument is that is left out: its class, or the name that it stands for."""
+    """Return what an argument is that is left out: its class, or the name that it represents."""
     if isinstance(value, Opaque | Global):
         return str(value.cls if isinstance(value, Opaque) else value)
     return "a tensor" if isinstance(value, TensorSpec) else f"a {type(value).__name__} with objects in it"

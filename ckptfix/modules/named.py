@@ -301,7 +301,7 @@ def _check_sizes(spec: str, arguments: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _failing_as(spec: str, words: str) -> Iterator[None]:
-    """Run code of a library, offline and without its warnings, which are about weights that nobody asked for and about
+    """Run code of a library, offline and without its warnings, which are about weights that are not wanted and about
     other libraries. What it raises becomes one line: its traceback would be of no use."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))

@@ -1,4 +1,4 @@
-"""Measures the running statistics of norms anew, on data of the user: ``ckptfix.recalibrate``.
+"""Measures the running statistics of norms again, on the user's data: ``ckptfix.recalibrate``.
 
 A layer that is measured uses the statistics of each batch, so that what comes after it sees what it would have seen in
 training; its running statistics are the averages over all batches, each weighted by its size. Everything else runs in

@@ -316,7 +316,7 @@ def _weighted(text: str) -> tuple[str, float]:
         weight = float(number)
     except ValueError:
         if not Path(path).exists():
-            return text, 1.0  # and opening it says that there is no such file
+            return text, 1.0  # opening it then reports the missing file
         weight = math.nan
     if not math.isfinite(weight):
         raise AdapterError(Opt("adapter", text), ": the weight of an adapter is a finite number, such as 0.5")

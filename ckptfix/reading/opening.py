@@ -100,7 +100,7 @@ def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # nobody has an array without it
+    numpy = sys.modules.get("numpy")  # without it there is no array
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 

@@ -112,7 +112,7 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
     remarks = [Fact.of(Kind.NOTE, name, text=value) for name, value in notes.items() if not name.startswith("ckptfix.")]
 
     def note(name: str) -> dict[str, Any]:
-        """Return a note that ckptfix wrote. One that was damaged since is no reason to refuse the weights."""
+        """Return a note that ckptfix wrote. A damaged note is not a reason to refuse the weights."""
         fault = "is not a JSON object"
         try:
             value = bounds.parse_json(notes[name]) if name in notes else {}

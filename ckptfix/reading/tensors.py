@@ -291,7 +291,7 @@ def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection
 
 def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
     """Return an entry of a state_dict as torch has it: tensors, and dtypes, devices and sizes inside of tuples, lists
-    and dicts. ``made`` keeps what is done, so that an object that stands in two places, or in itself, stays one."""
+    and dicts. ``made`` keeps what is done, so that an object that is in two places, or in itself, stays one."""
     if isinstance(value, TensorSpec):
         return builder.build(value)
     if id(value) in made:

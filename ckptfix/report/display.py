@@ -20,7 +20,7 @@ from ckptfix.report.style import Line, TextFormat
 if TYPE_CHECKING:
     from ckptfix.report.advice import Presentation
 
-# What makes the words is imported when somebody wants to see them.
+# What makes the words is imported when they are shown.
 
 
 def text_lines(lines: Iterable[Line]) -> list[str]:
@@ -56,7 +56,7 @@ def report_rows(report: Report) -> Iterator[Row]:
 def log_edits(source: str, edits: Sequence[Edit]) -> None:
     """Log what is renamed, filled and otherwise changed: without it, keys change in silence in a training that starts.
 
-    Nobody listens in a process that has not imported ``logging``, so it is not imported for this."""
+    No handler listens in a process that has not imported ``logging``, so it is not imported for this."""
     logging = sys.modules.get("logging")
     if logging is None or not edits or not (logger := logging.getLogger("ckptfix")).isEnabledFor(logging.INFO):
         return

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: where the state_dict lies, what its tensors are, what else there is. No tensor is read."""
+"""What is in a checkpoint: where the state_dict is, what its tensors are, what else there is. No tensor is read."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def covered_bytes(specs: Iterable[TensorSpec]) -> int:
 
 
 def extras(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what lies beside the state_dict on the way to it, by its name in the container."""
+    """Return what is beside the state_dict on the way to it, by its name in the container."""
     found: dict[str, str] = {}
     place: tuple[PathPart, ...] = ()
     here = checkpoint.root

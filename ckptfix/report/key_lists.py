@@ -63,7 +63,7 @@ def folded_lines(
     keys: Iterable[str], limit: int | None = 12, spec: Callable[[str], str] | None = None, width: int | None = None
 ) -> list[str]:
     """Return the folded keys as lines, at most ``limit`` of them, the last of which counts the rest. With ``width`` the
-    specs are in a column after the keys, which take so many characters at most."""
+    specs are in a column after the keys, which take at most that many characters."""
     folds = fold_keys(keys, spec)
     shown = at_most(folds, limit)
     counts = [f"  ({fold.count})" if fold.count > 1 else "" for fold in shown]

@@ -243,7 +243,7 @@ class Misfits(Struct, frozen=True):
 
 
 def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
-    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is none.
+    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is of no kind.
 
     A vocabulary is not among them."""
     differing = [axis for axis, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
@@ -522,7 +522,7 @@ class _Table(Struct, frozen=True, dict=True):
 
 
 def _grid_like(goal: Grid, points: int) -> Grid | None:
-    """Return the grid of so many points whose sides are to each other as those of another grid."""
+    """Return the grid with that many points and the aspect ratio of another grid."""
     unit = [side // math.gcd(*goal) for side in goal]
     factor = math.isqrt(points // math.prod(unit))
     return tuple(side * factor for side in unit) if len(goal) == 2 and factor**2 * math.prod(unit) == points else None

@@ -88,7 +88,7 @@ def _with_leaf(checkpoint: Checkpoint, name: str) -> list[str]:
 
 
 def _incomplete(checkpoint: Checkpoint) -> list[str]:
-    """Return the uncounted modules that are a BatchNorm by what the file alone says."""
+    """Return the uncounted modules that are a BatchNorm by what the file says."""
     uncounted = list(_uncounted(checkpoint))
     if not uncounted:
         return []

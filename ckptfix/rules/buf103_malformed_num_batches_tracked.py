@@ -86,7 +86,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
 
 
 def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None) -> list[Edit]:
-    """Return the edits that give a counter this form; none for what is fine, or for what is no counter at all."""
+    """Return the edits that give a counter this form; none for what is fine, or is not a counter at all."""
     cure: list[Edit] = []
     if spec.numel != 1 or spec.storage is None:
         return cure

@@ -181,7 +181,7 @@ def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield what may be weights too and is no set of its own: torch reads it, and a strict load does not see it."""
+    """Yield what may be weights too and is not a set of its own: torch reads it, and a strict load does not see it."""
     checkpoint = context.checkpoint
     offered = {candidate.name for candidate in checkpoint.candidates}
     beside = checkpoint.remarked(Kind.WEIGHTS_BESIDE)

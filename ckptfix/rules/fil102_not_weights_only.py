@@ -173,7 +173,7 @@ def _shown(conversions: list[Plain]) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(name: str) -> str:
-    """Return the text of a key that is bytes, by what stands for it among the keys; empty if it is none."""
+    """Return the text of a key that is bytes, by what represents it among the keys; empty if it is not bytes."""
     try:
         found = literal_eval(name)
         return found.decode() if isinstance(found, bytes) else ""

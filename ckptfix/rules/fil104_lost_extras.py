@@ -13,7 +13,7 @@ is written.
 
 ## Fix safety
 There is no fix, and nothing in the source changes: `--format pth` keeps everything. A note: leaving the optimizer
-behind is what most conversions want.
+out is what most conversions want.
 
 ## Example
 `{"state_dict": …, "optimizer": …, "epoch": 90}` written as safetensors keeps `epoch` and leaves `optimizer` out.

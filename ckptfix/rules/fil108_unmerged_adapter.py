@@ -13,7 +13,7 @@ fresh, a warning if the file says that it was trained.
 
 ## Why it matters
 The weights of the file are those from before the fine-tuning. A strict load fails over the names, and one that is not
-strict silently gives the base model. An adapter alone is not a model.
+strict silently gives the base model. An adapter by itself is not a model.
 
 ## Fix safety
 Unsafe, and only on request: `--adapter` changes stored values. The result has the same bits as that of peft's

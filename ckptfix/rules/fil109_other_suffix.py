@@ -34,7 +34,7 @@ _KINDS = ("a torch file", "a safetensors file")
 
 
 def other_suffix(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Write a file anew that is under the suffix of another format."""
+    """Write a file again that has the suffix of another format."""
     for fact in context.checkpoint.remarked(Kind.OTHER_SUFFIX)[:1]:  # shards are alike
         reader, form = fact.data["reader"], fact.data["packed"]
         is_named_safetensors = reader == "safetensors"

@@ -14,7 +14,7 @@ its first read: a state_dict with damage in it is loaded into no model, and a si
 ## Fix safety
 Unsafe, and done only on request: `--salvage` leaves these tensors out, and `--fill FILE` puts those of another copy or
 an earlier checkpoint in their place. Fetching the file again is better. `--ignore FIL201` beside `--salvage` accepts
-the loss; alone it accepts the bytes as they are. `--drop-optimizer` leaves out a damaged optimizer.
+the loss; without it, it accepts the bytes as they are. `--drop-optimizer` leaves out a damaged optimizer.
 
 ## Example
 `fc.weight` with one flipped bit: checksum 3a5c1d20 where the archive says 98bdda3b.

@@ -33,7 +33,9 @@ from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import WITHOUT_ZERO
 
-LEAST = SECTOR - WORD  # bytes of whole words in a sector that lies across them, as in a storage that no writer aligned
+LEAST = (
+    SECTOR - WORD
+)  # bytes of whole words in a sector that is not aligned with them, as in a storage that no writer aligned
 DENSE = 0.01  # the largest share of zeros among the other numbers of the matrix
 PART = 64  # bytes of a lost sector in a matrix, at least, if its other bytes are those of the tensors around it
 AROUND = 1 << 16  # bytes of the file before and after a storage that may belong to a hole

@@ -112,7 +112,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the tensors whose bytes may be wrong, by the reason; ``.`` stands for all without a checksum."""
+    """Yield the tensors whose bytes may be wrong, by the reason; ``.`` means all without a checksum."""
     reasons: dict[str, list[str]] = {}
     for fact in checkpoint.remarked(Kind.DOUBTFUL_VALUES):
         reasons.setdefault(clause(fact), []).append(fact.place)

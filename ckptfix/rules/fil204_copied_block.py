@@ -72,7 +72,7 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _placed(key: str, spec: TensorSpec) -> _Matrix:
     file = located(spec.storage.source) if spec.storage is not None else None
-    assert file is not None, "words are kept of what lies in a file"
+    assert file is not None, "words are kept of what is in a file"
     start = file.offset + spec.offset * spec.itemsize
     return _Matrix(key, file, start, start + spec.nbytes, spec.nbytes // spec.shape[0])
 

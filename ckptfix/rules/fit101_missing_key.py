@@ -191,7 +191,7 @@ def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **opti
 _LAYER = re.compile(r"([^.]+(?:\.(?!\d+\.)[^.]+)*)\.(\d+)\.")  # the first number is that of a layer
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
-MANY = 8  # missing tensors from which on it is no chance that all of their shapes are among those left over
+MANY = 8  # from this many missing tensors on, it is not chance that all of their shapes are among those left over
 
 LAYERS = 4  # layers of one stack that differ on both sides, from which on they are no heads of a detector's levels
 

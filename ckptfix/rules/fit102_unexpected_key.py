@@ -52,7 +52,7 @@ _MERGE_INTO_BASE = "an adapter is merged into its model: ckptfix repair MODEL_FI
 
 
 def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
-    """Return what to do with an adapter, inside of its base or alone; empty if there is none."""
+    """Return what to do with an adapter, inside its base or by itself; empty if there is no adapter."""
     if not any(map(_ADAPTER.search, keys)):
         return ()
     return advise(_MERGE if any(".base_layer." in key for key in keys) else _MERGE_INTO_BASE)

@@ -219,7 +219,7 @@ def _case_findings(
 
 def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
     """Return the keys whose axes are in another order, by the order, if only one order makes the target's shapes of
-    all mismatched tensors with so many axes.
+    all mismatched tensors with that many axes.
 
     A tensor that has the right shape in either order may have to be turned as well, so that there must be none."""
     found = {}
@@ -266,7 +266,7 @@ def _unknown(
 ) -> Finding:
     turned = sum(_is_transposed(*pair) for pair in pairs.values())
     timed = sum(len(new) == 4 and (*old[:2], *old[3:]) == new for old, new in pairs.values() if old)
-    # If most are transposed, the others may be too, and a head of another size is no reason to fill them.
+    # If most are transposed, the others may be too, and a head of another size is not a reason to fill them.
     is_turned = 2 * turned > sum(len(new) > 1 for _, new in pairs.values())
     moved = _moved(pairs, context.checkpoint, target)
     remedies = (

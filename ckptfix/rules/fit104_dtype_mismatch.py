@@ -102,6 +102,6 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
 
 
 def _rank(dtype: str) -> int:
-    """Return where a kind of numbers stands: each can hold those before it, integers being the first."""
+    """Return the rank of a kind of numbers: each can hold those before it, integers being the first."""
     kind = DTYPES[dtype]
     return 3 if kind.is_quantized else 2 if kind.is_complex else 1 if kind.is_float else 0

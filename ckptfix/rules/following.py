@@ -181,7 +181,7 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
         return None  # a recipe that lists names in order, beside one that nothing tells to do so
     if len(found) == 1:
         return next(iter(found.values()))
-    # Recipes that agree but for groups that became empty, which their own script may make or not.
+    # Recipes that agree except for groups that became empty, which their own script may make or not.
     agree = len({tuple(filter(None, way.groups)) for way in found.values()}) == 1
     is_free = not found and all(recipe.is_own for recipe in recipes) and not (recipes and change.reorders)
     return follow(optimizer, naming, change, scope) if agree or is_free else None

@@ -161,8 +161,8 @@ def _is_another_set(
 
 
 def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
-    """Return whether most of the keys would have a place without what stands in front of them, which another key is in:
-    they are of a second set of weights, and its `ema.up.` is no `down.` of the first."""
+    """Return whether most of the keys would have a place without what they begin with, which another key is in:
+    they are of a second set of weights, and its `ema.up.` is not a `down.` of the first."""
     second = sum(any("." in rest and rest in placed for rest in list(_suffixes(key))[1:]) for key in keys)
     return 2 * second > len(keys)
 
@@ -249,7 +249,7 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], 
 
 
 def _remedies(choices: list[Prefixes], is_most: bool) -> tuple[Remedy, ...]:
-    """Return how to keep the set under one prefix, where most of the target is in each; parts of one set are none."""
+    """Return how to keep the set under one prefix, if most of the target is in each of two."""
     sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
     if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
         text = "give the keys the names that the target has for them: nothing in the file shows which is which"

@@ -13,7 +13,7 @@ Keys that a known rewrite of a module gave another name, in either direction:
 | peft, an adapter's file | `lora_A.weight`, `ia3_l` | `lora_A.default.weight`, `ia3_l.default` |
 | peft, the layer under an adapter | `q_proj.weight` | `base_model.model.….q_proj.base_layer.weight` |
 
-`weight` stands for any tensor name, such as `weight_hh_l0` of an LSTM. The last row works only in this direction: a
+`weight` means any tensor name, such as `weight_hh_l0` of an LSTM. The last row works only in this direction: a
 layer with an adapter beside it is not what it was without one.
 
 ## Why it matters

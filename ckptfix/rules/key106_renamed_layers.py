@@ -256,7 +256,7 @@ def _figures(proof: Equivalence) -> dict[str, object]:
 
 def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
     """Return the shapes of what can be moved: floats with values that the target does not compute itself, and counters
-    of batches. A part of a weight is none, unless the target has such parts too."""
+    of batches. A part of a weight is left out, unless the target has such parts too."""
     parts = set() if in_parts(target.slots) else {key for keys in in_parts(checkpoint.specs).values() for key in keys}
     return {
         key: spec.shape
@@ -306,7 +306,7 @@ def _takes_part(key: str, dtype: str) -> bool:
 
 
 def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
-    """Return the map, or None if names alone explain the file, or if there is no map that explains it."""
+    """Return the map, or None if the names explain the file without one, or if no map explains it."""
     wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
     unplaced = {key for key in wanted if source.get(key) != target[key]}
     if not _is_moved(source, target):

@@ -3,7 +3,7 @@
 ## What it finds
 An optimizer in the file whose parameters this repair drops, adds, reorders, reshapes, splits, fuses, replaces or moves
 to another group, or whose stored names it changes. With `--model`, also an optimizer whose parameters are in another
-order than the model's. A rename alone moves nothing in an optimizer that numbers its parameters, unless a script may
+order than the model's. A rename moves nothing in an optimizer that numbers its parameters, unless a script may
 list them by name and would list the new names in another order. Buffers are not in an optimizer.
 
 A check warns of an optimizer that could not follow once the keys that do not fit are dropped or filled.

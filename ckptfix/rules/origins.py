@@ -288,7 +288,7 @@ class Change(Struct, frozen=True, dict=True):
 
     @property
     def touches(self) -> bool:
-        """Whether a parameter was dropped, added, reordered or changed: renaming alone moves no position."""
+        """Whether a parameter was dropped, added, reordered or changed: renaming moves no position."""
         result, parameters = [self.origins[key] for key in self.result], [Origin(key) for key in self.parameters]
         return result != parameters if self.is_ordered else set(result) != set(parameters)
 

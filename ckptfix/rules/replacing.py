@@ -59,7 +59,7 @@ def replaced_apart(
     return cured_apart(found, {key: replacements.of(rule.code, key, partial(is_sound, key)) for key in found})
 
 
-OF_TWINS = "VAL301"  # the rule that stands for all that a sound twin can cure, whichever rule found it broken
+OF_TWINS = "VAL301"  # the code for all that a sound twin can cure, whichever rule found it broken
 
 
 def replaces(settings: Settings, code: str, key: str) -> bool:

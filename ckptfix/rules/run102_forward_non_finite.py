@@ -10,7 +10,7 @@ the model was not made for. What else is known is said:
   warning);
 - with `--train-mode`: where training mode gives finite values, the running statistics are at fault;
 - where no weight shows a defect, the model runs with its own initial weights: if these give such values too, the input
-  or the code is at fault (a warning), and -Inf alone is then a mask of the model and no finding;
+  or the code is at fault (a warning), and -Inf without NaN is then a mask of the model and no finding;
 - a derived input of normal random numbers is replaced by numbers from 0 to 1 where only the former fail, as in a model
   that takes a root of its input.
 

@@ -96,7 +96,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
     """Yield a finding for each other part of the file with values that are not finite, except for optimizers.
 
     An infinity below zero is that of a mask. A warning for weights of which the user has not said that others are
-    meant: what else lies in a file may be a log."""
+    meant: anything else in a file may be a log."""
     checkpoint = context.checkpoint
     for place, specs, is_optimizer in parts_beside(checkpoint):
         if is_optimizer:
@@ -202,5 +202,5 @@ _ZERO = (Remedy.of("sets these values to zero: the last resort", zero_non_finite
 
 def _are_few(figures: TensorStatistics) -> bool:
     """Return whether a tensor is still mostly itself with zeros in these places."""
-    is_noise = figures.absmax > 1e15  # the rest is no weights either
+    is_noise = figures.absmax > 1e15  # then the rest is not weights either
     return figures.nonfinite <= max(8, figures.numel // 20) and not is_noise

@@ -119,6 +119,6 @@ def _castable(context: Context, dtype: str) -> Iterator[str]:
             continue
         is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
         is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
-        is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # a counter is BUF103's, whose dtype stands
+        is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # BUF103 handles counters, whose dtype is fixed
         if is_plain and is_other and is_weight and (not is_small or is_matrix(key, spec, context.target)):
             yield key

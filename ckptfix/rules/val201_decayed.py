@@ -18,7 +18,7 @@ Not reported are
 - matrices that were initialised small: their RMS or their largest value is a power of ten, more closely than by chance.
 
 An optimizer in the file whose moments fit the parameters is asked as well: whether a gradient ever arrived, whether
-the momentum is parallel to the weight (then decay alone moves it), and what `weight_decay`, `lr` and the number of
+the momentum is parallel to the weight (then only decay moves it), and what `weight_decay`, `lr` and the number of
 steps predict. The message says whether that agrees.
 
 - A matrix without a gradient that is to shrink to less than half is a note, even if its size says nothing yet. It is a
@@ -42,7 +42,7 @@ the start, which agrees.
 
 ## Sources
 torch/nn/init.py and torch/nn/modules/linear.py (the default start), https://arxiv.org/abs/1706.05350 (weight decay and
-normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters alone are no defect)"""
+normalisation), https://github.com/deepinsight/insightface/issues/277 (tiny filters by themselves are not a defect)"""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ PEAK = 50.0  # How often its RMS the largest value may be in what only shrank. A
 # likely that may be by chance for the matrices of one power together.
 ERRORS, CHANCE = 4.0, 0.02
 
-# The least power of ten that fewer than so many matrices are given: flows start at 1e-5, SAM as a whole at 1e-10.
+# The least power of ten that fewer than that many matrices are given: flows start at 1e-5, SAM as a whole at 1e-10.
 LEAST_POWER, FEW = -5, 8
 
 # The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4.
@@ -220,7 +220,7 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if (own := context.start(key)) is not None:
             start, reference = own.rms, BY_MODEL
-        shape = specs[key].shape  # with so many rows for so few columns, it is a table, whatever its name
+        shape = specs[key].shape  # with that many rows for so few columns, it is a table, whatever its name
         is_looked_up = kind(key, specs[key]) == "embedding" or (len(shape) == 2 and shape[0] >= ROWS * shape[1])
         is_table = reference == BY_FAN_IN and is_looked_up
         matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
@@ -318,7 +318,7 @@ class Corroboration(Struct, frozen=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the moments say that decay alone moved the matrix."""
+        """Whether the moments say that only decay moved the matrix."""
         return bool(self.saw_no_gradient) or (self.alignment is not None and self.alignment > PARALLEL)
 
     @property
@@ -410,7 +410,7 @@ PROVEN = 0.1
 def light_decay(
     rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: Collection[str], witness: Witness
 ) -> Iterator[Finding]:
-    """Yield those of which the optimizer says that decay alone moved them, and that are no larger than that. ``found``
+    """Yield those of which the optimizer says that only decay moved them, and that are no larger than that. ``found``
     are the matrices that were reported already."""
     proven: dict[str, Corroboration] = {}
     light: dict[str, Corroboration] = {}

@@ -174,7 +174,7 @@ def _place(key: str) -> str:
 
 
 def _is_at_start(zero: list[str], matrices: list[str], is_trained: bool) -> bool:
-    """Return whether most matrices may well start at zero: an adapter of peft alone, without its base, or blocks that
+    """Return whether most matrices may well start at zero: an adapter of peft without its base, or blocks that
     are all alike (RWKV) beside as many others as that."""
     if all(key.startswith("base_model.model.") for key in matrices) and all(map(is_zero_by_design, zero)):
         return True

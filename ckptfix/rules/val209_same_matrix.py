@@ -10,8 +10,8 @@ Training makes any two layers different. Equal ones were copied: a block of a fi
 a loop that loaded one layer's weights into all, or a teacher that was never updated.
 
 ## Fix safety
-There is no fix, and perhaps no need of one: some models start their blocks with the same weights, and share layers that
-the file stores twice.
+There is no fix, and perhaps no need for one: some models start their blocks with the same weights, and share layers
+that the file stores twice.
 
 ## Example
 `layers.3.fc.weight` and `layers.4.fc.weight` hold the same 1048576 values.

@@ -39,7 +39,7 @@ def main() -> None:
         gc.freeze()
         gc.enable()
         os.chdir(order["cwd"])
-        sys.path[0] = order["cwd"]  # the process was started in an empty folder, which stands there
+        sys.path[0] = order["cwd"]  # the process was started in an empty folder, which is this entry
 
         def tell(stage: str, outcome: Struct) -> None:
             answer.write(json.dumps({"stage": stage, "outcome": to_builtins(outcome)}) + "\n")

@@ -1,4 +1,4 @@
-"""An input for a model that nobody gave one for: read off its first layers, in module order, and tried one after
+"""An input for a model for which the user gave none: read off its first layers, in module order, and tried one after
 another.
 
 A guess that does not run says nothing against the checkpoint, only against the guess."""
@@ -27,7 +27,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def transformers_inputs(model: nn.Module) -> list[Guess]:
-    """Return the inputs worth trying, likeliest first: the main input alone, with decoder tokens, with all that a
+    """Return the inputs worth trying, likeliest first: only the main input, with decoder tokens, with all that a
     two-tower model takes; then those that few models want."""
     config: Any = model.config
     text = _part(config, "text_config", "decoder")

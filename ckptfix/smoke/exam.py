@@ -72,7 +72,7 @@ class Exam(Struct, frozen=True):
 
 
 class Progress:
-    """How far the test is: reported to the caller as it goes, and kept for whoever asks after an error.
+    """How far the test is: reported to the caller as it goes, and kept for the report of an error.
 
     ``stage`` is what is running, ``so_far`` the outcome up to there."""
 
@@ -282,7 +282,7 @@ Anatomy = Mapping[str, tuple[int, ...] | None]
 def redraw(subject: LoadedModel, tried: list[tuple[Guess, Pass]], base: ExamOutcome) -> Pass | None:
     """Return the first pass that is good once other numbers stand in an input of the same shape; None without one.
 
-    Random noise is no image: its negative values make NaN in a root or a logarithm, and a detector finds nothing in it.
+    Random noise is not an image: its negative values make NaN in a root or logarithm, and a detector finds nothing.
     """
     worth = [(guess, run) for guess, run in tried if _may_be_the_numbers(run.outcome)]
     for guess, run in worth[:_MOST_REDRAWN]:

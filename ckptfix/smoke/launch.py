@@ -1,4 +1,4 @@
-"""Starts the child of a forward test, keeps its time, and collects what it left behind, whatever becomes of it."""
+"""Starts the child of a forward test, keeps its time, and collects its result, whatever becomes of it."""
 
 from __future__ import annotations
 

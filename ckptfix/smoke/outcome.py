@@ -17,7 +17,7 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.smoke_result import Comparison
 from ckptfix.errors import CkptfixError, TargetError
 
-# Stages that come after the verdict, which stands whatever becomes of them.
+# Stages after the verdict, which they do not change.
 AFTERTHOUGHTS = ("devices", "control", "compare")
 ENVIRONMENT, INPUT, MODEL, CHECKPOINT = "environment", "input", "model", "checkpoint"  # whose fault a failure is
 
@@ -107,7 +107,7 @@ class Failure(Struct, frozen=True):
 
 
 class Gradients(Struct, frozen=True):
-    """What a backward pass left behind, by the names of the parameters.
+    """What a backward pass left, by the names of the parameters.
 
     ``missing`` have none, though they want one. ``operator`` and ``where`` are the backward function that first made a
     value that is not finite, and the line of the user's forward code that it belongs to."""

@@ -77,7 +77,7 @@ class Encoding(Struct, frozen=True, dict=True):
 
     @cached_property
     def code_values(self) -> Array:
-        """What each code of a unit of 8 bits stands for, as float64."""
+        """The value of each code of a unit of 8 bits, as float64."""
         return self.decode(np.arange(256, dtype=np.uint8).view(self.unit)).astype(np.float64)
 
     @cached_property
@@ -106,7 +106,7 @@ class _Minifloat(Struct, frozen=True):
         return 7 - self.exponent
 
     def value(self, code: int) -> float:
-        """Return the number that a byte stands for."""
+        """Return the number that a byte encodes."""
         if self.specials == "exponents":  # nothing else: no sign, no zero
             return 2.0 ** (code - 127) if code < 255 else float("nan")
         sign = -1.0 if code & 0x80 else 1.0

@@ -56,7 +56,7 @@ class Training(Struct, frozen=True):
         return tensor_statistics(self.second_moments).mean <= (self.weight_decay * start) ** 2
 
     def predicted_share(self, steps: int | None) -> float | None:
-        """Return which share of its start a parameter without any gradient still has after so many steps; None if
+        """Return which share of its start a parameter without any gradient still has after that many steps; None if
         unknown.
 
         A scheduler is taken to have lowered the rate evenly, so

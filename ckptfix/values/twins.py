@@ -77,7 +77,7 @@ def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]
 def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Twin]:
     """Return the twins that lie in the state_dict itself: averages under other names, and the two ends of a tie.
 
-    Two names of one stored tensor are none: what is broken under the one is broken under the other. Where only the
+    Two names of one stored tensor are not twins: what is broken under the one is broken under the other. Where only the
     names say that the two are tied, what is sound of both has to say it as well: other models do not tie them."""
     specs = checkpoint.specs
     averages = [key for key in specs if key.startswith(_BESIDE)]
@@ -128,7 +128,7 @@ def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
 
 
 def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:
-    """Return for the keys of one set the key and the spec of the other with the same name, but for segments before it.
+    """Return for each key of one set the key and spec of the other with the same name, except for leading segments.
 
     One set may have been renamed already, and the other may have been saved from inside of a wrapper."""
     by_tail: dict[str, list[str]] = {}

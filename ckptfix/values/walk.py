@@ -18,7 +18,9 @@ from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Array
 
 CHUNK = 1 << 22  # bytes that are read in one go
-OVERLAP = 64  # How often, on average, a view may repeat the elements of its storage. More is no weight but an attack.
+OVERLAP = (
+    64  # How often, on average, a view may repeat the elements of its storage. More is not a weight but an attack.
+)
 Dims = tuple[tuple[int, int], ...]  # sizes and strides, in elements
 
 
@@ -45,7 +47,7 @@ class Walk(Struct, frozen=True, dict=True):
 
     @property
     def distinct(self) -> int:
-        """How many elements the walk meets; each stands for ``repetition`` elements of the tensor."""
+        """How many elements the walk meets; each counts for ``repetition`` elements of the tensor."""
         return self.spec.numel if self.is_plain else math.prod(self.spec.shape[axis] for axis in self.axes)
 
     @property
@@ -74,7 +76,7 @@ class Walk(Struct, frozen=True, dict=True):
         """Yield the bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the
         next.
 
-        Of a run, those of the elements ``start`` to ``stop`` alone can be asked for. Raises ``UnreadableError`` if
+        With ``start`` and ``stop``, only those of these elements of a run. Raises ``UnreadableError`` if
         the bytes are not in the file."""
         storage, itemsize = self.spec.storage, self.spec.itemsize
         assert storage is not None, "a walk needs a storage"

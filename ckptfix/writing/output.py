@@ -105,7 +105,7 @@ def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
     """Return the state_dict in parts of at most ``limit`` bytes of tensors, in its order; a larger tensor is a part
     alone.
 
-    Tensors that share a storage stay together, so that a tie stays a tie. The ``_metadata`` lies in the first part."""
+    Tensors that share a storage stay together, so that a tie stays a tie. The ``_metadata`` is in the first part."""
     parts: list[OrderedDict[str, Any]] = [OrderedDict()]
     sizes = [0]
     part_of: dict[int, int] = {}

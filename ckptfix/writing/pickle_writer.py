@@ -113,7 +113,7 @@ class PickleWriter:
         raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
         if len(raw) > 255:
             raise WriteError(
-                f"{self.path}: a number of {len(raw)} bytes stands beside the weights and cannot be written; "
+                f"{self.path}: a number of {len(raw)} bytes is beside the weights and cannot be written; "
                 "remove it first"
             )
         return b"\x8a" + bytes([len(raw)]) + raw

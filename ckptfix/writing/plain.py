@@ -109,7 +109,7 @@ def state_dict_tree(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
 
 
 class _Plainer:
-    """One walk over a container; an object that stands in two places stays one object."""
+    """One walk over a container; an object that is in two places stays one object."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -339,7 +339,7 @@ def _path(value: Opaque) -> str:
 
 
 def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``Optimizer.state_dict()``: parameters by their number; None if an object is no optimizer."""
+    """``Optimizer.state_dict()``: parameters by their number; None if an object is not an optimizer."""
     groups, state = attributes.get("param_groups"), attributes.get("state")
     state = state.pairs if isinstance(state, Opaque) else state
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -380,7 +380,7 @@ def _numpy_scalar(value: Opaque) -> Any:
 
 
 def _record(value: Opaque) -> dict[str, Any]:
-    """Return what stands for an object whose arguments make no value."""
+    """Return the plain form of an object whose arguments make no value."""
     return {"class": str(value.cls), "args": list(value.args)}
 
 

@@ -80,7 +80,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 def _place(region: Region) -> int | None:
-    """Return where a region lies in its file, where its bytes begin with a range of one."""
+    """Return where a region is in its file, where its bytes begin with a range of one."""
     ranges = ranges_of(region.storage.source, region.start, region.stop)
     return ranges[0].offset if ranges else None
 

@@ -85,7 +85,7 @@ class Looks(Enum):
 
 
 def by_name(name: str) -> Looks | None:
-    """Return what the name alone says: a checkpoint, or an index; None if the bytes have to."""
+    """Return what the name says without the bytes: a checkpoint, or an index; None if the bytes have to."""
     last = name.rpartition("/")[2]
     if last.endswith(".index.json"):
         return Looks.INDEX
@@ -315,7 +315,7 @@ def indexed(place: Place, index: Entry, files: Files) -> Item | None:
 
 
 def unread(index: Entry, files: Files, fault: str) -> Item:
-    """Return an index that could not be fetched, with the numbered shards that its own name stands for: without it they
+    """Return an index that could not be fetched, with the numbered shards that its own name implies: without it they
     would pass for another checkpoint."""
     folder, _, last = index.name.rpartition("/")
     whole = last.removesuffix(".index.json")

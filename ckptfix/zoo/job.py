@@ -87,7 +87,7 @@ class Job(Struct, frozen=True):
 
     @property
     def written_name(self) -> str:
-        """The name of the output if the checkpoint is written anew: a folder becomes one file."""
+        """The name of the output if the checkpoint is written again: a folder becomes one file."""
         if self.item.kind is ItemKind.FOLDER:
             return self.treatment.output_name(self.item.name, is_folder=True)
         return self.output

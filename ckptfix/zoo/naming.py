@@ -126,9 +126,9 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
 def compile_patterns(patterns: Iterable[str]) -> re.Pattern[str]:
     """Return one expression that fully matches the names that any of the patterns means.
 
-    A pattern without ``/`` is about the last part of a name, wherever the file lies; one with ``/`` is about the whole
+    A pattern without ``/`` is about the last part of a name, wherever the file is; one with ``/`` is about the whole
     name below the root. ``*`` and ``?`` stay inside of one part, ``**/`` is any number of folders, ``[…]`` are
-    characters, and a ``/`` at the end means all that lies in that folder."""
+    characters, and a ``/`` at the end means all that is in that folder."""
     return re.compile("|".join(map(_expression, patterns)) or r"(?!)", re.DOTALL)
 
 

@@ -235,7 +235,7 @@ def _is_folder(child: os.DirEntry[str]) -> bool:
 
 
 class RemotePlace(Struct, frozen=True):
-    """A place behind a URL. Keys and endpoints come from where the backend looks for them: its environment variables
+    """A place at a URL. Keys and endpoints come from where the backend looks for them: its environment variables
     and files, and the configuration of fsspec."""
 
     name: str

@@ -203,7 +203,7 @@ def _class(checkpoint: Checkpoint) -> str:
     return ""
 
 
-_ALIKE = 3  # files whose names differ only in numbers, from which on a pattern stands for them
+_ALIKE = 3  # files whose names differ only in numbers, from which on they get one pattern
 
 # The parts of a name that change from one file of a run to the next: hashes and numbers.
 _MOVING = re.compile(r"(?<![0-9a-z])[0-9a-f]{8,64}(?![0-9a-z])|\d+(?:\.\d+)?", re.IGNORECASE)

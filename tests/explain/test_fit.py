@@ -245,7 +245,7 @@ def test_scales_of_codes_are_no_keys_to_be_ignored():
     causes, advice = read_fit(message)
     assert causes[0][0].startswith("5 keys of quantised weights")
     assert [one.text for one in advice if "strict=False" in one.text] == [
-        "strict=False is no way out: it loads the codes as if they were the weights."
+        "strict=False does not help: it loads the codes as if they were the weights."
     ]
 
 

@@ -94,7 +94,7 @@ END = struct.Struct("<4s4H2LH")  # the record at the end of an archive
 END64, LOCATOR = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")  # the two records that zip64 has before it
 ENTRY = struct.Struct("<4s6H3L5H2L")  # an entry of the directory; its name, an extra field and a comment follow
 _TAIL = 65535 + END.size + LOCATOR.size  # the end record has a comment of at most 65535 bytes after it
-_NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # what stands for a number that zip64 has elsewhere
+_NO_NUMBER, _NO_PLACE = 0xFFFF, 0xFFFFFFFF  # in place of a number that zip64 has elsewhere
 _FEW = 256  # bytes that are looked at first: few archives have a comment
 _PLACE = r"(?:^|(?<=/))(?:data|tensors)/"  # where a torch file keeps its storages
 _LARGEST = 64 << 20  # bytes of a damaged directory that are looked at

@@ -80,7 +80,7 @@ IN_REPOSITORIES = (
 
 
 def weights_url(url: str) -> str:
-    """Return the URL of the weights in a repository or folder behind a URL; the URL itself if it is that of a file.
+    """Return the URL of the weights in a repository or folder at a URL; the URL itself if it is that of a file.
 
     Raises ``UnreadableError`` if there are none, or several."""
     url = url.rstrip("/")
@@ -102,7 +102,7 @@ def weights_url(url: str) -> str:
 
 
 def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
-    """Return the document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` if it is none."""
+    """Return the document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` if it has none."""
     folder = Path(path)
     try:
         for form in FOLDER_FORMATS:
@@ -146,7 +146,7 @@ def _merged(form: ModuleType, files: RankFiles) -> Document | None:
 
 def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
     """Return the document of a folder with one of torch.distributed.checkpoint in it: the latest, or the only one of
-    them but for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
+    them except for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
     there is none.
 
     Raises ``UnreadableError`` if there are several."""

@@ -91,7 +91,7 @@ def read(content: Content, salvage: bool = False) -> Document:
 
 def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
     """Return the document of the shards that an index names; of the only set in the folder if it cannot be read, or if
-    it names other files. That is no damage if the set has all of its keys."""
+    it names other files. That is not damage if the set has all of its keys."""
     stale = None
     try:
         content = Content.of_file(index)

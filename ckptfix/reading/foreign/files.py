@@ -49,14 +49,14 @@ UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomp
 _ZLIB = (b"x\x01", b"x^", b"x\x9c", b"x\xda")
 _ARRAY_OF_JOBLIB = b"joblib.numpy_pickle"
 _JOBLIB = "load it with joblib.load, if you trust where it is from, and save its arrays as a state_dict"
-_LEAST_TEXT = 8  # bytes from which on it is no accident that all of them are letters
-_ZERO_HEAD = 64  # zeros at the start from which on it is no accident
+_LEAST_TEXT = 8  # from this many bytes on, all letters is not an accident
+_ZERO_HEAD = 64  # from this many zeros at the start on, it is not an accident
 _NOISE = 4096
 _EVEN = 7.9  # bits in a byte from which on bytes look random; weights in float32 have fewer than 7.5
 
 
 def name_foreign_file(content: Content) -> str | None:
-    """Return what the file is, with the remedy, if it is of a known kind that is no checkpoint; None otherwise."""
+    """Return what the file is, with the remedy, if it is of a known kind that is not a checkpoint; None otherwise."""
     for namer in _NAMERS:
         if (said := namer(content)) is not None:
             return f"{content.path}: {said}"
@@ -326,7 +326,7 @@ _PYTHON = re.compile(
 
 
 def as_text(data: bytes) -> str | None:
-    """Return the text that bytes are, with or without a byte order mark; None if they are none.
+    """Return the text that bytes are, with or without a byte order mark; None if they are not text.
 
     The bytes may end in the middle of a letter."""
     mark, encoding = next((pair for pair in _BOMS if data.startswith(pair[0])), (b"", "utf-8"))

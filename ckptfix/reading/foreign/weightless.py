@@ -35,7 +35,7 @@ def _are_moments(mapping: Mapping[Any, Any]) -> bool:
 
 
 def is_of_training(value: Any) -> bool:
-    """Return whether a value is the state of an optimizer or of a scheduler, which lies beside weights."""
+    """Return whether a value is the state of an optimizer or of a scheduler, which is beside weights."""
     return isinstance(value, dict) and (is_optimizer(value) or value.keys() >= _SCHEDULER)
 
 
@@ -74,7 +74,7 @@ def why_weightless(document: Document) -> str:
 
 
 def _state_of(root: Any) -> str | None:
-    """Return whose state a file holds, if it is the optimizer's or of what else stands beside a model in training."""
+    """Return whose state a file holds, if it is an optimizer's or of anything else beside a model in training."""
     if any(map(is_optimizer, mappings_in(root))):
         return "an optimizer's state"
     if isinstance(root, dict) and root.keys() >= _SCHEDULER:

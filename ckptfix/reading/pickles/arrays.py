@@ -34,7 +34,7 @@ class NumpyArray(Struct, eq=False):
         """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``; the oldest numpy
         wrote no version.
 
-        Raises ``ValueError`` if it is no state, or has more or fewer bytes than elements."""
+        Raises ``ValueError`` if it is not a state, or has more or fewer bytes than elements."""
         if isinstance(state, tuple) and len(state) in (4, 5):
             shape, dtype, fortran, data = state[-4:]
             shape = sizes(shape)

@@ -38,7 +38,7 @@ def sizes(value: Any) -> tuple[int, ...]:
     return _shared(tuple(value))
 
 
-@lru_cache(maxsize=1 << 12)  # a hundred thousand tensors have few shapes, and a pickle has each of them anew
+@lru_cache(maxsize=1 << 12)  # a hundred thousand tensors have few shapes, and a pickle repeats each of them
 def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return numbers
 

@@ -106,7 +106,7 @@ class InertTable(Struct):
 
     ``foreign`` gathers the tensor subclasses that are named, objects in the place of hooks, and gradients that no fp8
     tensor can be loaded with, ``derived`` the names that the pickle builds by ``getattr`` and the like, ``called`` the
-    globals that it calls and for which nothing stands in, ``attributes`` the names of what was set on tensors.
+    globals that it calls and that have no stand-in, ``attributes`` the names of what was set on tensors.
     ``stored_bytes`` is the size of the storages so far."""
 
     path: str
@@ -290,7 +290,7 @@ class InertTable(Struct):
 
     def package_graph_module(self, body: Any, *_: Any) -> Any:
         """``torch.fx.graph_module.reduce_package_graph_module(instance dict, name)``, as torch.package calls it: the
-        code lies in a file of the package. An ordinary pickle would hand over an importer of its own."""
+        code is in a file of the package. An ordinary pickle would hand over an importer of its own."""
         if not isinstance(body, dict):
             return NotImplemented
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), state=body)
@@ -372,7 +372,7 @@ def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
     """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide a function's name.
 
-    Of a module, its method ``state_dict``, which somebody saved and did not call, stands for the module."""
+    Of a module, its method ``state_dict``, which was saved and not called, stands for the module."""
     if name == "state_dict" and isinstance(owner, Opaque) and "_parameters" in owner.attributes:
         return owner
     cls = owner.cls if isinstance(owner, Opaque) else owner

@@ -47,7 +47,7 @@ FAR = 120  # bytes of an entry of the memo outside of the row
 _ASKED = re.compile(rb"j(?=(....))|g(?=(\d{1,9}))", re.DOTALL)
 _RARELY = 16  # of how many bytes of an honest pickle at most one looks like such an opcode
 _UNASKED = object()
-Call = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value that stands for calling a global with arguments
+Call = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value for a call of a global with arguments
 
 
 class Memo:

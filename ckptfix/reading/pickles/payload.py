@@ -178,7 +178,7 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
 @contextmanager
 def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
     """Turn an ``UnreadableError`` of the block into a ``HostileError`` if the globals that the file's pickles name,
-    ``names``, hold a payload: nobody should fetch such a file again."""
+    ``names``, hold a payload: such a file should not be fetched again."""
     try:
         yield
     except UnreadableError as error:
@@ -197,7 +197,7 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
 LENGTH_LIMIT = 8 << 20  # characters of code that are looked at; graphs of the largest models stay far below
 _IGNORED = r"#[^\n]*"
 _STRING = r"(?i:\b[rbu]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")"
-_OF_NAME = r"\bgetattr\(([\w.]+), ''\)"  # an attribute whose name is no Python name, such as a number
+_OF_NAME = r"\bgetattr\(([\w.]+), ''\)"  # an attribute whose name is not a Python name, such as a number
 _NESTED = 64  # layers in each other that have such names, at most
 _HIDDEN = r"\b__|__\b"
 _WORDS = r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?"
@@ -297,7 +297,7 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
 
 def _is_operation(name: str, is_called: bool) -> bool:
     """Return whether a dotted name of torch is an operation that is called, or one of the few values that stand for
-    themselves: nobody needs a module of torch as a value."""
+    themselves: no checkpoint needs a module of torch as a value."""
     _, *path = name.split(".")
     if not path or is_payload(name) or not _LOADERS.isdisjoint(path):
         return False

@@ -21,7 +21,7 @@ from ckptfix.reading.pickles.machine import PickleMachine
 from ckptfix.reading.pickles.payload import names_of
 from ckptfix.reading.pickles.stream import MalformedError
 
-# Pickle protocol 0 has no persistent ids but lines of text, so that what lies in the file is the id's `str`.
+# Pickle protocol 0 has no persistent ids but lines of text, so that the file has the id's `str`.
 _TEXT_ID = (
     r"(?a)\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
     r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"

@@ -40,7 +40,7 @@ def has_parts(content: Content) -> bool:
 
 
 def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
-    """Return where each of the files lies, and what is wrong with the archive.
+    """Return where each of the files is, and what is wrong with the archive.
 
     The first few are looked at: no other program's archive is walked to its end."""
     damage: list[Fact] = []
@@ -78,7 +78,7 @@ class _Reader(StoragePickle):
         self.is_cut = False  # whether the file ends inside of its storages, which torch wrote last
 
     def persistent(self, pid: Any) -> Any:
-        """Return what an id stands for: a storage or a tensor by its number, or the class of a module, which comes with
+        """Return what an id means: a storage or a tensor by its number, or the class of a module, which comes with
         its source text, as (class, file, source)."""
         return pid[0] if isinstance(pid, tuple) and pid and isinstance(pid[0], Global) else self.objects[int(pid)]
 

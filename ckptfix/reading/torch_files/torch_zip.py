@@ -1,6 +1,6 @@
 """The zip format of torch.save since 1.6 (a preview since 1.4): a pickle and one uncompressed member for each storage.
 
-The members may also be files of the folder that somebody unpacked the archive into (``exploded``).
+The members may also be files of the folder that the archive was unpacked into (``exploded``).
 
 Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save"""
 
@@ -267,7 +267,7 @@ class Archive(TorchArchive):
         return PackedBytes(content, self._unpacked, info.name, start + skipped, stop, info.size, decoder)
 
     def _remote_member(self, info: ZipMember) -> ByteSource:
-        """Return the bytes of a stored member of an archive behind a URL, whose header is looked at only now."""
+        """Return the bytes of a stored member of an archive at a URL, whose header is looked at only now."""
         content = self.content
         header = read_header(content, info.place)
         is_it = header is not None and header.is_signed and member_name(header.name, info.flags) == info.name

@@ -354,7 +354,7 @@ def is_packed(value: Any) -> bool:
 
 def unpacked(value: Any, path: str) -> Any:
     """Return plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose
-    state is ``(contents, class)``. What stands in two places is unpacked once, and stays one object.
+    state is ``(contents, class)``. What is in two places is unpacked once, and stays one object.
 
     Raises ``HostileError`` if they have no end."""
     done: dict[int, Any] = {}

@@ -63,7 +63,7 @@ def open_document(
 ) -> Checkpoint:
     """Return the checkpoint of a document: its state_dict found, or taken where ``weights`` says.
 
-    Where that is the prefix of some keys, these alone are taken, or without ``narrow`` named in ``Checkpoint.picked``.
+    Where that is the prefix of some keys, only these are taken, or without ``narrow`` named in ``Checkpoint.picked``.
     Raises ``UnreadableError`` if the file holds no weights, or is damaged and nothing is to be salvaged;
     ``UsageError`` where it has none of the name."""
     payload = {f"{fact.data['name']}()" for fact in document.remarks if fact.kind is Kind.PAYLOAD}
@@ -154,7 +154,7 @@ def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, 
 
 
 def _clean_metadata(metadata: Any, remarks: list[Fact]) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the rows of ``_metadata``, which hold numbers and texts. What else somebody put there becomes text."""
+    """Return the rows of ``_metadata``, which hold numbers and texts. Anything else becomes text."""
     if not isinstance(metadata, dict):
         return None
     cleaned: dict[str, dict[str, Any]] = {}
@@ -224,7 +224,7 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
 
 def _holds_more(value: Any) -> bool:
     """Return whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them. The
-    array of a random generator is no weight."""
+    array of a random generator is not a weight."""
     if isinstance(value, Opaque):
         return not value.cls.module.startswith("numpy.random")
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -388,7 +388,7 @@ PREFERRED = tuple(
 
 _AVERAGED = ("ema", "averaged", "swa", "shadow", "teacher")  # parts of names that mark an averaged set of weights
 FEW = 3  # tensors up to which what is beside the weights may be anything
-SHARE = 20  # part of the weights, one in that many elements, from which on what lies beside them may be weights as well
+SHARE = 20  # part of the weights, one in that many elements, from which on what is beside them may be weights as well
 
 
 def is_averaged(*names: PathPart) -> bool:

@@ -33,7 +33,7 @@ _AROUND = r"torch\.(optim|utils\.data|Generator)|(pytorch_lightning|lightning|ac
 def loose_remarks(root: Any, container: Iterable[PathPart], entries: Mapping[str, Any]) -> list[Fact]:
     """Return the remarks on the attributes of the module at a place of a file. ``entries`` are its state_dict.
 
-    None if a plain state_dict lies there."""
+    None if a plain state_dict is there."""
     module = value_at(root, container)
     return attribute_remarks(_Walk().gather(module), entries) if is_module(module) else []
 

@@ -32,7 +32,7 @@ REPEAT_LIMIT = 20_000
 # What torch.compile makes of a module: it pickles as a call with the module that it wraps.
 COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 
-# What stands for the weights of a lazy module before its first forward pass.
+# What a lazy module has in place of weights before its first forward pass.
 UNINITIALIZED = frozenset({"torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer"})
 
 # What a module has of its weights and of the modules in it, in this order.
@@ -54,7 +54,7 @@ def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
     as attribute.
 
     Most entries are ``TensorSpec``; those of quantised modules may be tuples, dtypes and closed objects, as in torch.
-    A part that no rule here takes apart stands under the module's own name, as the closed object that it is."""
+    A part that no rule here takes apart is under the module's own name, as the closed object that it is."""
     gatherer = _Gatherer(path)
     gatherer.gather(module, "", 0)
     gatherer.entries.__dict__["_metadata"] = gatherer.metadata
@@ -62,7 +62,7 @@ def module_state_dict(module: Opaque, path: str) -> OrderedDict[str, Any]:
 
 
 def module_parts(value: Any) -> Mapping[str, Any] | None:
-    """Return the ``_parameters``, ``_buffers`` and ``_modules`` of a module; None if the value is none."""
+    """Return the ``_parameters``, ``_buffers`` and ``_modules`` of a module; None if the value is not a module."""
     if not isinstance(value, Opaque):
         return None
     if str(value.cls) == COMPILED and not value.attributes and value.args and is_module(value.args[0]):
@@ -84,7 +84,7 @@ class _Gatherer(Struct):
     repeats: int = 0
 
     def gather(self, module: Opaque, prefix: str, depth: int) -> None:
-        """Take up a module and what lies below it."""
+        """Take up a module and what is below it."""
         self.repeats += id(module) in self.seen
         self.seen.add(id(module))
         too_many = len(self.metadata) + len(self.entries) > PLACE_LIMIT or self.repeats > REPEAT_LIMIT
@@ -114,7 +114,7 @@ class _Gatherer(Struct):
             self.entries[f"{prefix}{name}"] = value
 
     def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
-        """Return whether an object that is no module has weights close below it, or may have: the search is bounded."""
+        """Return whether an object other than a module has, or may have, weights close below: the search is bounded."""
         self.looks -= 1
         if isinstance(value, TensorSpec) or self.looks < 0:
             return True

@@ -17,7 +17,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
 from ckptfix.errors import UsageError
 
-PLAIN = "plain"  # what the set is called that stands under no prefix, beside one that does
+PLAIN = "plain"  # the name of the set that has no prefix, beside one that does
 MANGLED = "ema"  # what the set is called whose keys mmcv's `EMAHook` writes beside the plain ones: `ema_out_weight`
 
 # Share of the tensors of either set that the other one has too, by name and shape, from which on both are of one
@@ -38,10 +38,10 @@ _LEADERS = {
 
 def keys_of_set(keys: Collection[str], name: str) -> dict[str, str]:
     """Return the keys of the set of this name, each with what it is called without the prefix; none if there is no
-    such set. The name may leave out what stands in front of most keys: `teacher` for `module.teacher.`."""
+    such set. The name may leave out what most keys begin with: `teacher` for `module.teacher.`."""
     if name == PLAIN:
         copies = copied_under(keys)
-        names = {key: key if copies else bare(key) for key in keys}  # a wrapper is no set
+        names = {key: key if copies else bare(key) for key in keys}  # a wrapper is not a set
         copies = copies or copied_under(set(names.values()))
         averaged = frozenset() if copies else _averages(keys)
         return (

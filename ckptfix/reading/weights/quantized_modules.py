@@ -73,8 +73,8 @@ def is_low_bit_moment(name: str) -> bool:
 
 
 def rebuilding_call(value: Any) -> str:
-    """Return the function that alone makes a tensor of a storage, where it is none that is known: one of a later torch
-    or of somebody's own, or a name that is misspelt in the file. Empty for all else."""
+    """Return the unknown function by which a file makes a tensor of a storage: one of a later torch or of the user's
+    own, or a name that is misspelt in the file. Empty for anything else."""
     if not isinstance(value, Opaque) or not any(isinstance(part, TypedStorage) for part in value.args):
         return ""
     return str(value.cls)

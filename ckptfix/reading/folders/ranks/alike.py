@@ -1,4 +1,4 @@
-"""Reads ranks whose pickle is that of another one but for the place of the rank.
+"""Reads ranks whose pickle is that of another one except for the place of the rank.
 
 What FSDP 2 saves of a rank says where this is in the mesh that all its tensors share, what FSDP 1 saves, which rows of
 each tensor it has; and perhaps the number of its GPU. If all other bytes are the same, so are the tensors, in the

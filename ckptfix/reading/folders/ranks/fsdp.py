@@ -2,7 +2,7 @@
 
 A ``ShardedTensor`` (FSDP 1) says the box of each of its shards. A ``DTensor`` (FSDP 2, HSDP, tensor parallelism, FSDP 1
 with a mesh) says how it is placed on a mesh of ranks and where in the mesh this rank is, from which its box follows. A
-replicated tensor is the same box several times. What is no such tensor is that of the first rank, as in torch's
+replicated tensor is the same box several times. Anything else is that of the first rank, as in torch's
 ``full_state_dict``.
 
 Trainers save the optimizer beside the ranks of a model, in ranks of its own or as a folder: verl has
@@ -311,7 +311,7 @@ class _Merge:
         return any(name.endswith(f".{_DTENSOR}") for name in self.files.names)
 
     def _alike(self, alike: AlikeRanks, file: Path) -> tuple[Leaves, list[Any]] | None:
-        """Return the tensors and groups of a rank whose file is that of another but for its place; None for others."""
+        """Return the tensors and groups of a rank whose file differs from another only by its place; or None."""
         try:
             return None if self.files.salvage else alike.leaves(self.files.content(file))
         except UnreadableError:

@@ -45,7 +45,7 @@ def find(folder: Path) -> Path | None:
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return None: one of thousands of files stands for itself, and says what it is a part of (FIL105)."""
+    """Return None: one of thousands of files is opened by itself, and says what it is a part of (FIL105)."""
     return None
 
 

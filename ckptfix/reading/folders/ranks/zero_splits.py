@@ -99,7 +99,7 @@ def _by_map(entry: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) ->
 
 
 def _box(shape: tuple[int, ...], piece: Mapping[str, Any], place: str) -> Box:
-    """Return the box that a piece is of a tensor. Raises ``ValueError`` if it is none."""
+    """Return the box that a piece is of a tensor. Raises ``ValueError`` if it is not a box."""
     (start, steps), extent, strides = piece[place], sizes(piece["shape"]), contiguous_strides(shape)
     usual = zip(extent, sizes(steps), strides, strict=True)
     if type(start) is not int or start < 0 or any(size > 1 and step != own for size, step, own in usual):
