@@ -69,9 +69,8 @@ def load(
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:
-    """Raises where torch would copy values into the void, which it does with no more than a warning, and for a device
-    that does not work here.
-    """
+    """Refuse a model on the meta device, into which torch would copy nothing with no more than a warning, and a device
+    that does not work here."""
     if str(map_location) == "meta":
         raise UsageError("map_location='meta' leaves no values to load; leave it out, or name a device that holds data")
     if not hasattr(model, "load_state_dict") or isinstance(model, type):

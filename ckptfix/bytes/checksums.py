@@ -90,7 +90,7 @@ def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iter
 
 
 def refusal(checkpoint: Checkpoint) -> Alarm:
-    """Raises ``UnreadableError``: a state_dict with damage in it goes into no model."""
+    """Raise ``UnreadableError``: a state_dict with damage in it goes into no model."""
 
     def refuse(storage: Storage) -> None:
         raise UnreadableError(

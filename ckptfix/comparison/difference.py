@@ -252,7 +252,7 @@ def _gap_text(gap: Gap) -> str:
 
 
 def _texts(title: str, texts: Texts, limit: int | None) -> Iterator[Line]:
-    """Places that went from the same text to the same text come together in one folded line."""
+    """Yield one folded line for places that went from the same text to the same text."""
     if not texts:
         return
     # Indices fold as segments do: optimizer.state.{0…73}.exp_avg.

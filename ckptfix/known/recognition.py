@@ -379,7 +379,7 @@ def _is_excused(key: str, view: _View, structure: Structure) -> bool:
 
 
 def _agreed(solved: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """For each size the value that most tensors have."""
+    """Return for each size the value that most tensors have."""
     values: dict[str, Counter[int]] = {}
     for sizes in solved:
         for letter, value in sizes.items():

@@ -130,7 +130,7 @@ def _stem(slot: Slot) -> str | None:
 
 
 def _order(segment: str, ranks: dict[str, int]) -> tuple[int, str, int, int]:
-    """Numbers by value, numbered names by number within their stem, others as they first occurred."""
+    """Return the key to sort by: numbers by value, numbered names by stem and number, others as first seen."""
     if _INTEGER.fullmatch(segment):
         return (0, "", int(segment), 0)
     if match := _NUMBERED.fullmatch(segment):

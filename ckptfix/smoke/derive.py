@@ -223,7 +223,7 @@ def _known_layers(model: nn.Module) -> Iterator[list[RandomInput]]:
 
 
 def _shapes(layer: nn.Module, model: nn.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, int] | None]]:
-    """Shapes that this layer takes when it comes first, with the range of its integers.
+    """Return the shapes that this layer takes when it comes first, with the range of its integers.
 
     A lazy layer states a width of 0 until it runs; its weight, which was loaded, knows better."""
     from torch.nn.modules.batchnorm import _BatchNorm

@@ -233,7 +233,7 @@ def _may_be_innocent(outcome: ExamOutcome) -> bool:
 
 
 def _compare(job: Exam, reference: Reference, run: Pass, subject: LoadedModel, progress: Progress) -> None:
-    """The same pass with the weights of another file. Until that is done, the outcome says that it is not."""
+    """Run the same pass with the weights of another file. Until that is done, the outcome says that it is not."""
     if not progress.so_far.is_good:
         progress.learn(compared=Comparison(reference.label, unlike="the output is not finite"))
         return

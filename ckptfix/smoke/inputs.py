@@ -96,7 +96,7 @@ _APART = 20.0
 
 
 def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
-    """Raises ``UsageError`` if the input holds NaN, or infinities that no mask would hold."""
+    """Raise ``UsageError`` if the input holds NaN, or infinities that no mask would hold."""
     values = values_of(tensor)
     if values.numel() == 0 or bool(values.isfinite().all()):
         return

@@ -329,7 +329,7 @@ class _Layer:
         return scales[first:last] if scales.shape[0] > 1 else scales
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
-        """DoRA's magnitude by the norm that each output has in the tensor of the file with only this layer merged."""
+        """Return DoRA's magnitude divided by the norm of each output in the file's tensor with this layer merged."""
         magnitude = self.factors[2]
         if self._norms is not None:
             return (magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(self.source.shape) - 2))

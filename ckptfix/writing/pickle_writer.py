@@ -172,7 +172,7 @@ class PickleWriter:
             self._live(value)
 
     def _live(self, value: Any) -> None:
-        """Objects of torch that a state_dict in memory may hold: dtypes, sizes, devices."""
+        """Write objects of torch that a state_dict in memory may hold: dtypes, sizes, devices."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         name = str(value).removeprefix("torch.")
         if kind in ("torch.dtype", "torch.qscheme"):

@@ -169,7 +169,7 @@ def _root_of(job: Job, path: Path) -> Path:
 
 
 def _copied(job: Job, path: Path, output: str, area: Workplace) -> tuple[Staged, ...]:
-    """Copies of an item's files in the scratch folder. The files of a folder keep their names."""
+    """Copy an item's files to the scratch folder. The files of a folder keep their names."""
     root = _root_of(job, path)
     files = [(root / part.name, part.name) for part in job.item.parts] or [(path, output)]
     staged = []
@@ -352,7 +352,7 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
 
 
 def _way(job: Job, report: Report, remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """Remedies as options that were not given yet, their price, and their command if it is complete."""
+    """Return remedies as options that were not given yet, their price, and their command if it is complete."""
     given = job.treatment.choices
     merged = with_remedies(given, remedies)
     added = {name: value for name, value in merged.items() if name not in given or given[name] != value}

@@ -165,7 +165,7 @@ class InertTable(Struct):
         return replace(spec, requires_grad=False)
 
     def _note(self, *beside: Any) -> None:
-        """Hooks and metadata of a tensor are plain dicts; an object in their place is not kept: torch refuses it."""
+        """Note an object in the place of hooks or metadata, which are plain dicts. It is not kept: torch refuses it."""
         for value in beside:
             if isinstance(value, Opaque):
                 self.foreign[str(value.cls)] = None

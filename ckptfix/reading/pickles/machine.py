@@ -485,7 +485,7 @@ def _set_protocol(machine: PickleMachine) -> None:
 
 
 def _frame(machine: PickleMachine) -> None:
-    """A hint for readers that block: how many bytes of opcodes follow. Frames end where opcodes do."""
+    """Note how many bytes of opcodes follow, a hint for readers that block. Frames end where opcodes do."""
     machine.is_torn = machine.is_torn or machine._frame_end >= machine.position
     size = machine.unsigned(8)
     machine._frame_end = machine.position + size

@@ -205,7 +205,7 @@ class _Storages:
             self.damage.append(Fact(Kind.CUT_SHORT))
 
     def _tear(self, key: str, declared: int, stored: int) -> None:
-        """A count that is not what the pickle says: the chain of storages ends here.
+        """End the chain of storages at a count that is not what the pickle says.
 
         Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
         never proved to end where it should, so that it is lost too."""
@@ -221,7 +221,7 @@ class _Storages:
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     def doubt_end(self, root: Any) -> None:
-        """Zeros in only the last storage leave the chain whole; whether they were ever filled, its tensors tell."""
+        """Keep the chain whole if only the last storage has zeros; its tensors tell whether they were ever filled."""
         zeros = None if self.damage else unfilled_from(self.content, self._tensors(root))
         for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)

@@ -413,7 +413,7 @@ def plausible(ranked: list[Candidate]) -> tuple[Candidate, ...]:
 def beside(
     ranked: list[Candidate], found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]], taken: tuple[PathPart, ...]
 ) -> Iterator[Fact]:
-    """Facts about what was not taken and has too few tensors for a set that could be meant, and yet many elements, and
+    """Yield facts about what was not taken and has too few tensors for a set that could be meant, yet many elements and
     the names that layers give to theirs: the parts of one model, where its state_dict is nested, or the smaller
     network of two.
 

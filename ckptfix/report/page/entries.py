@@ -131,7 +131,7 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _folded(keys: tuple[str, ...]) -> list[str]:
-    """Fine-tunes of one backbone have the same defect under the same names."""
+    """Return keys folded. Fine-tunes of one backbone have the same defect under the same names."""
     return folded_lines(keys, _LINES)
 
 
