@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.facts import DOUBTS
+from ckptfix.core.facts import DOUBTS, clause
 from ckptfix.core.lazy import nn
 from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.report import Call, Repair, Report
-from ckptfix.core.wording import clause
 from ckptfix.engine.diagnosis import carry_out, diagnose, report_on, with_fitting_set
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import DamageWarning, UsageError, one_line

@@ -1,143 +1,312 @@
-"""Facts about a file that was read: what is damaged in it, and what else was noticed.
+"""Facts about a file that was read: what is damaged in it, and what else was noticed, each kind with its words.
 
-Readers make facts, and rules and reports decide by their kinds. Only ``wording`` turns them into words."""
+Readers make facts, and rules and reports decide by their kinds. A fact becomes words where it is shown: a clause that
+follows the name of the file (``is cut short``), or what was found at a place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from string import Formatter
 from typing import Any
 
 from msgspec import Struct, field
 
+from ckptfix.core.finding import counted
+from ckptfix.core.wording import LISTED, first_names
+
+
+class _Template(Formatter):
+    """Fills in a list as ``{keys:names}``, a number with its noun as ``{ranks:rank}``, and a fact as its own words."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "names":
+            return first_names(value)
+        if isinstance(value, Fact):
+            return clause(value)
+        return counted(value, format_spec) if format_spec[:1].isalpha() else format(value, format_spec)
+
+
+_CUT_ZIP = "is cut short: the zip archive has no directory at its end"
+
+
+def _zip_record(fact: Fact) -> str:
+    record = "the header of" if fact.data["record"] == "header" else "the directory's entry of"
+    return f"is damaged: {record} member {fact.place}"
+
+
+def _zip_directory(fact: Fact) -> str:
+    fault = fact.data["fault"] or "it points at places where no members are"
+    return f"is damaged: the directory of the zip archive ({fault}); its members were found without it"
+
+
+def _zip_displaced(fact: Fact) -> str:
+    displaced = fact.data["nbytes"]
+    if displaced < 0:
+        return f"lacks {-displaced} bytes before its zip directory"
+    return (
+        f"has its zip directory {displaced} bytes further on than that says: something was put before the archive or "
+        "into it"
+    )
+
+
+def _torch_zip_cut(fact: Fact) -> str:
+    size, zeros, missing = (fact.data[name] for name in ("nbytes", "zeros", "missing"))
+    reserved = f", the last {zeros} of them zeros that were reserved and never filled" if zeros else ""
+    needed = f", and its tensors need at least {missing} more" if missing else ""
+    return f"{_CUT_ZIP} (PyTorch says: failed finding central directory), it has {size} bytes{reserved}{needed}"
+
+
+def _member_gone(fact: Fact) -> str:
+    more = f", nor those of {fact.data['more']} more" if fact.data["more"] else ""
+    return f"has neither the header nor the bytes of its member {fact.place} where its directory says{more}"
+
+
+def _member_cut(fact: Fact) -> str:
+    whole = f"of its {fact.data['size']} bytes" if fact.data["size"] else "bytes of an unknown size"
+    return f"is cut short: the zip archive has {fact.data['there']} {whole}"
+
+
+def _storage_size(fact: Fact) -> str:
+    there, size = fact.data["there"], fact.data["size"]
+    if there < size:
+        return f"has {there} of the {size} bytes of its storage {fact.place}"
+    return f"has {there} bytes where its storage {fact.place} has {size} (torch: record size does not match)"
+
+
+def _cut_short(fact: Fact) -> str:
+    if "end" not in fact.data:
+        return "is cut short"
+    return f"is cut short: it has {fact.data['nbytes']} bytes and its storages end at byte {fact.data['end']}"
+
+
+def _bytes_before(fact: Fact) -> str:
+    if fact.data["surplus"] < 0:
+        return "the missing bytes of the file may be missing before them, and not at its end"
+    return "the surplus bytes of the file may be before them, and not at its end"
+
+
+def _shards_missing(fact: Fact) -> str:
+    names, keys, gone, total = (fact.data[name] for name in ("names", "keys", "nbytes", "total"))
+    said = f"lacks {'the shard' if len(names) == 1 else f'{len(names)} shards:'} {first_names(names)}"
+    said += f" with {counted(keys, 'key')}" if keys else ""
+    return said + (f", {gone} of {total} bytes ({100 * gone / total:.3g} %)" if gone > 0 else "")
+
+
+def _ranks_lacking(fact: Fact) -> str:
+    absent, ranks, names = (fact.data[name] for name in ("absent", "ranks", "names"))
+    more = f" and {absent - len(names)} more" if absent > len(names) else ""
+    return f"lacks {counted(absent, 'rank')} of {ranks}: {', '.join(names)}{more}"
+
+
+def _item_damaged(fact: Fact) -> str:
+    causes = clauses(fact.data.get("causes", ()))
+    return f"has damage: {fact.place}{causes and f' {causes}'} ({counted(fact.data['items'], 'item')})"
+
+
+def _ranks_differ(fact: Fact) -> str:
+    keys = fact.data["keys"]
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"holds different values of {keys[0]}{more} from several ranks, and those of the first count"
+
+
+def _doubtful_values(fact: Fact) -> str:
+    cause = fact.data["cause"]
+    return f"the file {clause(cause)}" if cause.kind in WRONG_BYTES else clause(cause)
+
+
+_CONSTANTS = "{tensors:tensor} of {unnamed:element}, and {named} elements with names"
+
 
 class Kind(Enum):
-    """What a fact is about. The values are names for JSON: they never change their meaning."""
+    """What a fact is about: its name for JSON, which never changes its meaning, and its words, a template for the place
+    and the data or a function of the fact."""
+
+    words: str | Callable[[Fact], str]
+
+    def __new__(cls, name: str, words: str | Callable[[Fact], str]) -> Kind:
+        kind = object.__new__(cls)
+        kind._value_, kind.words = name, words
+        return kind
 
     # What is around a checkpoint: archives and compressed files.
-    ZIP_RECORD = "zip-record"
-    ZIP_RECORDS = "zip-records"
-    ZIP_NAMES = "zip-names"
-    ZIP_DIRECTORY = "zip-directory"
-    ZIP_CUT = "zip-cut"
-    ZIP_DISPLACED = "zip-displaced"
-    TORCH_ZIP_CUT = "torch-zip-cut"
-    MEMBER_GONE = "member-gone"
-    MEMBER_LOST = "member-lost"
-    MEMBER_DAMAGED = "member-damaged"
-    MEMBER_CUT = "member-cut"
-    PACKED_BYTES = "packed-bytes"
-    ZIP_CHECKSUM = "zip-checksum"
-    STREAM_DAMAGED = "stream-damaged"
-    STREAM_CUT = "stream-cut"
-    TAR_HEADER = "tar-header"
-    TAR_CUT = "tar-cut"
-    TAR_HEADER_CUT = "tar-header-cut"
-    TAR_MEMBER_CUT = "tar-member-cut"
+    ZIP_RECORD = ("zip-record", _zip_record)
+    ZIP_RECORDS = ("zip-records", "has {more} more damaged members")
+    ZIP_NAMES = ("zip-names", "calls a member {place} in its directory and {header} before its data")
+    ZIP_DIRECTORY = ("zip-directory", _zip_directory)
+    ZIP_CUT = ("zip-cut", _CUT_ZIP + ", it has {nbytes} bytes")
+    ZIP_DISPLACED = ("zip-displaced", _zip_displaced)
+    TORCH_ZIP_CUT = ("torch-zip-cut", _torch_zip_cut)
+    MEMBER_GONE = ("member-gone", _member_gone)
+    MEMBER_LOST = ("member-lost", "is not where the directory of the archive says")
+    MEMBER_DAMAGED = ("member-damaged", "is damaged ({fault})")
+    MEMBER_CUT = ("member-cut", _member_cut)
+    PACKED_BYTES = (
+        "packed-bytes",
+        "is damaged: its packed bytes fail after {there} bytes were unpacked ({fault}), and the last of these may be "
+        "wrong",
+    )
+    ZIP_CHECKSUM = ("zip-checksum", "fails the checksum of the zip archive: some of its bytes are wrong")
+    STREAM_DAMAGED = (
+        "stream-damaged",
+        "is damaged: its {place} stream fails after {there} bytes were unpacked ({fault}), and the checkpoint in it "
+        "may have wrong bytes",
+    )
+    STREAM_CUT = (
+        "stream-cut",
+        "is cut short: its {place} stream ends early, {there} bytes of an unknown size were unpacked",
+    )
+    TAR_HEADER = ("tar-header", "is damaged: the tar archive has no sound header at offset {offset}")
+    TAR_CUT = ("tar-cut", "is cut short: the tar archive has {nbytes} bytes and its file {place} ends at byte {end}")
+    TAR_HEADER_CUT = ("tar-header-cut", "is cut short: the tar archive ends inside of a header, at byte {nbytes}")
+    TAR_MEMBER_CUT = ("tar-member-cut", "has {there} of its {size} bytes")
     # Damage that can be undone.
-    CRLF = "crlf"
-    PRECEDED = "preceded"
+    CRLF = (
+        "crlf",
+        "was mangled: every line feed in it was turned into CR LF by a transfer in text mode, which can be undone",
+    )
+    PRECEDED = ("preceded", "begins with {nbytes} bytes that do not belong to the checkpoint ({head!r})")
     # The members of a torch file.
-    MEMBER_CHECKSUM = "member-checksum"
-    MEMBERS_DAMAGED = "members-damaged"
-    MEMBER_PACKED = "member-packed"
-    BYTEORDER_LOST = "byteorder-lost"
-    BYTEORDER_ODD = "byteorder-odd"
-    STORAGE_LACKING = "storage-lacking"
-    STORAGE_SIZE = "storage-size"
-    STORAGES_LACKING = "storages-lacking"
-    STORAGES_UNWRITTEN = "storages-unwritten"
-    STORAGES_CUT = "storages-cut"
-    SOURCES_LOST = "sources-lost"
+    MEMBER_CHECKSUM = ("member-checksum", "has a {place} that fails its checksum")
+    MEMBERS_DAMAGED = ("members-damaged", "has {more} more damaged members")
+    MEMBER_PACKED = ("member-packed", "has a {place} that cannot be unpacked")
+    BYTEORDER_LOST = ("byteorder-lost", "has lost its byteorder, so little-endian was assumed")
+    BYTEORDER_ODD = ("byteorder-odd", "has a byteorder that is neither little nor big")
+    STORAGE_LACKING = ("storage-lacking", "lacks its storage {place}")
+    STORAGE_SIZE = ("storage-size", _storage_size)
+    STORAGES_LACKING = ("storages-lacking", "lacks {more} more")
+    STORAGES_UNWRITTEN = (
+        "storages-unwritten",
+        "lacks {storages:storage} that its tensors use",
+    )
+    STORAGES_CUT = ("storages-cut", "is cut short inside of its storages")
+    SOURCES_LOST = ("sources-lost", "has lost sources of its classes, so that every tensor in them counts as a weight")
     # A file as a whole, and its pickles.
-    CUT_SHORT = "cut-short"
-    ZEROS = "zeros"
-    UNFILLED = "unfilled"
-    STORAGE_COUNT = "storage-count"
-    PICKLE_CUT = "pickle-cut"
-    PICKLE_DAMAGED = "pickle-damaged"
-    EXTRAS_LOST = "extras-lost"
+    CUT_SHORT = ("cut-short", _cut_short)
+    ZEROS = ("zeros", "is zeros from byte {start} of {nbytes} on, which were never filled")
+    UNFILLED = (
+        "unfilled",
+        "is not complete: of its {nbytes} bytes the last {zeros} are zeros that were reserved and never filled",
+    )
+    STORAGE_COUNT = (
+        "storage-count",
+        "is damaged before byte {offset}: storage {place} is declared with {declared} bytes and stored with {stored}",
+    )
+    PICKLE_CUT = ("pickle-cut", "is cut short: its pickle ends at byte {end}, and what came after that has no name")
+    PICKLE_DAMAGED = ("pickle-damaged", "is damaged in its pickle at byte {start}, and nothing after that can be read")
+    EXTRAS_LOST = ("extras-lost", "has lost tensors of {place}, which is left out")
     # safetensors.
-    HEADER_PADDING = "header-padding"
-    HEADER_NOTES = "header-notes"
-    DATA_CUT = "data-cut"
-    DATA_SURPLUS = "data-surplus"
-    BYTES_BEFORE = "bytes-before"
-    ODD_STRIDES = "odd-strides"
+    HEADER_PADDING = (
+        "header-padding",
+        "is damaged: its header declares itself shorter than it is, without the padding after it",
+    )
+    HEADER_NOTES = (
+        "header-notes",
+        "has __metadata__ with values that are not texts ({keys:names}), which safetensors refuses "
+        "(InvalidHeaderDeserialization)",
+    )
+    DATA_CUT = (
+        "data-cut",
+        "is cut short: its header describes {needed} bytes of tensors and {there} are there (MetadataIncompleteBuffer)",
+    )
+    DATA_SURPLUS = (
+        "data-surplus",
+        "has {surplus} bytes after its last tensor (incomplete metadata, file not fully covered)",
+    )
+    BYTES_BEFORE = ("bytes-before", _bytes_before)
+    ODD_STRIDES = ("odd-strides", "their strides make elements overlap, as one flipped bit of the pickle does")
     # Checkpoints of several files.
-    SHARD_UNREADABLE = "shard-unreadable"
-    SHARD_DAMAGED = "shard-damaged"
-    SHARDS_MISSING = "shards-missing"
-    RANKS_MISSING = "ranks-missing"
-    INDEX_UNREADABLE = "index-unreadable"
-    INDEX_BOM = "index-bom"
-    INDEX_STALE = "index-stale"
-    INDEX_PROMISES = "index-promises"
-    INDEX_MOVED = "index-moved"
-    INDEX_UNLISTED = "index-unlisted"
-    KEYS_DIFFER = "keys-differ"
-    CHUNKS_LACKING = "chunks-lacking"
-    TENSORS_LACKING = "tensors-lacking"
-    RANK_UNREADABLE = "rank-unreadable"
-    RANK_SHORT = "rank-short"
-    RANKS_LACKING = "ranks-lacking"
-    RANKS_STRANGE = "ranks-strange"
-    ITEM_DAMAGED = "item-damaged"
-    RANKS_DIFFER = "ranks-differ"
+    SHARD_UNREADABLE = ("shard-unreadable", "has a shard that cannot be read ({error})")
+    SHARD_DAMAGED = ("shard-damaged", "has a shard {place} that {cause}")
+    SHARDS_MISSING = ("shards-missing", _shards_missing)
+    RANKS_MISSING = (
+        "ranks-missing",
+        "lacks the shards of {ranks:rank}, the first shard-{first:05}",
+    )
+    INDEX_UNREADABLE = ("index-unreadable", "has an index that cannot be read ({error})")
+    INDEX_BOM = ("index-bom", "has an index that begins with a byte order mark, which json.loads refuses")
+    INDEX_STALE = (
+        "index-stale",
+        "has a stale index: {names:names} are not there, and {place} is complete",
+    )
+    INDEX_PROMISES = ("index-promises", "has an index that promises {keys:names}, which no shard holds")
+    INDEX_MOVED = ("index-moved", "has a stale index: another shard than it says has {keys:names}")
+    INDEX_UNLISTED = ("index-unlisted", "has a stale index: it does not know {keys:names} in the shards")
+    KEYS_DIFFER = ("keys-differ", "holds {keys:names} in two shards with different values")
+    CHUNKS_LACKING = ("chunks-lacking", "is not complete: {error}")
+    TENSORS_LACKING = ("tensors-lacking", "lacks chunks of {more:more tensor}")
+    RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
+    RANK_SHORT = ("rank-short", "has a rank that lacks a part of its weights: {place} holds {there} of {size} numbers")
+    RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
+    RANKS_STRANGE = (
+        "ranks-strange",
+        "has files of other ranks than the {ranks} that saved it: {names:names}",
+    )
+    ITEM_DAMAGED = ("item-damaged", _item_damaged)
+    RANKS_DIFFER = ("ranks-differ", _ranks_differ)
     # What rules look at beside the damage.
-    DOUBTFUL_NAMES = "doubtful-names"
-    DOUBTFUL_VALUES = "doubtful-values"
-    UNNAMED_LOSS = "unnamed-loss"
-    STRAY_FILE = "stray-file"
-    LAST_SHARD = "last-shard"
-    RANK_COPIES = "rank-copies"
-    RANKS_COMPUTED = "ranks-computed"
-    RANK_LEFT_OUT = "rank-left-out"
-    RANK_REPEATED = "rank-repeated"
-    RANK_RENAMED = "rank-renamed"
-    RANK_FOREIGN = "rank-foreign"
-    MASTERS = "masters"
-    PACKED_MEMBERS = "packed-members"
-    FLATTENED = "flattened"
-    PACKED_SHARD = "packed-shard"
-    OTHER_SUFFIX = "other-suffix"
-    INDEX_SIZE = "index-size"
-    TRAILING_BYTES = "trailing-bytes"
-    LAST_STORAGE = "last-storage"
-    ODD_LAYOUT = "odd-layout"
-    ODD_METADATA = "odd-metadata"
-    NOTE = "note"
-    DAMAGED_NOTE = "damaged-note"
-    PAYLOAD = "payload"
-    UNTRUSTED = "untrusted"
-    STORED_CODE = "stored-code"
-    HIDDEN_PICKLE = "hidden-pickle"
-    PROTOCOL = "protocol"
-    PYTHON2_TEXT = "python2-text"
-    PLAIN_PICKLE = "plain-pickle"
-    TORCHSCRIPT = "torchscript"
-    TORCH_PACKAGE = "torch-package"
-    TORCH_EXPORT = "torch-export"
-    UNPACKED_FOLDER = "unpacked-folder"
-    TORCH_TAR = "torch-tar"
-    TENSOR_SUBCLASS = "tensor-subclass"
-    NUMPY_WEIGHTS = "numpy-weights"
-    NON_STRING_KEY = "non-string-key"
-    UNINITIALIZED = "uninitialized"
-    WEIGHTS_BESIDE = "weights-beside"
-    LISTED_AVERAGE = "listed-average"
-    MOST_UNREAD = "most-unread"
-    FROZEN = "frozen"
-    CONSTANTS = "constants"
-    GUESSED_BUFFERS = "guessed-buffers"
-    TENSOR_ATTRIBUTE = "tensor-attribute"
-    ATTRIBUTE_OF_TENSOR = "attribute-of-tensor"
-    MOST_IN_ATTRIBUTES = "most-in-attributes"
+    DOUBTFUL_NAMES = ("doubtful-names", "{cause}")
+    DOUBTFUL_VALUES = ("doubtful-values", _doubtful_values)
+    UNNAMED_LOSS = ("unnamed-loss", "{lost}")
+    STRAY_FILE = ("stray-file", "holds nothing of this checkpoint")
+    LAST_SHARD = ("last-shard", "is the last shard that can be read; no file says how many there should be")
+    RANK_COPIES = ("rank-copies", "differs between ranks; that of the first is taken")
+    RANKS_COMPUTED = ("ranks-computed", "is the {rule} of those of {ranks} ranks, as GPT-NeoX has it")
+    RANK_LEFT_OUT = ("rank-left-out", "has no names that are valid for the whole model, and is left out")
+    RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
+    RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
+    RANK_FOREIGN = (
+        "rank-foreign",
+        "was saved with another {names:names} than most ranks",
+    )
+    MASTERS = ("masters", "the weights are the fp32 masters of a training in {dtype}")
+    PACKED_MEMBERS = ("packed-members", "{members:member} of the archive")
+    FLATTENED = ("flattened", "the weights are flattened: the files have their names, but not their shapes")
+    PACKED_SHARD = ("packed-shard", "compressed by itself")
+    OTHER_SUFFIX = ("other-suffix", "{reader} refuses it")
+    INDEX_SIZE = ("index-size", "the index counts {total} bytes of tensors and its shards hold {held}")
+    TRAILING_BYTES = ("trailing-bytes", "{nbytes}")
+    LAST_STORAGE = ("last-storage", "bytes follow it")
+    ODD_LAYOUT = ("odd-layout", "{oddity}")
+    ODD_METADATA = ("odd-metadata", "{name}")
+    NOTE = ("note", "{text}")
+    DAMAGED_NOTE = ("damaged-note", "{fault}")
+    PAYLOAD = ("payload", "{name}")
+    UNTRUSTED = ("untrusted", "{name}")
+    STORED_CODE = ("stored-code", "{name}")
+    HIDDEN_PICKLE = ("hidden-pickle", "a pickle that torch.load never reads")
+    PROTOCOL = ("protocol", "{protocol}")
+    PYTHON2_TEXT = ("python2-text", "text of Python 2")
+    PLAIN_PICKLE = ("plain-pickle", "pickle.dump")
+    TORCHSCRIPT = ("torchscript", "a TorchScript archive")
+    TORCH_PACKAGE = ("torch-package", "a torch.package archive")
+    TORCH_EXPORT = ("torch-export", "a program of torch.export (its weights only)")
+    UNPACKED_FOLDER = ("unpacked-folder", "a torch file that was unpacked into a folder")
+    TORCH_TAR = ("torch-tar", "the tar format of torch 0.1")
+    TENSOR_SUBCLASS = ("tensor-subclass", "{name}")
+    NUMPY_WEIGHTS = ("numpy-weights", "numpy arrays")
+    NON_STRING_KEY = ("non-string-key", "{key}")
+    UNINITIALIZED = ("uninitialized", "{name}")
+    WEIGHTS_BESIDE = (
+        "weights-beside",
+        "{tensors:tensor}, {numel:element}",
+    )
+    LISTED_AVERAGE = ("listed-average", "a list of the parameters of {names} in their order, as averages are")
+    MOST_UNREAD = ("most-unread", "most of the file was not read: {unread} tensors beside the {read} of the state_dict")
+    FROZEN = ("frozen", _CONSTANTS)
+    CONSTANTS = ("constants", _CONSTANTS)
+    GUESSED_BUFFERS = ("guessed-buffers", "every tensor that is not a parameter counts as a buffer")
+    TENSOR_ATTRIBUTE = ("tensor-attribute", "neither parameter nor buffer")
+    ATTRIBUTE_OF_TENSOR = ("attribute-of-tensor", "an attribute of a tensor")
+    MOST_IN_ATTRIBUTES = (
+        "most-in-attributes",
+        "{unnamed:element} in attributes, and {named:element} with names",
+    )
 
 
 class Fact(Struct, frozen=True):
     """Something that is true of a file: its kind, the place (a key, a file, a place in the container; ``.`` is the
-    whole), and the numbers and names that belong to it, as the words of the kind in ``wording`` use them.
+    whole), and the numbers and names that belong to it, as the words of its kind use them.
 
     >>> Fact.of(Kind.CUT_SHORT, nbytes=10, end=12).data["end"]
     12"""
@@ -153,6 +322,22 @@ class Fact(Struct, frozen=True):
     def of(cls, kind: Kind, place: str = ".", **data: Any) -> Fact:
         """Make a fact with its numbers and names as keyword arguments."""
         return cls(kind, place, data)
+
+
+def clause(fact: Fact) -> str:
+    """Return the words for a fact: for damage, a clause that follows the file's name.
+
+    >>> clause(Fact.of(Kind.ZIP_CUT, nbytes=12))
+    'is cut short: the zip archive has no directory at its end, it has 12 bytes'"""
+    words = fact.kind.words
+    return _Template().format(words, place=fact.place, **fact.data) if isinstance(words, str) else words(fact)
+
+
+def clauses(facts: Iterable[Fact]) -> str:
+    """Return the clauses of several facts as one, the first few in full."""
+    found = list(facts)
+    rest = len(found) - LISTED
+    return "; ".join(map(clause, found[:LISTED])) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:

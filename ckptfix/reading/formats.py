@@ -10,9 +10,8 @@ from importlib import import_module
 from msgspec import Struct
 
 from ckptfix.bytes.sources import Content
-from ckptfix.core.facts import WRONG_BYTES, Fact, Kind
+from ckptfix.core.facts import WRONG_BYTES, Fact, Kind, clause, clauses
 from ckptfix.core.objects import tensors_in
-from ckptfix.core.wording import clause, clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import sniffing
 from ckptfix.reading.archives.zip_directory import is_torch_export, is_torch_package, is_torch_save, member_names

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.option import CHECK
 from ckptfix.core.report import REPORT_VERSION, plain
 from ckptfix.core.spec import TensorSpec, ties
-from ckptfix.core.wording import clause
 from ckptfix.known.recognition import likeness_of
 from ckptfix.reading.pickles.arrays import NumpyArray, numpy_type
 from ckptfix.reading.weights.modules import is_module

@@ -41,9 +41,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ckptfix.core.checkpoint import Checkpoint, path_name, value_at
 from ckptfix.core.edits import Drop, renames
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import MODEL, NAME, Blocks, Finding, Fix, Level, Remedy, advise, counted
-from ckptfix.core.wording import clause
 from ckptfix.reading.foreign.weightless import NAME_THEM
 from ckptfix.reading.weights.listed_sets import names_in_order
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of

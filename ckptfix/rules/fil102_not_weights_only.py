@@ -47,10 +47,10 @@ from collections.abc import Iterator
 
 from ckptfix.core.checkpoint import Checkpoint, value_at
 from ckptfix.core.edits import Plain, renames
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clause, first_names, folded_places
+from ckptfix.core.wording import first_names, folded_places
 from ckptfix.reading.weights.loose_tensors import own_attributes
 from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,

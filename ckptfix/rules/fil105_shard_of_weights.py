@@ -44,9 +44,8 @@ from pathlib import Path
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
-from ckptfix.core.wording import clause
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, named_part, rank_shard
 from ckptfix.rules.rule import Context, Rule
 

@@ -29,9 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import Finding, Level, advise, counted
-from ckptfix.core.wording import clause
 from ckptfix.rules.rule import Context, Rule
 
 _FROZEN = "the weights were frozen into constants of the code, which have no names; the state_dict does not have them"

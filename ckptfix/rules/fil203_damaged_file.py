@@ -39,10 +39,9 @@ from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import BESIDE, Kind
+from ckptfix.core.facts import BESIDE, Kind, clause, clauses
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clause, clauses
 from ckptfix.rules.rule import Context, Rule
 
 

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.wording import clause
+from ckptfix.core.facts import clause
 from ckptfix.errors import UnreadableError, WriteError
 from tests.attacks.crafted import STORAGE, safetensors
 from tests.attacks.test_hostile_files import GOOD

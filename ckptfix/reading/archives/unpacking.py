@@ -20,8 +20,7 @@ from ckptfix.bytes import decoders
 from ckptfix.bytes.decoders import FAULTS
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, filled_end
-from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.wording import clauses
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.errors import HostileError, UnreadableError
 
 # Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it

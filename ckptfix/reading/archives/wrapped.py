@@ -12,8 +12,7 @@ from functools import partial
 
 from ckptfix.bytes.decoders import BZIP2, FAULTS, LZMA, STORED, why_closed, zip_decoder
 from ckptfix.bytes.sources import Content, filled_end
-from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.wording import clause, clauses
+from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.unpacking import Member, Stream, expand

@@ -24,11 +24,10 @@ from msgspec.structs import replace
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, WindowContent, is_torn
 from ckptfix.core.checkpoint import PathPart
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.folders.chunks import agree, check_tiling, compared, gone, merge_parts
 from ckptfix.reading.folders.ranks.files import are_varied, sums_of

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.sources import Content, is_torn
-from ckptfix.core.facts import Fact, Kind, first_facts
+from ckptfix.core.facts import Fact, Kind, clauses, first_facts
 from ckptfix.core.parts import Box, box_at, numel, shape_over
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts

@@ -18,9 +18,8 @@ from msgspec.structs import replace
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clauses
 from ckptfix.errors import Opt, UnreadableError
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.chunks import is_same

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content, LateBytes, TornBytes
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Global
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.archives import tar_members
 from ckptfix.reading.pickles.claims import TypedStorage, checked, storage_dtype

@@ -18,11 +18,10 @@ from msgspec import Struct, field
 from ckptfix.bytes.decoders import FAULTS, STORED, why_closed, zip_decoder
 from ckptfix.bytes.limits import Bounds, shown
 from ckptfix.bytes.sources import Content, LateBytes, TornBytes, whole_bytes
-from ckptfix.core.facts import Fact, Kind, first_facts
+from ckptfix.core.facts import Fact, Kind, clauses, first_facts
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec
-from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.unpacking import Expansion, PackedBytes
 from ckptfix.reading.archives.zip_directory import ZipMember, member_name, read_header

@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from ckptfix.bytes.limits import shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, is_inside, path_name, value_at
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clauses
 from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
 from ckptfix.reading.foreign.weightless import (
     MOMENTS,

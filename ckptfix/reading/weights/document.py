@@ -11,11 +11,10 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import PathPart
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
-from ckptfix.core.wording import clauses
 from ckptfix.errors import Opt, UnreadableError
 
 

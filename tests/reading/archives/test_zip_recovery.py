@@ -11,7 +11,7 @@ import torch
 
 import ckptfix
 from ckptfix.bytes.sources import Content
-from ckptfix.core.wording import clause
+from ckptfix.core.facts import clause
 from ckptfix.reading.archives.zip_recovery import list_members
 from tests.checks import assert_same
 from tests.reading.archives.test_wrapped import zipped

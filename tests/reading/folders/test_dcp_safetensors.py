@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfix
+from ckptfix.core.facts import clause
 from ckptfix.core.finding import Level
-from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import assert_same
 

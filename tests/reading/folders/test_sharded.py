@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptfix
-from ckptfix.core.facts import Kind
+from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import Level
-from ckptfix.core.wording import clause
 from ckptfix.errors import HostileError, UnreadableError
 from tests.checks import assert_same
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.core.wording import clause
+from ckptfix.core.facts import clause
 from tests.checks import bytes_of
 
 TENSORS = OrderedDict((f"layer.{n}.weight", torch.arange(4.0 * n, 4.0 * n + 12).reshape(3, 4)) for n in range(4))

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import save as save_safetensors
 
 import ckptfix
-from ckptfix.core.wording import clause
+from ckptfix.core.facts import clause
 from tests.checks import bytes_of
 from tests.reading.archives.test_wrapped import saved, tarred, zipped
 from tests.reading.salvage.test_salvage import _tensors

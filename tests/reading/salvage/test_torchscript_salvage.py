@@ -14,8 +14,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.wording import clause
+from ckptfix.core.facts import Fact, Kind, clause
 from ckptfix.errors import CkptfixError, UnreadableError
 from tests.checks import assert_same, bytes_of
 

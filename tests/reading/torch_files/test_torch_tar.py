@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.core.wording import clause
+from ckptfix.core.facts import clause
 from ckptfix.errors import CkptfixError, HostileError, UnreadableError
 from tests.checks import assert_same
 

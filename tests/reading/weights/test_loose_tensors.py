@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from ckptfix.bytes.sources import MemoryBytes
+from ckptfix.core.facts import clause
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.core.wording import clause
 from ckptfix.reading.weights.loose_tensors import attribute_remarks, loose_remarks
 from tests.reading.files import opened, saved
 

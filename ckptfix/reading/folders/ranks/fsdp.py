@@ -27,12 +27,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import PathPart, path_name
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clause, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, full, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.core.wording import clause, clauses, first_names
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp
 from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts

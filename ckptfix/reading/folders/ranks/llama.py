@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.bytes.limits import Bounds
+from ckptfix.core.facts import clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clauses, first_names
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD

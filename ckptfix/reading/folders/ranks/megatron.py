@@ -22,12 +22,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import box_at, full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
-from ckptfix.core.wording import clauses, first_names
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, merge_parts

@@ -16,11 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Box, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.wording import clauses, first_names
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies, tagged

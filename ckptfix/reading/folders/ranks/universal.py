@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
-from ckptfix.core.wording import clauses, first_names
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.ranks import zero
 from ckptfix.reading.folders.ranks.files import RankFiles, tagged

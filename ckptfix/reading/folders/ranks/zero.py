@@ -29,11 +29,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
-from ckptfix.core.wording import clauses, first_names
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
