@@ -253,15 +253,14 @@ class Content(Struct, eq=False, weakref=True):
     """The bytes of one input, whole: a file that is read as far as it is asked for, or a buffer in memory.
 
     ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
-    ``salvage`` says that the file is known to be damaged, so that a reader may doubt what it holds. ``damage`` says
-    what is wrong with the files that it was inside of, and ``wrapper`` is the form of the outermost of them.
+    ``damage`` says what is wrong with the files that it was inside of, and ``wrapper`` is the form of the outermost of
+    them.
     ``shared_bounds`` limits what reading it may spend, if it is part of a larger file or packed in a smaller one."""
 
     path: str
     buffer: Buffer
     file: OpenFile | None = None
     member: str = ""
-    salvage: bool = False
     damage: list[Fact] = field(default_factory=list)
     wrapper: str = ""
     shared_bounds: Bounds | None = None

@@ -62,7 +62,7 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
 
 def verify_tree(temporary: Path, expected: object, output: Path) -> None:
     """Compare each tensor of a written optimizer with its source. Raises ``WriteError`` if one differs."""
-    found = list(tensors_in(read_document(Content.of_file(str(temporary)), False).root))
+    found = list(tensors_in(read_document(Content.of_file(str(temporary))).root))
     wanted = list(tensors_in(expected))
     is_equal = len(found) == len(wanted) and all(
         (one.dtype, one.shape) == (other.dtype, other.shape) and _same_blocks(other, one, str(output))

@@ -66,11 +66,10 @@ def open_content(path: str, member: str | None = None) -> Content:
     return unwrap(content, member)
 
 
-def read_document(content: Content, salvage: bool) -> Document:
+def read_document(content: Content) -> Document:
     """Return the document of one file's bytes, with the damage of the archive or stream that they came from first.
 
     Raises ``UnreadableError`` if no format reads them, with what the file is instead if that shows."""
-    content.salvage = salvage
     try:
         document = _read_or_undo(content)
     except UnreadableError as error:
@@ -141,7 +140,6 @@ def _read_undone(content: Content) -> Document | None:
     undone = undo(content)
     if undone is None:
         return None
-    undone.content.salvage = content.salvage
     document = None
     try:
         with refusing_payload(content.path, undone.content.bounds.names):

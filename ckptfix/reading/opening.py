@@ -139,7 +139,7 @@ def _saved_beside(path: Path) -> dict[str, Any]:
     for name in OPTIMIZERS:
         if (folder / name).is_file():
             with contextlib.suppress(CkptfixError):  # a check of that file itself says what is wrong with it
-                found[name] = read_document(Content.of_file(str(folder / name)), False).root
+                found[name] = read_document(Content.of_file(str(folder / name))).root
     return found
 
 
@@ -160,7 +160,7 @@ def open_file(
 
         file = weights_file(path)
         if file is None or _are_in_ranks(file):
-            return open_document(read_folder(path, salvage, read_document), weights, salvage=salvage, narrow=narrow)
+            return open_document(read_folder(path, salvage), weights, salvage=salvage, narrow=narrow)
         path = file
     if is_url(path):
         from ckptfix.reading.folders.folders import weights_url
@@ -169,7 +169,7 @@ def open_file(
     elif member is None and (document := _read_ranks(path, salvage)) is not None:
         return open_document(document, weights, salvage=salvage, narrow=narrow)
     content = open_content(path, member)
-    document = _read_index(content, salvage) or read_document(content, salvage)
+    document = _read_index(content) or read_document(content)
     checkpoint = open_document(document, weights, salvage=salvage, narrow=narrow)
     return replace(checkpoint, path=path, member=content.member) if content.member else checkpoint
 
@@ -181,7 +181,7 @@ def _are_in_ranks(file: str) -> bool:
 
     with contextlib.suppress(CkptfixError):  # what is wrong with one of them is said where it is read
         if has_ranks(Path(file).parent):
-            found = [*tensors_in(read_document(Content.of_file(file), False).root)]
+            found = [*tensors_in(read_document(Content.of_file(file)).root)]
             return bool(found) and not any(spec.numel for spec in found)
     return False
 
@@ -193,15 +193,15 @@ def _read_ranks(path: str, salvage: bool) -> Document | None:
     from ckptfix.reading.folders.folders import read_siblings
 
     try:
-        return read_siblings(Path(path), salvage, read_document)
+        return read_siblings(Path(path), salvage)
     except OSError:
         return None  # opening the file says why
 
 
-def _read_index(content: Content, salvage: bool) -> Document | None:
+def _read_index(content: Content) -> Document | None:
     """Return the document of a sharded checkpoint, if the content is the index of one."""
     if not sniffing.may_be_json(content):
         return None
     from ckptfix.reading.folders import shard_index, sharded
 
-    return sharded.read(content, salvage) if shard_index.is_index(content) else None
+    return sharded.read(content) if shard_index.is_index(content) else None

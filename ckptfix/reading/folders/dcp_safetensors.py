@@ -36,7 +36,7 @@ def looks_like(folder: Path) -> bool:
     return any(_SHARD.fullmatch(path.name) for path in folder.iterdir())
 
 
-def read_folder(folder: Path, salvage: bool) -> Document:
+def read_folder(folder: Path) -> Document:
     """Return the document of a folder: a flat state_dict, whose tensors are put together out of their chunks as they
     are read.
 
@@ -51,7 +51,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     read: list[str] = []
     for name in names:
         try:
-            shard, offsets = _shard(folder, name, salvage)
+            shard, offsets = _shard(folder, name)
         except UnreadableError as error:
             damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))
             continue
@@ -75,9 +75,8 @@ def read_folder(folder: Path, salvage: bool) -> Document:
     return Document(str(folder), NAME, entries, remarks=remarks, damage=damage)
 
 
-def _shard(folder: Path, name: str, salvage: bool) -> tuple[Document, dict[str, tuple[int, ...]]]:
+def _shard(folder: Path, name: str) -> tuple[Document, dict[str, tuple[int, ...]]]:
     content = Content.of_file(str(file_inside(folder, name, str(folder / "shards"))))
-    content.salvage = salvage
     if not is_safetensors(content):
         raise UnreadableError(f"{name} is not a safetensors file")
     document = safetensors.read(content)

@@ -17,9 +17,10 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
-from ckptfix.reading.folders.ranks.files import RankFiles, ReadContent, latest_of
+from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
+from ckptfix.reading.formats import read_document
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
 
@@ -101,20 +102,20 @@ def weights_url(url: str) -> str:
     return f"{url}/{chosen}"
 
 
-def read_folder(path: str, salvage: bool, read: ReadContent) -> Document:
-    """Return the document of a folder, whose files ``read`` reads. Raises ``UnreadableError`` if it has none."""
+def read_folder(path: str, salvage: bool) -> Document:
+    """Return the document of a folder. Raises ``UnreadableError`` if it has none."""
     folder = Path(path)
     try:
         for form in FOLDER_FORMATS:
             if form.looks_like(folder):
-                found: Document = form.read_folder(folder, salvage)
-                return _with_common(found, folder, salvage, read) if form is dcp else found
+                document: Document = _read_dcp(folder, salvage) if form is dcp else form.read_folder(folder)
+                return document
         for framework in FRAMEWORKS:
             place = framework.find(folder)
-            if place is not None and (merged := _merged(framework, RankFiles(place, salvage, read))) is not None:
+            if place is not None and (merged := _merged(framework, RankFiles(place, salvage))) is not None:
                 return merged
-        if (document := _read_items(folder, salvage, read)) is not None:
-            return document
+        if (items := _read_items(folder, salvage)) is not None:
+            return items
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
         raise UnreadableError(f"{path}: {why_closed(path, error)}") from error
@@ -130,11 +131,11 @@ def has_ranks(folder: Path) -> bool:
         return False  # the reader of the folder says why
 
 
-def read_siblings(file: Path, salvage: bool, read: ReadContent) -> Document | None:
+def read_siblings(file: Path, salvage: bool) -> Document | None:
     """Return the document of all ranks beside a file that is one of them; None for any other file."""
     for form in FRAMEWORKS:
         if (folder := form.folder_of(file)) is not None:
-            return _merged(form, RankFiles(folder, salvage, read, named=file))
+            return _merged(form, RankFiles(folder, salvage, named=file))
     return None
 
 
@@ -144,7 +145,7 @@ def _merged(form: ModuleType, files: RankFiles) -> Document | None:
         return document
 
 
-def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | None:
+def _read_items(folder: Path, salvage: bool) -> Document | None:
     """Return the document of a folder with one of torch.distributed.checkpoint in it: the latest, or the only one of
     them except for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
     there is none.
@@ -161,7 +162,7 @@ def _read_items(folder: Path, salvage: bool, read: ReadContent) -> Document | No
         )
     if not models:
         return None
-    document = _with_common(dcp.read_folder(models[0], salvage), models[0], salvage, read)
+    document = _read_dcp(models[0], salvage)
     for child in found if isinstance(document.root, dict) else ():
         if child not in models:
             other = dcp.read_folder(child, salvage)
@@ -191,17 +192,17 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
     return named[0] if len(named) == len(links) == 1 else None
 
 
-def _with_common(document: Document, folder: Path, salvage: bool, read: ReadContent) -> Document:
-    """Return a document with what one rank saved for all of them, beside the chunks: epoch, arguments, schedulers.
-
-    An entry that the chunks have too is theirs."""
+def _read_dcp(folder: Path, salvage: bool) -> Document:
+    """Return the document of a folder of torch.distributed.checkpoint, with what one rank saved for all of them beside
+    the chunks: epoch, arguments, schedulers. An entry that the chunks have too is theirs."""
+    document = dcp.read_folder(folder, salvage)
     file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
     if file is None and _is_torch_dist(folder):
         lacks = Fact.of(Kind.SHARDS_MISSING, names=(TORCH_DIST,), keys=0, nbytes=0, total=0)
         return replace(document, damage=[*document.damage, lacks])
     if file is None or not isinstance(document.root, dict):
         return document
-    common = read(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))), salvage)
+    common = read_document(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))))
     if not isinstance(common.root, dict):
         raise UnreadableError(f"{folder / file.name}: does not hold what it has beside the chunks; fetch it again")
     damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]

@@ -79,33 +79,33 @@ NAME, NAME_SAFETENSORS = "sharded", f"sharded-{safetensors.NAME}"
 PREFERRED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-def read(content: Content, salvage: bool = False) -> Document:
+def read(content: Content) -> Document:
     """Return the document of an index and the shards beside it."""
     if content.file is None:
         raise UnreadableError(
             f"{content.path}: an index of shards without them; unpack it beside its shards and name the folder"
         )
-    return _merge(content.path, folder_of(content.path), content.path, salvage)
+    return _merge(content.path, folder_of(content.path), content.path)
 
 
-def _merge(path: str, folder: Folder, index: str, salvage: bool) -> Document:
+def _merge(path: str, folder: Folder, index: str) -> Document:
     """Return the document of the shards that an index names; of the only set in the folder if it cannot be read, or if
     it names other files. That is not damage if the set has all of its keys."""
     stale = None
     try:
         content = Content.of_file(index)
         parsed = parse_index(content)
-        merge = _Merge(path, folder, parsed, salvage)
+        merge = _Merge(path, folder, parsed)
     except UnreadableError as error:
         if len(_sets(folder)) != 1:
             raise
-        merge = _Merge(path, folder, None, salvage)  # numbered shards say themselves what they hold
+        merge = _Merge(path, folder, None)  # numbered shards say themselves what they hold
         merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
         sets, present = _sets(folder), {name_unpacked(name) for name in folder.names()}
         # The only set of shards is complete, and no file that the index names exists.
         if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names()):
-            stale, merge = sets[0], _Merge(path, folder, None, salvage)
+            stale, merge = sets[0], _Merge(path, folder, None)
         if content[:3] == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
     document = merge.document()
@@ -121,7 +121,7 @@ def looks_like(folder: Path) -> bool:
     return bool(_indexes(folder) or _sets(LocalFolder(folder)))
 
 
-def read_folder(folder: Path, salvage: bool) -> Document:
+def read_folder(folder: Path) -> Document:
     """Return the document of a folder of shards. Raises ``UnreadableError`` if it holds several checkpoints."""
     indexes = _indexes(folder)
     chosen = next((folder / name for name in PREFERRED if folder / name in indexes), None)
@@ -129,21 +129,21 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         names = ", ".join(path.name for path in indexes)
         raise UnreadableError(f"{folder}: the folder holds {len(indexes)} indexes ({names}); name one of them")
     if indexes:
-        return _merge(str(folder), LocalFolder(folder), str(chosen or indexes[0]), salvage)
+        return _merge(str(folder), LocalFolder(folder), str(chosen or indexes[0]))
     sets = _sets(LocalFolder(folder))
     if len(sets) > 1:
         names = ", ".join(str(numbering) for numbering in sets)
         raise UnreadableError(
             f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; put each in its own folder"
         )
-    return _Merge(str(folder), LocalFolder(folder), None, salvage).document()
+    return _Merge(str(folder), LocalFolder(folder), None).document()
 
 
 class _Merge:
     """One merging of shards: which of them open, where every key is, and what does not agree."""
 
-    def __init__(self, path: str, folder: Folder, index: ShardIndex | None, salvage: bool) -> None:
-        self.path, self.folder, self.index, self.salvage = path, folder, index, salvage
+    def __init__(self, path: str, folder: Folder, index: ShardIndex | None) -> None:
+        self.path, self.folder, self.index = path, folder, index
         self.weight_map = index.weight_map if index is not None else {}
         self.said_by = index.path if index is not None else f"{folder}/shards"
         self.opened: dict[str, Checkpoint] = {}
@@ -204,7 +204,7 @@ class _Merge:
             return
         try:
             content = open_content(file)
-            checkpoint = open_document(read_document(content, self.salvage), salvage=True)
+            checkpoint = open_document(read_document(content), salvage=True)
             shard = self.opened[name] = replace(checkpoint, member=content.member)
         except UnreadableError as error:
             self.damage.append(Fact.of(Kind.SHARD_UNREADABLE, name, error=str(error)))

@@ -24,7 +24,7 @@ def looks_like(folder: Path) -> bool:
     return _root(folder) is not None
 
 
-def read_folder(folder: Path, salvage: bool) -> Document:
+def read_folder(folder: Path) -> Document:
     """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or cut."""
     root = _root(folder)
     if root is None:

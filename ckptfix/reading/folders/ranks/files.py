@@ -18,6 +18,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives.zip_directory import read_header
 from ckptfix.reading.folders.shard_index import file_inside
+from ckptfix.reading.formats import read_document
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
@@ -40,9 +41,6 @@ _MOST_SETTINGS = 10_000
 _OWN = "_extra_state"
 
 _Rank = TypeVar("_Rank")
-
-# Reads the content of one file; the second argument says whether damaged files are to be salvaged.
-ReadContent = Callable[[Content, bool], Document]
 
 
 def by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
@@ -153,8 +151,8 @@ def are_varied(specs: Sequence[TensorSpec]) -> bool:
 class RankFiles:
     """One reading of the files of a folder: what is damaged, and what was noticed."""
 
-    def __init__(self, folder: Path, salvage: bool, read: ReadContent, named: Path | None = None) -> None:
-        self.folder, self.salvage, self.read = folder, salvage, read
+    def __init__(self, folder: Path, salvage: bool, named: Path | None = None) -> None:
+        self.folder, self.salvage = folder, salvage
         self.named = named  # the file for which those of its ranks are read, if not for the folder
         self.names: set[str] = set()
         self._home: Path | None = None
@@ -175,7 +173,7 @@ class RankFiles:
     def opened(self, file: Path) -> Document | None:
         """Return the document of a file; None if it cannot be read, which is damage."""
         try:
-            document = self.read(self.content(file), self.salvage)
+            document = read_document(self.content(file))
         except UnreadableError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
                 raise  # nothing is wrong with the file

@@ -142,7 +142,7 @@ def _beside(files: RankFiles) -> Iterator[_Beside]:
     """Yield what a trainer has saved in a folder beside the ranks of its model."""
 
     def read_set(ranks: RankSet) -> Document | None:
-        others = RankFiles(files.folder, files.salvage, files.read)
+        others = RankFiles(files.folder, files.salvage)
         with others.merging():
             return _Merge(others, ranks).document()
 
