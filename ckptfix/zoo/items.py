@@ -29,8 +29,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.bytes import decoders
-from ckptfix.bytes.remote import PlaceError
 from ckptfix.bytes.sources import Content
+from ckptfix.bytes.transfers import PlaceError
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint

@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from ckptfix.bytes.remote import (
-    AbsentError,
-    NoSpaceError,
-    PlaceError,
-    TransferError,
-    explained,
-    file_system,
-    persistently,
-    read_range,
-    stamp_of,
-)
+from ckptfix.bytes.remote import file_system, read_range, stamp_of
+from ckptfix.bytes.transfers import AbsentError, NoSpaceError, PlaceError, TransferError, explained, persistently
 from ckptfix.errors import UsageError
 from ckptfix.writing.atomic import flush_file, temporary_beside
 

@@ -7,8 +7,8 @@ import errno
 
 import pytest
 
-from ckptfix.bytes import remote as transfers
-from ckptfix.bytes.remote import (
+from ckptfix.bytes import transfers
+from ckptfix.bytes.transfers import (
     AbsentError,
     ForbiddenError,
     NoSpaceError,

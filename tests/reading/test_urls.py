@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import ckptfix
 from ckptfix.bytes import remote
 from ckptfix.bytes.files import is_url
-from ckptfix.bytes.remote import Patience
+from ckptfix.bytes.transfers import Patience
 from ckptfix.errors import HostileError, UnreadableError, UsageError
 from tests.checks import assert_same
 from tests.cli.programs import run_here

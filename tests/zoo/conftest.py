@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptfix.bytes import remote as transfers
+from ckptfix.bytes import transfers
 from tests.zoo.bucket import Bucket, serving
 
 _numbers = itertools.count()

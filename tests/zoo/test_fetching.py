@@ -10,7 +10,7 @@ from typing import cast
 import fsspec
 import pytest
 
-from ckptfix.bytes.remote import AbsentError
+from ckptfix.bytes.transfers import AbsentError
 from ckptfix.errors import CkptfixError
 from ckptfix.zoo.items import Item, ItemKind, list_zoo, on_this_machine
 from ckptfix.zoo.places import Entry, Place, open_place

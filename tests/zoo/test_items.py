@@ -25,7 +25,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save
 
-from ckptfix.bytes.remote import ForbiddenError
+from ckptfix.bytes.transfers import ForbiddenError
 from ckptfix.reading.opening import open_file
 from ckptfix.zoo.items import ABSENT, HEAD, Item, Looks, by_bytes, by_name, is_surely_other, list_zoo, read_list
 from ckptfix.zoo.places import Entry, LocalPlace, Place, open_place

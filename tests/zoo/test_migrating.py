@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.bytes.remote import ForbiddenError
+from ckptfix.bytes.transfers import ForbiddenError
 from ckptfix.errors import UsageError
 from ckptfix.zoo.job import Others
 from ckptfix.zoo.manifest import Outcome

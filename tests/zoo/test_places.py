@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ckptfix.bytes.remote import (
+from ckptfix.bytes.transfers import (
     AbsentError,
     ForbiddenError,
     NoSpaceError,

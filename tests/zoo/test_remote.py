@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptfix.bytes.remote import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
+from ckptfix.bytes.transfers import AbsentError, ForbiddenError, NoSpaceError, PlaceError, TransferError
 from ckptfix.errors import UsageError
 from ckptfix.zoo.places import FETCHING, Entry, Place, RemotePlace, open_place
 from tests.zoo.bucket import Bucket, Trouble
@@ -324,7 +324,7 @@ def test_what_is_not_whole_in_memory_has_no_name(memory: str, file: Path, monkey
     from fsspec.implementations.memory import MemoryFileSystem
 
     place = open_place(memory)
-    monkeypatch.setattr("ckptfix.bytes.remote.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("ckptfix.bytes.transfers.time.sleep", lambda seconds: None)
     seen: list[list[str]] = []
 
     def stopped(self: MemoryFileSystem, source: str, goal: str, **rest: object) -> None:
