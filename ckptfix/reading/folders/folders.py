@@ -15,7 +15,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.folders import dcp, dcp_safetensors, sharded
+from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
@@ -26,7 +26,7 @@ from ckptfix.reading.weights.document import Document
 
 # Every format that is a folder, in the order in which a folder is asked: a module with its NAME, ``looks_like`` and
 # ``read_folder``.
-FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded)
+FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 
 # Every framework whose ranks are put together, in the order in which a folder is asked: a module with
 # `find(folder)`: the folder in which the ranks are by the names in it, which is this one or one below it;
