@@ -104,12 +104,14 @@ def is_scale_free(key: str) -> bool:
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
     """Return whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above
-    1, or the weight of a layer with one output."""
+    1, or the weight of a layer with one output or one input."""
     shape = spec.shape
     if len(shape) < 2 or spec.numel < 2:
         return False
-    if len([size for size in shape if size > 1]) < 2 and not (shape[0] == 1 < shape[1] and is_layers_own(key)):
-        return False
+    if len([size for size in shape if size > 1]) < 2:
+        is_column = shape[0] > 1 and "bias" not in key  # the biases of users and items are tables of one column
+        if not is_layers_own(key) or not (is_column or shape[1] > 1):
+            return False
     if spec.layout != "strided" or spec.dtype not in _FLOATING or "bias" in split_key(key)[1]:
         return False
     return not is_buffer(key, spec, target)

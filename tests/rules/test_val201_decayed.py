@@ -252,12 +252,51 @@ def test_a_weight_that_grew_from_nothing_is_acquitted_by_its_moments(tmp_path, k
     assert (finding.level, finding.keys) == (Level.NOTE, ("2.weight",))
 
 
-def test_the_weight_of_a_layer_with_one_output():
-    """A critic, a regression, a binary head."""
-    state = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 1)).state_dict()
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(64, 1), nn.Linear(1, 64), nn.Conv2d(64, 64, 1, groups=64), nn.Conv1d(64, 64, 1, groups=64)]
+)
+def test_the_weight_of_a_layer_with_one_output_or_one_input(layer):
+    """A critic, a regression, a binary head, as other frameworks store them too; a kernel of one number a channel."""
+    state = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], layer).state_dict()
     state["4.weight"] *= 1e-9
     (finding,) = propose(decayed, state)
     assert (finding.level, finding.keys) == (Level.ERROR, ("4.weight",))
+
+
+class Started(nn.Module):
+    """A net whose last layer starts at zero, under a name that does not say so."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        self.decoder = nn.Linear(64, outputs)
+        nn.init.zeros_(self.decoder.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.decoder(self.layers(x).relu())
+        return logits
+
+
+@pytest.mark.parametrize("outputs", [1, 10])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 5e-4}, {"momentum": 0.9, "weight_decay": 5e-4}], ids=str)
+@pytest.mark.parametrize("is_saved", [False, True], ids=["bare", "with-the-optimizer"])
+def test_noop_a_last_layer_that_a_few_steps_moved_away_from_zero(outputs, options, is_saved, tmp_path):
+    net = Started(outputs)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-5, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits, labels = net(torch.randn(32, 64)), torch.randint(0, 10, (32,))
+        loss = nn.functional.cross_entropy(logits, labels) if outputs > 1 else (logits - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert 0 < net.decoder.weight.square().mean().sqrt() < 1e-4 / 8
+    saved = {"optimizer": optimizer.state_dict()} if is_saved else {}
+    torch.save({"model": net.state_dict(), **saved}, tmp_path / "f")
+    (finding,) = propose(decayed, open_file(str(tmp_path / "f")))
+    assert (finding.level, finding.keys) == (Level.NOTE, ("decoder.weight",))
+    shrunk = net.state_dict() | {"decoder.weight": 1e-5 * nn.Linear(64, outputs).weight.detach()}
+    assert [each.keys for each in loud(propose(decayed, shrunk))] == [("decoder.weight",)], "a random start, shrunk"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def test_healthy_models_are_quiet(name):
         pytest.param(net(sampling_offsets__weight=(64, 8)), id="deformable-attention"),
         pytest.param(net(fc_loc__2__weight=(6, 8)), id="spatial-transformer"),
         pytest.param(net(cls_token=(1, 1, 8)), id="vector"),
+        pytest.param(net(user_bias__weight=(8, 1)), id="a-bias-for-each-user"),
+        pytest.param(net(grn__weight=(1, 1, 1, 8)), id="scale-of-the-last-axis"),
         pytest.param(net(k_cache=(4, 8)), id="buffer"),
         pytest.param(net(latent_avg=(14, 8)), id="buffer-of-an-unknown-name"),
         pytest.param(net(noisy__weight_epsilon=(8, 8)), id="noise-of-a-noisy-layer"),
