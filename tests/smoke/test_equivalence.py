@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from torch.nn import functional as F
 import ckptfix
 from ckptfix.core.finding import Applicability, Finding, Level
 from ckptfix.errors import TargetError, UsageError
-from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import key106_renamed_layers
-from ckptfix.smoke.equivalence import TOLERANCE, _units, unobservable
 from tests.cli.programs import run_here
 
 WIDTH, HEADS, LAYERS = 32, 4, 2
@@ -394,60 +391,6 @@ def test_the_models_and_torch_stay_as_they_are():
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert torch.get_default_dtype() == torch.float32
     assert source.training
-
-
-def _exchanges(model: nn.Module, inputs: torch.Tensor) -> Iterator[tuple[set[str], bool]]:
-    """Yield the keys of each exchange, and whether it shows: the slow way."""
-    state = model.state_dict()
-    before = model(inputs)
-    like = [(a, b) for a, b in combinations(state, 2) if state[a].shape == state[b].shape]
-    square = [(key, key) for key, value in state.items() if value.ndim == 2 and value.shape[0] == value.shape[1]]
-    for one, other in like + square:
-        kept = state[one].clone(), state[other].clone()
-        state[one].copy_(kept[1].T if one == other else kept[1])
-        if one != other:
-            state[other].copy_(kept[0])
-        apart = (model(inputs) - before).abs().max() / before.abs().max()
-        yield {one, other}, bool(apart > TOLERANCE)
-        state[one].copy_(kept[0])
-        state[other].copy_(kept[1])
-
-
-class Split(nn.Module):
-    """Attention with a layer that is not used, and one that is used twice over."""
-
-    query: Any
-    key: Any
-    value: Any
-    output: Any
-    also: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("query", "key", "value", "output", "unused", "also"):
-            self.add_module(name, nn.Linear(8, 8))
-        self.norm, self.bn = nn.LayerNorm(8), nn.BatchNorm1d(5)
-
-    def forward(self, x: Any) -> Any:
-        seen = self.norm(x)
-        mixed = F.scaled_dot_product_attention(self.query(seen), self.key(seen), self.value(seen))
-        return self.bn(x + F.relu(self.output(mixed)) + self.also(mixed))
-
-
-def test_the_gradients_say_what_exchanges_say():
-    torch.manual_seed(0)
-    model, inputs = Split().double().eval(), torch.randn(2, 5, 8, dtype=torch.float64)
-    state = model.state_dict()
-    with torch.no_grad():
-        for value in state.values():
-            if value.is_floating_point():
-                value.copy_(torch.rand(value.shape) + 0.5 if value.ndim == 1 else torch.randn(value.shape) / 8**0.5)
-        units = _units(ckptfix.Plan(), open_state_dict(state), model)
-        hidden = {unit.key for unit in unobservable(model, units, lambda: [model(inputs)], 0)}
-        assert hidden == {"key.bias", "unused.bias", "unused.weight"}
-        for keys, shows in _exchanges(model, inputs):
-            if not keys & {"bn.num_batches_tracked"}:
-                assert shows is not (keys <= hidden), keys
 
 
 def towers() -> nn.Module:
