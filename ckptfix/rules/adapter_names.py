@@ -12,7 +12,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, model_config
-from ckptfix.rules.quantised_layers import keys_of_codes
+from ckptfix.rules.quantised_layers import beside_codes
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 HEADS = ("lm_head", "embed_out")
@@ -170,7 +170,7 @@ class BaseNames:
                     f"{path}: changes {module}, an nn.MultiheadAttention, whose out_proj some releases of peft change "
                     "twice; merge it with the release that trained it"
                 )
-            for packed in keys_of_codes(key for key in self.checkpoint.entries if key.startswith(f"{module}.")):
+            if packed := beside_codes(module, self.checkpoint.entries):
                 return AdapterError(
                     f"{base}: {module} is quantised (it has {packed.removeprefix(f'{module}.')} and no weight); merge "
                     "into the weights that were quantised, and quantise the result"

@@ -28,6 +28,7 @@ from ckptfix.reading.adapters import (
     config_beside,
 )
 from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words
+from ckptfix.rules.quantised_layers import beside_codes
 
 # What peft puts into the names of a model in which it has wrapped layers.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
@@ -67,6 +68,11 @@ def find_merge(
         twins[spec.view].append(key)
     for adapter in adapters:
         for key, delta in _deltas(checkpoint, adapter, merge, target):
+            if codes := beside_codes(key.rpartition(".")[0], checkpoint.entries):
+                raise AdapterError(
+                    f"{checkpoint.path}: {key} is quantised, as {codes} beside it says; merge into the weights that "
+                    "were quantised, and quantise the result"
+                )
             if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
                 raise AdapterError(
                     f"{adapter.path}: {key} cannot be given back: the adapter has "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from msgspec import Struct, field
 
@@ -64,6 +64,12 @@ def keys_of_codes(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the keys that only quantised weights have beside them or in their place."""
     parts = {part for part, _ in _NAMES}
     return tuple(key for key in keys if (found := _BESIDE.fullmatch(key)) and found["part"] in parts)
+
+
+def beside_codes(module: str, keys: Container[str]) -> str | None:
+    """Return the key that only a module with quantised weights has; None if it is not one."""
+    names = (f"{module}.{part}" for part, _ in _NAMES)
+    return next((name for name in names if name in keys), None)
 
 
 def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:

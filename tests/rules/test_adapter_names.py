@@ -35,6 +35,10 @@ def test_a_base_with_other_prefixes(tmp_path):
         pytest.param(lambda base: base.update({"q.qweight": base.pop("q.weight")}), "it has qweight", id="GPTQ"),
         pytest.param(lambda base: base.update({"q.W_q": base.pop("q.weight")}), "it has W_q", id="HQQ"),
         pytest.param(lambda base: base.update({"q.weight._data": base.pop("q.weight")}), "it has weight", id="Quanto"),
+        *(
+            pytest.param(lambda base, one=one: base.update({f"q.{one}": torch.ones(33)}), f"q.{one} beside", id=one)
+            for one in ("weight_scale", "weight_scale_inv", "scale_weight", "SCB", "weight.absmax", "qweight")
+        ),
     ],
 )
 def test_another_base_is_refused(change, says, tmp_path):
@@ -43,6 +47,13 @@ def test_another_base_is_refused(change, says, tmp_path):
     change(base)
     with pytest.raises(AdapterError, match=says):
         ckptfix.repair_state_dict(base, adapter=adapter)
+
+
+def test_scales_of_activations_are_no_reason_to_refuse(tmp_path):
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    base = {**net().state_dict(), "q.input_scale": torch.ones(1), "embed.weight_scale": torch.ones(50)}
+    repaired, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
+    assert_same(repaired, {**base, **merged_by_peft([adapter])})
 
 
 @pytest.mark.parametrize(
