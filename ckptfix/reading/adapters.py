@@ -62,6 +62,10 @@ _FOREIGN = re.compile(
     r"(?:^|[._])(?:(oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
     r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
+    # Short names, which a model may have for layers of its own, in what peft saves only.
+    r"|^base_model\.model\.(?:.+\.)?(?<!\.token_adapter\.)(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
+    r"|ln_tuning|miss|osf|peanut|poly|psoft|pvera|road|shadow|supertuning|tinylora|trainable_tokens|unilora)_\w+(?:\.|$)"
+    r"|^(?P<prompt>prompt_embeddings|prefix_task_\w+)$|(?:^|\.)internal_(?P<xlora>xlora)_classifier\."
 )
 _FOREIGN_TYPES = {
     "scalar": "LyCORIS with use_scalar",
@@ -70,6 +74,8 @@ _FOREIGN_TYPES = {
     "glora": "GLoRA",
     "ia3": "IA3 of LyCORIS",
     "tlora": "T-LoRA",
+    "adaption": "ADAPTION_PROMPT",
+    "prompt": "prompt or prefix tuning",
 }
 _BASE = "base_model.model."
 
@@ -93,13 +99,17 @@ _LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
 
 _MERGED = ("LORA", "LOHA", "LOKR", "IA3")
 
-# Types of peft that have nothing to merge.
-_PROMPTS = frozenset(
-    "ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split()
-)
-
-# Types whose change depends on the input, so that peft cannot merge them either.
-_DYNAMIC = frozenset(("LILY", "POLY", "SHADOW", "XLORA"))
+# Types that cannot be merged into weights, and why not.
+UNMERGED = {
+    **dict.fromkeys(
+        (
+            _FOREIGN_TYPES["prompt"],
+            *"ADAPTION_PROMPT PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE".split(),
+        ),
+        "adds to the model's input and changes no weights",
+    ),
+    **dict.fromkeys(("LILY", "POLY", "SHADOW", "XLORA"), "changes with the input"),
+}
 
 # Values of `init_lora_weights` for which the base, too, was changed before the training.
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -213,12 +223,12 @@ class Adapter(Struct, frozen=True):
         """Return the factor of a layer's product. Raises ``AdapterError`` if the file does not say it."""
         config = self.settings(layer)
         is_full = layer.is_kronecker and self.with_rank(layer) is None
-        if is_full and "r" not in config:
-            return self.weight  # as LyCORIS takes it
+        if is_full and "r" not in config and (layer.component or "alpha" in layer.keys):
+            return self.weight  # as LyCORIS takes it; peft scales what is whole too
         if isinstance(given := config.get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
             factor = _number("alpha", given["alpha"]) / self.rank(layer) if "alpha" in given else 1
             return self.weight * _number("scale", given.get("scale")) * factor
-        rank, own = self.rank(layer), "lora_alpha" if "lora_alpha" in config else "alpha"
+        own = "lora_alpha" if "lora_alpha" in config else "alpha"
         if "alpha" in layer.keys:
             if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
                 raise AdapterError(f"{self.path}: {layer.keys['alpha']} is not one number; fetch the adapter again")
@@ -228,14 +238,14 @@ class Adapter(Struct, frozen=True):
         elif own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
-            alpha = rank  # as diffusers takes it
+            return self.weight  # as diffusers takes it
         else:
             raise AdapterError(
                 f"{self.path or self.checkpoint.path}: nothing says lora_alpha, by which the change is scaled; put the "
                 f"adapter's {CONFIG} beside it, or name it with ",
                 Opt("adapter", CONFIG),
             )
-        alpha = _number("lora_alpha", alpha)
+        alpha, rank = _number("lora_alpha", alpha), self.rank(layer)
         return self.weight * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -387,7 +397,10 @@ def foreign_type(adapter: Adapter) -> str:
     if adapter.kind not in _MERGED:
         return adapter.kind
     found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
-    return "" if found is None else _FOREIGN_TYPES.get(str(found.lastgroup)) or found[1].upper()
+    if found is None:
+        return ""
+    name = str(found[1] or found["peft"] or found.lastgroup)
+    return _FOREIGN_TYPES.get(name, name.upper())
 
 
 def is_foreign(adapter: Adapter, key: str) -> bool:
@@ -400,15 +413,14 @@ def is_foreign(adapter: Adapter, key: str) -> bool:
 def _refuse(adapter: Adapter, path: str) -> None:
     """Raise ``AdapterError`` for an adapter that is more than what its tensors say."""
     config, kind = adapter.config, adapter.kind
-    if kind in _PROMPTS | _DYNAMIC:
-        does = "adds to the model's input and changes no weights" if kind in _PROMPTS else "changes with the input"
+    if (other := foreign_type(adapter)) and (adapter.path or kind not in _MERGED):
+        if other in UNMERGED:
+            raise AdapterError(
+                f"{path}: an adapter of the type {other}, which {UNMERGED[other]}; load it beside the model, in peft "
+                "with PeftModel.from_pretrained()"
+            )
         raise AdapterError(
-            f"{path}: an adapter of the type {kind}, which {does}; load it beside the model, in peft with "
-            "PeftModel.from_pretrained()"
-        )
-    if kind not in _MERGED or (foreign_type(adapter) and adapter.path):
-        raise AdapterError(
-            f"{path}: an adapter of the type {foreign_type(adapter)}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: "
+            f"{path}: an adapter of the type {other}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: "
             f"merge it with what trained it{' (in peft: merge_and_unload())' * ('peft_type' in config)}"
         )
     types = {layer.type.upper() for layer in adapter.layers}

@@ -34,7 +34,8 @@ RULES: tuple[Rule, ...] = (
         "FIL108",
         "unmerged-adapter",
         wanted_by="adapter",
-        keys=r"lora|lycoris_|ia3|base_layer|base_model\.model\.|hada_|lokr_|oft_|vera_|token_adapter|adapter\.linear_",
+        keys=r"lora|lycoris_|ia3|base_layer|base_model\.model\.|hada_|lokr_|oft_|vera_|token_adapter|adapter\.linear_"
+        r"|prompt_embeddings",
     ),
     Rule("BUF101", "missing-num-batches-tracked"),
     Rule("BUF102", "unexpected-num-batches-tracked"),

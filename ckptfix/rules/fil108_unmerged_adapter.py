@@ -51,6 +51,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import (
     CONFIG,
+    UNMERGED,
     Adapter,
     adapter_in,
     check_alone,
@@ -79,9 +80,8 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
     adapter = adapter_in(checkpoint, config=config)
     if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
-        yield rule.finding(
-            Level.NOTE, f"an adapter of the type {other}, and no model; only what trained it can merge it"
-        )
+        does = f"it {UNMERGED[other]}" if other in UNMERGED else "only what trained it can merge it"
+        yield rule.finding(Level.NOTE, f"an adapter of the type {other}, and no model; {does}")
         return
     if not adapter.layers:
         return

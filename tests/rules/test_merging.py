@@ -340,6 +340,36 @@ def test_what_other_trainers_have_is_refused_by_its_name(tmp_path):
 _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
 
 
+# Tensors by which adapters are known that peft saved, and nothing else.
+BARE = {
+    "ADAPTION_PROMPT": ["base_model.model.0.adaption_gate", "base_model.model.0.adaption_prompt"],
+    "LN_TUNING": ["base_model.model.norm.ln_tuning_layers.weight"],
+    "MISS": ["base_model.model.fc.miss_block"],
+    "BONE": ["base_model.model.fc.bone_block"],
+    "POLY": ["base_model.model.fc.poly_lora_A", "base_model.model.fc.poly_router.module_logits"],
+    "ROAD": ["base_model.model.fc.road_theta", "base_model.model.fc.road_alpha"],
+    "OSF": ["base_model.model.fc.osf_svd_params.U_low"],
+    "TRAINABLE_TOKENS": ["base_model.model.embed.trainable_tokens_delta"],
+    "XLORA": ["base_model.model.internal_xlora_classifier.layers.0.weight"],
+    "prompt or prefix tuning": ["prompt_embeddings", "prefix_task_cols"],
+}
+
+
+def test_an_adapter_without_its_configuration_is_refused_by_its_type(tmp_path):
+    for kind, keys in BARE.items():
+        save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "bare.safetensors")
+        with pytest.raises(AdapterError, match=rf"of the type {kind}[;,]"):
+            ckptfix.repair_state_dict(net().state_dict(), adapter=tmp_path / "bare.safetensors")
+
+
+@pytest.mark.parametrize("make", [peft.LoKrConfig, peft.LoHaConfig, LORA])
+def test_a_factor_that_only_the_configuration_has_is_not_guessed(make, tmp_path):
+    adapter = trained(make(r=4, target_modules=["q"]), tmp_path / "adapter")
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(AdapterError, match="nothing says lora_alpha"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
 @pytest.mark.parametrize(
     ("keys", "config", "kind"),
     [
@@ -361,6 +391,8 @@ _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.
             [f"base_model.model.fc.lora_{name}" for name in "ABE"], {"peft_type": "ADALORA"}, "ADALORA", id="AdaLoRA"
         ),
         pytest.param(["base_model.model.fc.new_matrix"], {"peft_type": "NEW"}, "NEW", id="a type that is not known"),
+        pytest.param(["model.road_head.weight", "hra_u"], None, "", id="a model's road"),
+        *(pytest.param(keys, None, kind, id=f"{kind} without its configuration") for kind, keys in BARE.items()),
     ],
 )
 def test_an_adapter_that_cannot_be_merged_is_named(keys, config, kind, tmp_path):
