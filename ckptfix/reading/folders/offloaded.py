@@ -17,9 +17,8 @@ from ckptfix.bytes.files import open_file
 from ckptfix.bytes.limits import unique_keys
 from ckptfix.bytes.sources import Content, FileBytes
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.facts import Fact, Kind
+from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.core.wording import clauses
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, file_inside
 from ckptfix.reading.weights.document import Document
@@ -35,7 +34,7 @@ def looks_like(folder: Path) -> bool:
     return index.is_file() and _BEGINS.match(Content.of_file(str(index))[:1024]) is not None
 
 
-def read_folder(folder: Path, salvage: bool) -> Document:
+def read_folder(folder: Path) -> Document:
     """Return the document of the weights in a folder. Raises ``UnreadableError`` if none of them is there."""
     content = Content.of_file(str(folder / _INDEX))
     try:
