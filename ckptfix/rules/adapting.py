@@ -262,8 +262,10 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
             return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
-        # In two dimensions, with the channels before or after them.
+        # In two dimensions, with the channels before or after them: if two equal sides stay, the channels differ.
+        kept = [size for size, other in zip(old[1:], new[1:], strict=True) if size == other]
         is_map = len(old) == 4 and old[0] == new[0] == 1 and (old[1] == new[1]) != (old[3] == new[3])
+        is_map = is_map and len(set(kept)) == len(kept)
         return POS_EMBED if is_table or is_map or is_of_blocks(old, new) else ""
     if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or _PATCHES.search(key)):
         return PATCH_EMBED if patch(old) and patch(new) else ""

@@ -371,6 +371,23 @@ def test_a_grid_that_is_not_square_is_given_by_hand():
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "is_offered"),
+    [
+        pytest.param((1, 9, 9, 8), (1, 9, 9, 4), False, id="a wider model, channels last"),
+        pytest.param((1, 8, 9, 9), (1, 4, 9, 9), False, id="a wider model, channels first"),
+        pytest.param((1, 9, 9, 8), (1, 12, 12, 8), True, id="larger images, channels last"),
+        pytest.param((1, 8, 9, 9), (1, 8, 12, 12), True, id="larger images, channels first"),
+        pytest.param((1, 8, 9, 9), (1, 8, 9, 12), True, id="broader images"),
+    ],
+)
+def test_a_map_of_another_width_is_no_map_of_other_images(old, new, is_offered):
+    file = {"pos_embed": torch.randn(old), "a.weight": torch.ones(3, 3, 1, 1)}
+    target = target_from_checkpoint(open_state_dict({**file, "pos_embed": torch.zeros(new)}))
+    findings = propose(shape_mismatch, file, target)
+    assert any("adapt" in dict(one.options) for f in findings for one in f.remedies) is is_offered
+
+
+@pytest.mark.parametrize(
     ("rows", "said"),
     [
         (8 * 32, "the file's 257 positions may be those of a grid of 16x16 or of 8x32 and 1 token"),
