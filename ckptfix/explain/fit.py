@@ -6,7 +6,7 @@ no shapes for them, so what the rules find here is what the names say, and only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -68,7 +68,7 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
         check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
         return ((said, ()),), (Advice("takes a prefix off only where there is one", code=code), check)
     findings = _diagnose(mismatch)
-    causes = [*_named_causes(findings, mismatch), *_shape_causes(mismatch.shapes), *_left_causes(findings, mismatch)]
+    causes = [*_named_causes(findings, mismatch), *_shape_causes(mismatch), *_left_causes(findings, mismatch)]
     if mismatch.is_cut:
         causes.append(("The list of keys is cut short in this text; with all of it the answer would be surer.", ()))
     if running := mismatch.running_statistics:
@@ -189,7 +189,7 @@ def _wrapper_names(parts: Iterable[str]) -> str:
 
 def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
     """Yield what no rule on names explains."""
-    unexpected = _left(findings, "unexpected-key")
+    unexpected = _left(findings, "unexpected-key") if mismatch.knows_missing or findings else mismatch.unexpected
     missing = tuple(key for key in _left(findings, "missing-key") if not is_transient(key, ()))
     flat = tuple(key for key in (*unexpected, *mismatch.shapes) if "_flat_param" in key or "flat_param_" in key)
     if flat:
@@ -283,8 +283,10 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
         return
     if recipes:
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
+        is_of_words = "vocab=" in adapt
+        proviso = "if the smaller vocabulary begins the larger" if is_of_words else "by the formula of a library"
         yield Advice(
-            f"makes {counted(len(recipes), 'key')} fit the model's shapes, by the formula of a library",
+            f"makes {counted(len(recipes), 'key')} fit the model's shapes, {proviso}",
             f"ckptfix repair {{FILE}} --model {{MODEL}} {adapt}",
         )
     if reasons:
@@ -296,7 +298,9 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
 
 def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named: set[str]) -> Iterator[Advice]:
     """Yield what ``strict=False`` would do, which is what most users try."""
-    if _left(findings, "missing-key") or mismatch.shapes or (mismatch.missing and not named):
+    missing = _left(findings, "missing-key")
+    computed = [key for key in missing if is_transient(key, ())]
+    if len(missing) > len(computed) or mismatch.shapes or (mismatch.missing and not missing and not named):
         yield Advice(
             "strict=False does not help: parameters that do not match keep random values, as in an untrained model."
         )
@@ -304,6 +308,8 @@ def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named
         yield Advice("strict=False does not help: it loads the codes as if they were the weights.")
     elif has_statistics(mismatch.unexpected):
         yield Advice(f"strict=False drops keys that are needed: {KEEP_STATISTICS}.")
+    elif computed and not _left(findings, "unexpected-key"):
+        yield Advice("strict=False loads all that was learned, and leaves these buffers as the model made them.")
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
         yield Advice(
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"
@@ -351,10 +357,10 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _shape_causes(shapes: Mapping[str, tuple[Shape, Shape]]) -> Iterator[Cause]:
+def _shape_causes(mismatch: Mismatch) -> Iterator[Cause]:
     """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
-    for reason, group in _by_reason(shapes).items():
-        if reason == _EMPTY:
+    for reason, group in _by_reason(mismatch.shapes, _recipes(mismatch)).items():
+        if reason in (_EMPTY, _UNGATHERED):
             yield f"{counted(len(group), 'key')} with {reason}.", tuple(group)
         else:
             lines = (f"{key}  file {list(stored)}  model {list(wanted)}" for key, (stored, wanted) in group.items())
@@ -365,6 +371,10 @@ _EMPTY = (
     "nothing in the file (shape [0]): it is one part of a model that ZeRO or FSDP had divided, and the weights are in"
     " the other files"
 )
+_UNGATHERED = (
+    "nothing in the model (shape [0]): ZeRO-3 divided it when it was built, so load the file before that, or inside of"
+    " deepspeed.zero.GatheredParameters"
+)
 _ONES = "axes of one element too many or too few, on which no value depends"
 _CODES = "quantised weights with other bits or another group size, or of another release of the quantiser"
 _FLAT = "one row of numbers in the place of a matrix, as packed codes and parts of flat parameters are"
@@ -373,24 +383,28 @@ _POSITIONS = "position embeddings of another resolution or length"
 _OTHER_AXES = "the same axes in another order, as another library or release keeps them"
 _ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
 # What neither a formula nor the values of a fresh model make good.
-_HOPELESS = (_EMPTY, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
+_HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
 
 
-def _by_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> dict[str, dict[str, tuple[Shape, Shape]]]:
-    """Return the keys of another shape by what the shapes say."""
+def _by_reason(
+    shapes: Mapping[str, tuple[Shape, Shape]], recipes: Collection[str] = ()
+) -> dict[str, dict[str, tuple[Shape, Shape]]]:
+    """Return the keys of another shape by what the shapes say; ``recipes`` are the keys that --adapt has one for."""
     groups: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     others: dict[str, tuple[Shape, Shape]] = {}
     codes = keys_of_codes(shapes)
     for key, (stored, wanted) in shapes.items():
         if stored == (0,):
             reason = _EMPTY
+        elif wanted == (0,):
+            reason = _UNGATHERED
         elif differ_by_ones(stored, wanted):
             reason = _ONES
         elif key in codes or key.endswith(".scales"):
             reason = _CODES
         elif len(stored) == 1 < len(wanted) and stored[0] not in wanted:
             reason = _FLAT
-        elif POSITIONS.search(key):
+        elif POSITIONS.search(key) and (key in recipes or stored[-1:] == wanted[-1:] or set(stored[:-1]) <= {1}):
             reason = _POSITIONS
         else:
             others[key] = stored, wanted
@@ -403,7 +417,8 @@ def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
     key, (stored, wanted) = next(iter(shapes.items()))
     heads = {key for key, (stored, wanted) in shapes.items() if stored[1:] == wanted[1:] and stored and wanted}
     if heads == shapes.keys() and len(shapes) <= 4:
-        what = "entries of a vocabulary" if "emb" in key.lower() else "classes or output channels"
+        is_table = "emb" in key.lower() and len(stored) <= 2
+        what = "entries of a vocabulary" if is_table else "classes or output channels"
         return f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
     if all(_is_input(*pair) for pair in shapes.values()):
         return f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"

@@ -38,7 +38,7 @@ _MISSING = re.compile(
     rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
     rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
     rf" key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|missing keys in source state_dict: (?P<plain>{_PLAIN_NAMES})"
+    rf"|missing keys? in (?:source state_dict|checkpoint): (?P<plain>{_PLAIN_NAMES})"
     rf"|not found in the checkpoint:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        "ValueError: Missing key in checkpoint: generator.linear.weight",
         "RuntimeError: ('SmolVLA %d missing / %d unexpected keys', 10, 0)",
         "RuntimeError: Pretrained weights are not compatible with the current network architecture",
         "ERROR: Some specified modules from the pre-trained model don't match with the new model modules:",
@@ -105,12 +106,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "KeyError: 'ema_pts_bbox_head_shared_conv_conv_weight'",
     ),
     "not-a-tar": (
+        "RuntimeError: Only one file(not dir) is allowed in the zipfile",
         "gzip.BadGzipFile: Not a gzipped file (b'PK')",
         "tarfile.ReadError: not a gzip file",
         "tarfile.ReadError: not an lzma file",
         "ValueError: model.pth.tar is not a tar archive",
     ),
-    "hub-wants-one-file": ("RuntimeError: Only one file(not dir) is allowed in the zipfile",),
     "empty-shard": (
         "Adapter default: 14 LoRA tensor(s) have invalid shape: base_model.model.q_proj.lora_A.weight (0,"
         "). A 1-D or zero-sized lora_A / lora_B tensor indicates that DeepSpeed ZeRO-3 / FSDP shards were"
@@ -141,6 +142,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "empty-grad-scaler": (),
     "optimizer-of-other-kind": ("KeyError: 'exp_avg'", "KeyError: 'momentum_buffer'", "KeyError: 'lr_mask'"),
     "code-of-other-python": (
+        "UserWarning: Could not deserialize object lr_schedule. Consider using `custom_objects` argument",
+        'KeyError: "The observation_space and action_space were not given, can\'t verify new environments"',
+        "AttributeError: 'Discrete' object has no attribute 'start'",
+        "TypeError: __randomstate_ctor() takes from 0 to 1 positional arguments but 2 were given",
+        "TypeError: __generator_ctor() takes from 0 to 1 positional arguments but 2 were given",
+        "ValueError: <class 'numpy.random._mt19937.MT19937'> is not a known BitGenerator module.",
         "TypeError: an integer is required (got type bytes)",
         "TypeError: code() argument 13 must be str, not int",
         "TypeError: code expected at most 16 arguments, got 18",
@@ -155,6 +162,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
     ),
     "weights-only-class": (
+        "WeightsUnpickler error: Can only build Tensor, Parameter, OrderedDict or types allowlisted via"
+        " `add_safe_globals`, but got <class 'numpy.dtype[float32]'>",
         "WeightsUnpickler error: Can only build Tensor, parameter or OrderedDict objects, but got <class"
         " 'numpy.dtypes.Float64DType'>",
         "Can only create new object for nn.Parameter or classes allowlisted via `add_safe_globals` but got <class"
@@ -173,6 +182,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " checkpoint is trusted, retry with weights_only=False.",
     ),
     "weights-only": (
+        "RuntimeError: Can not safely load weights when explicit pickle_module is specified",
         "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format. ",
         "_pickle.UnpicklingError: Weights only load failed. Please file an issue",
         "_pickle.UnpicklingError: Only persistent_load of storage is allowed, but got resource",
@@ -191,9 +201,19 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "dist-packages/torch/nn/modules/activation.py'>",
     ),
     "missing-module": (
+        "ModuleNotFoundError: No module named 'omegaconf._utils'",
+        "AttributeError: module 'omegaconf._utils' has no attribute 'is_primitive_type'",
+        "AttributeError: module 'models.common' has no attribute 'SPPF'",
+        "AttributeError: module 'models' has no attribute 'yolo_head'",
         "ModuleNotFoundError: No module named 'models'",
         "ModuleNotFoundError: No module named 'models.yolo'; 'models' is not a package",
         "ImportError: No module named models",
+    ),
+    "not-registered": (
+        "KeyError: \"OrientedRCNN: 'PKINet is not in the models registry'\"",
+        "KeyError: 'Mask2Former is not in the mmengine::model registry. Please check whether the value of `Mask2Former`"
+        " is correct or it was registered as expected.'",
+        "KeyError: \"No object named 'MaskFormer' found in 'META_ARCH' registry!\"",
     ),
     "path-of-other-system": (
         "NotImplementedError: cannot instantiate 'WindowsPath' on your system",
@@ -287,6 +307,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "_pickle.UnpicklingError: invalid load key, '\\x1f'.",
     ),
     "no-pickle": (
+        "_pickle.UnpicklingError: STACK_GLOBAL requires str",
         "WeightsUnpickler error: Unsupported operand 56\n\nCheck the documentation of torch.load",
         "KeyError: \"filename 'storages' not found\"",
         "WeightsUnpickler error: Unsupported operand 123",
@@ -313,7 +334,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "_pickle.UnpicklingError: persistent IDs in protocol 0 must be ASCII strings",
         "_pickle.UnpicklingError: pickle exhausted before end of frame",
         "ValueError: unregistered extension code 12",
-        "_pickle.UnpicklingError: STACK_GLOBAL requires str",
         "RuntimeError: unexpected EOF. The file might be corrupted.",
         "RuntimeError: storage has wrong size: expected 9437184 got 2359296",
         "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
@@ -405,11 +425,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: [enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/12:"
         " file write failed",
     ),
-    "not-seekable": (),
+    "not-seekable": ("ModuleAttributeError: 'LitNet' object has no attribute 'seek'",),
     "opened-as-text": ("UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 64: invalid start byte",),
     "wrong-hash": (),
     "no-permission": ("IsADirectoryError: [Errno 21] Is a directory: 'checkpoints'",),
     "file-newer-than-torch": (
+        "AttributeError: module 'torch._utils' has no attribute '_rebuild_xla_tensor'",
         "AttributeError: 'module' object has no attribute '_rebuild_parameter'",
         "TypeError: _rebuild_tensor_v2() takes from 6 to 7 positional arguments but 8 were given",
         "AttributeError: Can't get attribute '_rebuild_wrapper_subclass' on <module 'torch._utils' from '/x.py'>",
@@ -418,6 +439,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: Can't get attribute '_rebuild_tensor_v2' on <module 'torch._utils' from 'torch/_utils.py'>",
     ),
     "torch-too-old-to-load": (),
+    "no-mmap-here": ("RuntimeError: unable to mmap 1024 bytes from file <model.safetensors>: No such device (19)",),
     "mmap-of-old-file": ("ValueError: f must be a file path in order to use the mmap argument",),
     "old-numpy": (
         "ValueError: numpy.dtype size changed, may indicate binary incompatibility."
@@ -475,6 +497,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: metadata is None",
     ),
     "sharded-checkpoint": (
+        "    assert len(self.ckpt_list) > 0\nAssertionError",
         "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
         " Possibly due to an overwrite of an old checkpoint.",
         "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",
@@ -772,6 +795,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AttributeError: 'DistributedDataParallel' object has no attribute 'fc'",
         "torch.nn.modules.module.ModuleAttributeError: 'DataParallel' object has no attribute 'features'",
     ),
+    "no-wrapper": (
+        "torch.nn.modules.module.ModuleAttributeError: 'MobileNetV2' object has no attribute 'module'",
+        "AttributeError: 'GPT' object has no attribute '_orig_mod'",
+    ),
+    "operator-of-torchscript": ("RuntimeError: \nUnknown builtin op: aten::scaled_dot_product_attention.",),
     "no-arithmetic-in-float8": ("NotImplementedError: \"sum_cpu\" not implemented for 'Float8_e5m2'",),
     "no-process-group": (
         "RuntimeError: Need to initialize default process group using `init_process_group` before loading ShardedTen"
@@ -816,14 +844,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "no-answer": ("no answer within 0.5 s",),
     "quantized-twice": ("ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8",),
-    "unknown-quantization": (),
-    "gguf-of-unknown-architecture": (),
+    "unknown-quantization": ("ValueError: GGUF model with architecture qwen3moe is not supported yet.",),
     "model-of-another-type": (),
     "other-root-in-archive": ("KeyError: \"There is no item named 'consolidated.00/data.pkl' in the archive\"",),
     "distributed-checkpoint-of-ranks": (),
     "image-size-of-model": ("AssertionError: Input height (224) doesn't match model (384).",),
     "input-size": ("RuntimeError: Sizes of tensors must match except in dimension 1. Got 57 and 56 in dimension 2",),
     "ties-disagree": (
+        "ValueError: This checkpoint seem corrupted. The tied weights mapping for this model specifies to tie a.weight"
+        " (which should be present and is not), to shared.weight (which is present).",
         "This checkpoint seem corrupted. The tied weights mapping for this model specifies to tie a.weight to"
         " lm_head.weight, but both are absent from the checkpoint, and we could not find another related tied weight"
         " for those keys",

@@ -119,6 +119,16 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(None, None, size("conv1.weight", [8, 3, 7, 7], [8, 1, 7, 7])), "3 input channels in the file and 1"),
         (text(None, None, size("pos_embed", [1, 197, 8], [1, 577, 8])), "position embeddings"),
         (text(None, None, size("a.weight", [0], [4, 4])), "ZeRO or FSDP"),
+        (text(None, None, size("a.weight", [4, 4], [0]), size("pos_embed", [9, 4], [0])), "GatheredParameters"),
+        (text(None, None, size("pos_embed", [1, 9, 9, 8], [1, 9, 9, 4])), "a model of another size"),
+        (text(None, None, size("embeddings.position_ids", [1, 512], [1, 514])), "position embeddings"),
+        (text(None, None, size("blocks.0.attn.rel_pos_h", [27, 80], [27, 64])), "a model of another size"),
+        (text(None, None, size("patch_embed.proj.weight", [8, 3, 4, 4], [4, 3, 4, 4])), "output channels"),
+        ("ValueError: Missing key in checkpoint: generator.linear.weight", "1 key that the file does not have"),
+        (
+            "weights of the model checkpoint were not used when initializing T5: ['a.bias']",
+            "1 key that the model has no place",
+        ),
         (text(None, None, size("a.weight", [4, 4], [8, 8])), "a model of another size"),
         (text(None, None, size("norm.weight", [64], [40, 64])), "a model of another size"),
         (text(None, None, size("critic.bias", [], [1]), size("a.weight", [8, 8, 1], [8, 8])), "axes of one element"),
@@ -223,6 +233,8 @@ def size_mismatches(*pairs: tuple[list[int], list[int]]) -> str:
         pytest.param(size_mismatches(([8, 3, 7, 7], [8, 4, 7, 7])), True, id="input channels"),
         pytest.param(size_mismatches(([288, 96], [384, 128]), ([96, 96], [128, 128])), False, id="another variant"),
         pytest.param(size_mismatches(([0], [4, 4]), ([0], [4])), False, id="divided by ZeRO"),
+        pytest.param(size_mismatches(([4, 4], [0]), ([4], [0])), False, id="a model that ZeRO divided"),
+        pytest.param(text(None, None, size("pos_embed", [1, 9, 9, 8], [1, 9, 9, 4])), False, id="a wider pos_embed"),
         pytest.param(size_mismatches(([96, 32], [32, 96]), ([32, 128], [128, 32])), False, id="transposed"),
     ],
 )
@@ -267,3 +279,23 @@ def test_axes_of_one_element_are_repaired_and_ranks_are_put_together():
     commands = [advice.command for advice in read_fit(rank)[1]]
     assert "ckptfix repair FOLDER -o model.pth" in commands
     assert not any("--adapt" in command or "--fill" in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_right"),
+    [
+        (text(["report.tp", "report.fn"]), True),
+        (text(["embeddings.position_ids"], ["embeddings.token_ids"]), False),
+        (text(["report.tp", "fc.weight"]), False),
+    ],
+)
+def test_only_computed_buffers_may_stay_as_the_model_made_them(message: str, is_right: bool):
+    (read,) = messages(message)
+    said = " ".join(advice.text for advice in read_fit(read)[1])
+    assert ("strict=False loads all that was learned" in said) is is_right
+    assert ("strict=False does not help" in said) is (not is_right and "fc.weight" in message)
+
+
+def test_a_vocabulary_is_cut_only_on_a_condition():
+    (read,) = messages(text(None, None, size("model.embed_tokens.weight", [104, 8], [100, 8])))
+    assert any("if the smaller vocabulary begins the larger" in advice.text for advice in read_fit(read)[1])

@@ -151,11 +151,6 @@ def test_a_message_that_is_told_by_its_frames():
     ("message", "line", "name"),
     [
         (
-            "AttributeError: module 'data.planar' has no attribute 'PlanarDataModule'",
-            "model = Diffusion.load_from_checkpoint('planar.ckpt')",
-            "missing-class",
-        ),
-        (
             "AttributeError: 'NoneType' object has no attribute 'eval'",
             "model.append(ckpt['ema' if ckpt.get('ema') else 'model'].float().fuse().eval())",
             "container-key",
@@ -176,6 +171,12 @@ def test_a_message_that_is_told_by_its_frames():
             "optimizer-groups",
         ),
         ("AssertionError", "assert metadata is not None", "distributed-missing-key"),
+        ("AttributeError: 'NoneType' object has no attribute 'lower'", "load_torch_file(path)", "no-such-file"),
+        (
+            "AttributeError: 'NoneType' object has no attribute 'get'",
+            'if metadata.get("format") == "pt":',
+            "safetensors-without-format",
+        ),
     ],
 )
 def test_what_a_line_of_code_says_of_a_short_message(message: str, line: str, name: str):
