@@ -46,6 +46,12 @@ _CALLERS = frozenset(
     "torch.fx.graph_module.reduce_package_graph_module torch.fx.graph_module.reduce_deploy_graph_module".split()
 )
 
+# What sympy makes of a text without evaluating it.
+_OF_TEXTS = frozenset(
+    "sympy.core.symbol.Symbol sympy.core.symbol.Dummy sympy.core.symbol.Wild sympy.core.symbol.Str "
+    "sympy.core.numbers.Float sympy.core.function._rebuild_undef sympy.polys.matrices.domainmatrix.DomainMatrix".split()
+)
+
 # Classes of tensors that `weights_only` knows.
 _PLAIN_TENSORS = frozenset(
     "torch.Tensor torch.nn.parameter.Parameter torch.nested._internal.nested_tensor.NestedTensor".split()
@@ -63,15 +69,26 @@ def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function
     over and over once ``list`` goes through it, and so does ``list`` of other objects than plain containers. ``type``
     of three arguments makes a class, whose methods may be anything, ``getitem`` of an object asks a ``defaultdict`` for
-    its factory, and a function that rebuilds a tensor or an object calls what it is handed."""
+    its factory, a function that rebuilds a tensor or an object calls what it is handed, and sympy evaluates texts."""
+    if name.startswith("sympy."):
+        return name not in _OF_TEXTS and not _is_expression(args)
+    if name == "fsspec.spec.make_instance":
+        return not args or str(args[0]) != "fsspec.implementations.local.LocalFileSystem"
     if name in _CALLERS or name == "operator.getitem":
         return not args or not isinstance(args[0], Global)
     if name in ("builtins.iter", "builtins.type"):
         return len(args) > 1
     if name not in _CONSUMERS or not args or not isinstance(args[0], Opaque):
         return False
-    root = args[0].cls.module.partition(".")[0].lstrip("_")
+    root = canonical(str(args[0].cls)).partition(".")[0].lstrip("_")
     return root not in ("builtins", "collections", "itertools") and is_known(root)
+
+
+def _is_expression(part: Any) -> bool:
+    """Return whether a value is of those that sympy pickles in expressions: numbers and expressions."""
+    if isinstance(part, (list, tuple)):
+        return all(map(_is_expression, part))
+    return part.cls.module.startswith("sympy.") if isinstance(part, Opaque) else isinstance(part, (int, float))
 
 
 _WRAPPED = 8  # layers of `functools.partial`, of which Python itself makes one

@@ -34,6 +34,7 @@ MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg
 _RENAMED = {
     **MODULE_ALIASES,
     **{"UserList": "collections", "UserString": "collections", "_operator": "operator", "_functools": "functools"},
+    **{"ConfigParser": "configparser", "thread": "_thread"},
 }
 _MOVED = r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)"
 # A class that another release of torch may have: not trusted by name, and nothing that an attack could use. A module of
@@ -43,7 +44,7 @@ _TORCH_CLASS = r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))
 _NUMBER = (
     r"numpy\.(u?int|float|complex|bool|str|bytes|datetime|timedelta|void|long|half)[a-z]*\d*_?|numpy\.dtypes\.\w+DType"
 )
-_REBUILDER = r"(?i)_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_index)"
+_REBUILDER = r"(?i)_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_\w*index)"
 _SPECIAL = r"__\w+__"
 
 # What reads and writes files or builds code, wherever it is in torch and numpy.
@@ -142,7 +143,8 @@ def runs_code(name: str) -> bool:
     last = rest.rpartition(".")[2]
     if root in _names("packages"):
         is_class = last.lstrip("_")[:1].isupper() or last.endswith(("_matrix", "_array"))
-        return not (is_class or re.match(_REBUILDER, last))
+        is_class |= name.startswith("sympy.functions.")  # the functions of sympy are classes
+        return not (is_class or re.match(_REBUILDER, last) or is_trusted(name))
     if root in _names("common") and last == rest and last[:1].isupper():
         return canonical(name) in _names("callers")
     return not is_trusted(name)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import collections.abc
+import configparser
+import contextlib
 import datetime
 import decimal
 import enum
@@ -14,11 +17,15 @@ import operator
 import pathlib
 import pickle
 import pkgutil
+import platform
 import random
 import re
+import signal
 import sys
+import threading
 import typing
 import uuid
+import weakref
 import zipfile
 import zoneinfo
 
@@ -26,6 +33,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.testing._comparison import TensorLikePair
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptfix.bytes.sources import Content
@@ -40,6 +48,10 @@ from tests.attacks.crafted import torch_zip
 class Color(enum.Flag):
     RED = 1
     BLUE = 2
+
+
+CONFIGURATION = configparser.ConfigParser()
+CONFIGURATION.read_dict({"model": {"width": "64"}})
 
 
 class Calls:
@@ -97,6 +109,24 @@ HEALTHY = {
     "what torch's documentation saves beside a model": [PowerSGDState(None), powerSGD_hook, torch.no_grad()],
     "patterns and iterators": [re.compile("a+"), iter([1]), type(None)],
     "types": [typing.Literal["a"], typing.Callable[[int], str], dict[str, int], int | str, list[int]],
+    "what threads and profilers leave": [
+        threading.Lock,
+        threading.RLock,
+        weakref.ref,
+        weakref.WeakKeyDictionary,
+        torch.autograd.profiler.record_function("forward"),
+        torch.profiler.ProfilerAction.NONE,
+        torch.profiler.profile,
+        TensorLikePair,
+        signal.SIGUSR1,
+        contextlib.ExitStack(),
+        logging.LoggerAdapter(logging.getLogger("x"), {}),
+    ],
+    "the machine": [platform.uname(), pathlib.Path.cwd().stat(), np.finfo(np.float32), np.iinfo(np.int8)],
+    "a file of settings": CONFIGURATION,
+    "interfaces": [collections.abc.Mapping, collections.abc.Callable, collections.abc.Callable[[int], str]],
+    "iterators over lists": [zip([1], [2], strict=False), enumerate([1])],
+    "conditions of decimals": [decimal.Context(), decimal.Inexact("x")],
     "enums": [Color.RED, Color.RED | Color.BLUE, re.IGNORECASE | re.MULTILINE],
 }
 
@@ -195,7 +225,9 @@ PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __
     pty.spawn shutil.rmtree pickle.loads torch.serialization.os.system torch.load torch.hub.load numpy.load
     numpy.testing._private.utils.runstring types.CodeType operator.attrgetter code.InteractiveInterpreter
     pdb.run timeit.timeit cloudpickle.loads builtins.open io.open torch.utils.cpp_extension.load bdb.Bdb.run
-    pip._internal.main asyncio.unix_events copyreg.add_extension sympy.core.sympify.sympify sympy.lambdify""".split()
+    pip._internal.main asyncio.unix_events copyreg.add_extension sympy.core.sympify.sympify sympy.lambdify
+    pandas.ExcelWriter pandas.core.computation.expr.Expr h5py.File cv2.FileStorage
+    matplotlib.backends.backend_pdf.PdfPages""".split()
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -312,6 +344,11 @@ TRICKS = {
     "what evaluates text, named": b"cfunctools\npartial\nctyping\nget_type_hints\n\x85R.",
     "a module of torch's own": b"ctorch.nn.parallel.distributed\nlogging.FileHandler\n.",
     "a module of torch by its alias": b"ctorch.nn.modules.linear\nF.importlib.import_module\n.",
+    "a text that sympy evaluates": b"csympy.functions.elementary.complexes\nAbs\n(X\3\0\0\x001+1tR.",
+    "the same in a list": b"csympy.matrices.dense\nMutableDenseMatrix\n((X\3\0\0\x001+1ltR.",
+    "the same as an object": b"csympy\nTuple\n(ccollections\nUserString\n(X\3\0\0\x001+1tRtR.",
+    "the same by NEWOBJ": b"csympy.core.function\nLambda\n(X\1\0\0\0xX\3\0\0\x001+1t\x81.",
+    "a file system made of another class": b"cfsspec.spec\nmake_instance\n(cmymodel\nNet\n)}tR.",
     "the same by getattr": b"cbuiltins\ngetattr\n(ctorch.nn.parallel.distributed\nlogging\nX\x0b\0\0\0FileHandlertR.",
 }
 
@@ -319,6 +356,23 @@ TRICKS = {
 @pytest.mark.parametrize("data", TRICKS.values(), ids=TRICKS)
 def test_calls_without_a_bad_name_are_found(data):
     assert found(b"\x80\x02" + data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"csympy.core.symbol\nDummy\n(X\1\0\0\0xK\1t\x81.", id="a symbol"),
+        pytest.param(b"csympy.functions.elementary.trigonometric\nsin\n(csympy.core.numbers\nInteger\nK\1\x85\x81t\x81.",
+                     id="a function of sympy"),
+        pytest.param(b"cfsspec.spec\nmake_instance\n(cfsspec.implementations.local\nLocalFileSystem\n)}tR.",
+                     id="the file system of a ModelCheckpoint"),
+        pytest.param(b"cscipy.interpolate._interpolate\ninterp1d\n)\x81.", id="interp1d"),
+        pytest.param(b"cpandas.core.indexes.datetimes\n_new_DatetimeIndex\n(cpandas.core.indexes.datetimes\n"
+                     b"DatetimeIndex\n}tR.", id="dates of pandas"),
+    ],
+)  # fmt: skip
+def test_calls_that_construct_values_of_packages_are_none(data):
+    assert found(b"\x80\x02" + data) == []
 
 
 def test_a_state_of_plain_data_is_none():
