@@ -161,8 +161,11 @@ def run(words: Sequence[str] | None = None) -> None:
     open_streams()
     handle_signals()
     if instruction := os.environ.get("_CKPTFIX_COMPLETE"):
-        from click.shell_completion import shell_complete
+        from click.shell_completion import add_completion_class, shell_complete
 
+        from ckptfix.cli.completion import WholeWords
+
+        add_completion_class(WholeWords)
         raise SystemExit(shell_complete(PROGRAM, {}, "ckptfix", "_CKPTFIX_COMPLETE", instruction))
     raise SystemExit(exit_code(sys.argv[1:] if words is None else words))
 

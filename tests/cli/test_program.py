@@ -305,7 +305,8 @@ def test_the_help_shows_every_option_once(command, tmp_path):
     ],
 )
 def test_a_shell_completes_codes_and_values(line, suggested, tmp_path):
-    asked = {"_CKPTFIX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    words = line.replace(" ", "\n")
+    asked = {"_CKPTFIX_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(line.count(" "))}
     lines = run(cwd=tmp_path, **asked).stdout.splitlines()
     assert f"plain,{suggested}" in lines
     assert not any(each.startswith("file,") for each in lines[1:])  # with it, bash drops what it was given before

@@ -1,0 +1,30 @@
+"""Completion in bash, to which `:` and `=` end a word: `known:timm/resnet50` is three words."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from click.shell_completion import BashComplete, CompletionItem, split_arg_string
+
+
+class WholeWords(BashComplete):
+    """Complete words that hold `:` or `=`, and give bash what belongs after the last of them."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        whole = re.sub(r"\n?([:=]+)\n?", r"\1", "\n".join(_words()))
+        _, *args, begun = (" ".join(split_arg_string(word)) for word in whole.split("\n"))
+        return args, begun
+
+    def format_completion(self, item: CompletionItem) -> str:
+        _, begun = self.get_completion_args()
+        last = _words()[-1]
+        before = begun if last and not last.strip(":=") else begun.removesuffix(last)
+        if begun.startswith("--"):
+            before = before.partition("=")[2]
+        return f"{item.type},{item.value.removeprefix(before)}"
+
+
+def _words() -> list[str]:
+    """Return the words up to the one that is completed."""
+    return os.environ["COMP_WORDS"].split("\n")[: int(os.environ["COMP_CWORD"]) + 1]
