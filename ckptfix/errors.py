@@ -73,6 +73,11 @@ class UnreadableError(CkptfixError):
     fetched. If there is no file of the name, it is a ``FileNotFoundError`` too."""
 
 
+def damaged(path: object, fault: str) -> UnreadableError:
+    """Return the error of a file with a fault that only another copy of it cures."""
+    return UnreadableError(f"{path}: {fault}; fetch it again")
+
+
 class MissingFileError(UnreadableError, FileNotFoundError):
     """There is no file of this name."""
 
@@ -98,6 +103,11 @@ class HostileError(CkptfixError):
     def __init__(self, *words: Words, runs_code: bool = False) -> None:
         super().__init__(*words)
         self.runs_code = runs_code
+
+
+def hostile(path: object, fault: str) -> HostileError:
+    """Return the error of a file that no save of a model makes, but an attack does."""
+    return HostileError(f"{path}: {fault}; do not use this file")
 
 
 class TargetError(CkptfixError):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ckptfix.errors import MissingFileError, UnreadableError
+from ckptfix.errors import MissingFileError, UnreadableError, damaged
 
 _OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
 
@@ -95,9 +95,9 @@ class OpenFile:
 
     def ends_early(self, start: int, expected: int, found: int) -> UnreadableError:
         """Return the error of a file that is shorter than it was, or than it says."""
-        return UnreadableError(
-            f"{self.path}: the file ends inside a storage: {expected} bytes were expected at offset {start}, {found} "
-            "are there; fetch the file again"
+        return damaged(
+            self.path,
+            f"the file ends inside a storage: {expected} bytes were expected at offset {start}, {found} are there",
         )
 
 
@@ -202,9 +202,9 @@ class FileBuffer:
     def _read(self, start: int, stop: int) -> bytes:
         data = self._file.read(start, stop - start)
         if len(data) < stop - start:
-            raise UnreadableError(
-                f"{self._file.path}: was cut short while it was read: it had {self._length} bytes and has "
-                f"{self._file.size}; fetch it again"
+            raise damaged(
+                self._file.path,
+                f"was cut short while it was read: it had {self._length} bytes and has {self._file.size}",
             )
         return data
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from sys import getsizeof
 from typing import Any
 
-from ckptfix.errors import HostileError
+from ckptfix.errors import HostileError, hostile
 
 MEMORY = 64 << 20  # bytes that the parsed form of a small file may take
 MEMORY_SHARE = 4  # how many times its size the parsed form of a large file may take
@@ -90,7 +90,7 @@ class Bounds:
         """Count opcodes that were run, and see that the values which wait on the stack find room."""
         self._steps -= count
         if self._steps < 0:
-            raise HostileError(f"{self.path}: its pickle never ends and builds nothing; do not use this file")
+            raise hostile(self.path, "its pickle never ends and builds nothing")
         if SLOT * waiting > self.left:
             self.spend(SLOT * waiting)
 
@@ -153,9 +153,8 @@ class Bounds:
             self._hashes[place] += 1
             # An honest dict may have any number of keys: they lie evenly.
             if self._hashes[place] > COLLISIONS + 4 * self._keys // _PLACES:
-                raise HostileError(
-                    f"{self.path}: the keys of a dict are chosen to have one hash, so that it takes for ever to fill;"
-                    " do not use this file"
+                raise hostile(
+                    self.path, "the keys of a dict are chosen to have one hash, so that it takes for ever to fill"
                 )
         return key
 

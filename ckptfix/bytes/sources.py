@@ -15,7 +15,7 @@ from ckptfix.bytes.limits import Bounds
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact
 from ckptfix.core.spec import ByteSource, TensorSpec
-from ckptfix.errors import Opt, UnreadableError
+from ckptfix.errors import Opt, UnreadableError, damaged
 
 BLOCK = 1 << 20  # bytes read at a time: so few that they are still in the processor's cache when they are looked at
 
@@ -279,9 +279,7 @@ class Content(Struct, eq=False, weakref=True):
         else:
             file = open_file(path)
         if file.size == 0:
-            raise UnreadableError(
-                f"{path}: the file is empty (0 bytes): the save or the download never finished; fetch it again"
-            )
+            raise damaged(path, "the file is empty (0 bytes): the save or the download never finished")
         return cls.of_open_file(file)
 
     @classmethod

@@ -23,7 +23,7 @@ from ckptfix.core.dtypes import BY_SAFETENSORS
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.notes import restore_container
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.sniffing import SAFETENSORS_HEADER_LIMIT as HEADER_LIMIT
 from ckptfix.reading.weights.document import Document
 
@@ -43,9 +43,7 @@ def read(content: Content) -> Document:
     if notes is None:
         notes = {}  # as the library takes it
     if not isinstance(notes, dict):
-        raise UnreadableError(
-            f"{content.path}: the header's __metadata__ is not a map of texts; the file is damaged: fetch it again"
-        )
+        raise damaged(content.path, "the header's __metadata__ is not a map of texts: the file is damaged")
     odd = [name for name, value in notes.items() if not isinstance(value, str)]
     notes |= {name: json.dumps(notes[name]) for name in odd}
     placed, nbytes = check_layout(content, header)
@@ -152,9 +150,10 @@ def read_header(content: Content) -> tuple[dict[str, Any], int]:
             "(HeaderTooLarge); save the tensors again in several files"
         )
     if size < 8 or 8 + length > size:
-        raise UnreadableError(
-            f"{content.path}: is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): "
-            "a file that is cut short in its header, or not a safetensors file; fetch it again"
+        raise damaged(
+            content.path,
+            f"is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): a file that is "
+            "cut short in its header, or not a safetensors file",
         )
     return _parsed_header(content, content[8 : 8 + length]), 8 + length
 
@@ -164,18 +163,14 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UnreadableError(
-            f"{path}: the header is not UTF-8 ({error.reason} at byte {8 + error.start}); fetch it again"
-        ) from error
+        raise damaged(path, f"the header is not UTF-8 ({error.reason} at byte {8 + error.start})") from error
     try:
         header = content.bounds.parse_json(text, unique_keys, _no_constant)
         "".join(header).encode("utf-8")  # an escape may be half a character
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(
-            f"{path}: the header is not valid JSON ({error}): damaged, or not a safetensors file; fetch it again"
-        ) from error
+        raise damaged(path, f"the header is not valid JSON ({error}): damaged, or not a safetensors file") from error
     if not isinstance(header, dict):
-        raise UnreadableError(f"{path}: the header is not a JSON object; the file is damaged: fetch it again")
+        raise damaged(path, "the header is not a JSON object: the file is damaged")
     return header
 
 

@@ -21,7 +21,7 @@ from ckptfix.bytes.decoders import FAULTS
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import Content, filled_end
 from ckptfix.core.facts import Fact, Kind, clauses
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, damaged
 
 # Bytes that are kept in memory. What an archive inside of an archive expands to is there beside it, and twice while it
 # is handed on.
@@ -86,7 +86,7 @@ class Expansion:
     def content(self, member: str) -> Content:
         """Return what was gathered, as the file ``member``. Raises ``UnreadableError`` if it is empty."""
         if not self.nbytes:
-            raise UnreadableError(f"{self.path}: what is packed in it is empty (0 bytes); fetch it again")
+            raise damaged(self.path, "what is packed in it is empty (0 bytes)")
         if self._file is None:
             return Content(self.path, bytes(self._memory), member=member)
         descriptor = os.dup(self._file.fileno())
@@ -116,7 +116,7 @@ def expand(path: str, member: str, blocks: Blocks) -> Content:
     for block, packed in blocks(damage):
         expansion.write(block, packed)
     if damage and not expansion.nbytes:
-        raise UnreadableError(f"{path}: {clauses(damage)}: nothing of it is left; fetch it again")
+        raise damaged(path, f"{clauses(damage)}: nothing of it is left")
     content = expansion.content(member)
     content.damage = damage
     return content
@@ -296,15 +296,15 @@ class PackedBytes(Struct, eq=False):
     nbytes: int
     make_decoder: decoders.Decoder
     place: int | None = None
-    fault: str | None = None
+    fault: str = ""
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of the unpacked member. Raises ``UnreadableError`` if it is damaged."""
         with self.expansion.lock:
-            if self.place is None and self.fault is None:
+            if self.place is None and not self.fault:
                 self.unpack()
             if self.place is None:
-                raise UnreadableError(f"{self.content.path}: {self.fault}; fetch the file again")
+                raise damaged(self.content.path, self.fault)
             return memoryview(self.expansion.read(self.place + start, self.place + stop))
 
     def unpack(self) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from ckptfix.bytes.decoders import BZIP2, FAULTS, LZMA, STORED, why_closed, zip_decoder
 from ckptfix.bytes.sources import Content, filled_end
 from ckptfix.core.facts import Fact, Kind, clause, clauses
-from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
+from ckptfix.errors import Opt, UnreadableError, UsageError, Words, damaged, hostile
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.unpacking import Member, Stream, expand
 from ckptfix.reading.archives.zip_directory import (
@@ -90,7 +90,7 @@ def unwrap(content: Content, member: str | None = None) -> Content:
         else:
             content.damage, content.wrapper = damage, wrapper
             return content
-    raise HostileError(f"{outer}: archives are nested more than {DEPTH_LIMIT} deep; do not use this file")
+    raise hostile(outer, f"archives are nested more than {DEPTH_LIMIT} deep")
 
 
 def _replaced(old: Content, new: Content) -> Content:
@@ -140,7 +140,7 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     some = ", ".join(member.name[-200:] for member in archive[:3]) or "nothing"
     if damage:
         causes = clauses(damage)
-        raise UnreadableError(f"{path}: {causes}; no checkpoint is in what is left of it ({some}): fetch it again")
+        raise damaged(path, f"{causes}; no checkpoint is in what is left of it ({some})")
     raise UnreadableError(f"{path}: an archive without a checkpoint in it: it holds {some}; is it the right file?")
 
 
@@ -196,9 +196,9 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
     index = list_members(content)
     packed = sum(min(info.packed, len(content)) for info in index.members)
     if packed > OVERLAP_LIMIT * len(content):
-        raise HostileError(
-            f"{content.path}: the files in the zip archive take {packed} bytes and it has {len(content)}: they "
-            "overlap, to fill a disk; do not use this file"
+        raise hostile(
+            content.path,
+            f"the files in the zip archive take {packed} bytes and it has {len(content)}: they overlap, to fill a disk",
         )
     damage = list(index.damage)
     if index.found is not None and not damage:

@@ -20,7 +20,7 @@ from ckptfix.bytes.decoders import STORED, UNPACKED
 from ckptfix.bytes.sources import Content, TornBytes, filled_end, zero_tail
 from ckptfix.core.facts import Fact, Kind, first_facts
 from ckptfix.core.spec import ByteSource
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError, hostile
 from ckptfix.reading.archives.zip_directory import (
     DESCRIPTORS,
     HEADER,
@@ -118,7 +118,7 @@ def _signatures(content: Content, signature: bytes) -> Iterator[int]:
     while position >= 0:
         count += 1
         if count > limit:
-            raise HostileError(f"{content.path}: more than {limit} members in the archive; do not use this file")
+            raise hostile(content.path, f"more than {limit} members in the archive")
         yield position
         position = content.find(signature, position + 4)
 

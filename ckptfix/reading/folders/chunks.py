@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
 from ckptfix.core.parts import Box, PartsError, check_cover, extent, numel
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
-from ckptfix.errors import Opt, UnreadableError
+from ckptfix.errors import Opt, UnreadableError, damaged
 from ckptfix.reading.boxes import bytes_of_boxes
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
@@ -168,7 +168,7 @@ class Flat:
         index = max(bisect_right(self._starts, start // itemsize) - 1, 0)
         while start < stop:
             if index >= len(self.parts):
-                raise UnreadableError(f"{path}: a rank has lost a part of its weights; fetch it again")
+                raise damaged(path, "a rank has lost a part of its weights")
             part = self.parts[index]
             inner = start - self._starts[index] * itemsize
             count = min(part.nbytes - inner, stop - start)

@@ -28,7 +28,7 @@ from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at, extent, numel
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import agree, check_tiling, compared, gone, merge_parts
 from ckptfix.reading.folders.ranks.files import are_varied, sums_of
 from ckptfix.reading.folders.shard_index import file_inside
@@ -109,9 +109,9 @@ def parse_metadata(content: Content) -> StoredMetadata:
         order = dict.fromkeys([*(name for name in paths if name in described), *described])
         items = {_name(name): _item(name, _fields(described[name]), where) for name in order}
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UnreadableError(
-            f"{content.path}: not the metadata of torch.distributed.checkpoint, or damaged"
-            f" ({type(error).__name__}: {error}); fetch the file again"
+        raise damaged(
+            content.path,
+            f"not the metadata of torch.distributed.checkpoint, or damaged ({type(error).__name__}: {error})",
         ) from error
     return StoredMetadata(items, paths, frozenset(pickles.names))
 
@@ -230,7 +230,7 @@ class _Reading:
         self._note_repeated()
         whole = any(isinstance(leaf, TensorSpec) and not is_torn(leaf) for leaf in self.leaves.values())
         if self.faults and not whole:
-            raise UnreadableError(f"{self.folder}: {clauses(self._damage())}; no tensor is whole: fetch it again")
+            raise damaged(self.folder, f"{clauses(self._damage())}; no tensor is whole")
         used = set(self.contents) | {file for item in self.metadata.items.values() for file in item.files}
         # Files of chunks in which no item is: what an earlier save into the same folder has left.
         strays = sorted(path.name for path in self.folder.glob(CHUNKS) if path.name not in used)
@@ -339,10 +339,7 @@ class _Reading:
             for part in folders:
                 node = node.setdefault(part, _Node()) if isinstance(node, _Node) else None
             if not isinstance(node, _Node) or last in node or len(folders) > _DEPTH_LIMIT:
-                raise UnreadableError(
-                    f"{self.folder}: {name} has no place of its own in the container; {METADATA} is damaged:"
-                    " fetch it again"
-                )
+                raise damaged(self.folder, f"{name} has no place of its own in the container; {METADATA} is damaged")
             node[last] = leaf
         return _plain(root)
 

@@ -18,7 +18,7 @@ from ckptfix.bytes.sources import Content, is_torn
 from ckptfix.core.facts import Fact, Kind, clauses, first_facts
 from ckptfix.core.parts import Box, box_at, numel, shape_over
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
@@ -68,7 +68,7 @@ def read_folder(folder: Path) -> Document:
     entries = OrderedDict((key, _tensor(key, parts, str(folder), faults)) for key, parts in chunks.items())
     damage += first_facts(faults, Kind.TENSORS_LACKING, most=1)
     if not any(isinstance(spec, TensorSpec) and not is_torn(spec) for spec in entries.values()):
-        raise UnreadableError(f"{folder}: {clauses(damage) or 'has no tensors'}; no tensor is whole: fetch it again")
+        raise damaged(folder, f"{clauses(damage) or 'has no tensors'}; no tensor is whole")
     lacking = bool(missing) or len(read) < len(names)
     lost = [Fact.of(Kind.UNNAMED_LOSS, lost="shards that are not there")] if lacking else []
     remarks = [*repeated, *lost, Fact(Kind.LAST_SHARD, read[-1])]

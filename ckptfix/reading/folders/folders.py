@@ -14,7 +14,7 @@ from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
@@ -204,7 +204,7 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         return document
     common = read_document(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))))
     if not isinstance(common.root, dict):
-        raise UnreadableError(f"{folder / file.name}: does not hold what it has beside the chunks; fetch it again")
+        raise damaged(folder / file.name, "does not hold what it has beside the chunks")
     damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
     root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
     copies: dict[str, TensorSpec] = {}

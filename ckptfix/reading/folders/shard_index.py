@@ -17,7 +17,7 @@ from msgspec import Struct
 from ckptfix.bytes.files import is_url
 from ckptfix.bytes.limits import unique_keys
 from ckptfix.bytes.sources import Content
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
 
 WEIGHT_MAP = "weight_map"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
@@ -77,19 +77,19 @@ def parse_index(content: Content) -> ShardIndex:
     """Return the index in a JSON file. Raises ``UnreadableError`` if it is malformed or names a key twice."""
     path = content.path
     if len(content) > INDEX_LIMIT:
-        raise HostileError(f"{path}: an index of {len(content)} bytes, more than any names take; do not use this file")
+        raise hostile(path, f"an index of {len(content)} bytes, more than any names take")
     try:
         parsed = content.bounds.parse_json(content[:], unique_keys)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: the index is not valid JSON ({error}); fetch the file again") from error
+        raise damaged(path, f"the index is not valid JSON ({error})") from error
     if not isinstance(parsed, dict):
-        raise UnreadableError(f"{path}: the index is not a JSON object; fetch the file again")
+        raise damaged(path, "the index is not a JSON object")
     is_flat = WEIGHT_MAP not in parsed and _FLAT.match(content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n"))
     weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UnreadableError(f"{path}: its weight_map does not give a file name for every key; fetch the file again")
+        raise damaged(path, "its weight_map does not give a file name for every key")
     if not weight_map:
-        raise UnreadableError(f"{path}: its weight_map is empty: the index names no tensor; fetch the file again")
+        raise damaged(path, "its weight_map is empty: the index names no tensor")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return ShardIndex(path, weight_map, total if type(total) is int and total > 0 else None)
 

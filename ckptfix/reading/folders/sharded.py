@@ -20,7 +20,7 @@ from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import Opt, UnreadableError
+from ckptfix.errors import Opt, UnreadableError, damaged
 from ckptfix.reading import safetensors
 from ckptfix.reading.folders.chunks import is_same
 from ckptfix.reading.folders.shard_index import (
@@ -163,7 +163,7 @@ class _Merge:
         self._note_absent()
         self._place()
         if not self.entries:
-            raise UnreadableError(f"{self.path}: {clauses(self.damage)}; no tensor is whole: fetch it again")
+            raise damaged(self.path, f"{clauses(self.damage)}; no tensor is whole")
         metadata: dict[str, Mapping[str, Any]] = {}
         for shard in reversed(self.opened.values()):
             metadata.update(shard.metadata or {})

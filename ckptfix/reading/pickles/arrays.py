@@ -13,7 +13,7 @@ from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.dtypes import BY_NUMPY
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.pickles.claims import checked, sizes
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
@@ -54,7 +54,7 @@ class NumpyArray(Struct, eq=False):
         try:
             data = raw_bytes(self.data) if isinstance(self.data, str) else self.data
         except UnicodeEncodeError as error:
-            raise UnreadableError(f"{path}: the values of a numpy array are text; fetch the file again") from error
+            raise damaged(path, "the values of a numpy array are text") from error
         if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
             return None
         strides = contiguous_strides(self.shape)
@@ -64,9 +64,8 @@ class NumpyArray(Struct, eq=False):
             import numpy as np
 
             if len(data) % dtype.itemsize:
-                raise UnreadableError(
-                    f"{path}: a numpy array of {code} has {len(data)} bytes, which is not a whole number of elements; "
-                    "fetch the file again"
+                raise damaged(
+                    path, f"a numpy array of {code} has {len(data)} bytes, which is not a whole number of elements"
                 )
             data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
         self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)

@@ -11,7 +11,7 @@ from ckptfix.bytes.limits import shown
 from ckptfix.core.dtypes import BY_STORAGE, DTYPES
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import HostileError
+from ckptfix.errors import HostileError, hostile
 from ckptfix.reading.pickles.stream import MalformedError, UnknownError
 
 # Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
@@ -60,9 +60,9 @@ def checked(spec: TensorSpec, path: str) -> TensorSpec:
                 " the file is damaged or hostile; fetch it again"
             )
         if nbytes > EXPANDED_LIMIT and nbytes > 1024 * stored:
-            raise HostileError(
-                f"{path}: a tensor of shape {spec.shape} would take {nbytes >> 20} MiB in memory out of {stored}"
-                " stored bytes; do not use this file"
+            raise hostile(
+                path,
+                f"a tensor of shape {spec.shape} would take {nbytes >> 20} MiB in memory out of {stored} stored bytes",
             )
     return spec
 

@@ -25,7 +25,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
-from ckptfix.errors import HostileError
+from ckptfix.errors import hostile
 from ckptfix.reading.folders.rank_shards import local_part
 from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
@@ -202,9 +202,10 @@ class InertTable(Struct):
         # Those of the file together must be no bomb of views of few bytes.
         self._logical_bytes += checked(spec, self.path).nbytes
         if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self.stored_bytes:
-            raise HostileError(
-                f"{self.path}: its tensors would take {self._logical_bytes >> 20} MiB in memory out of "
-                f"{self.stored_bytes} stored bytes; do not use this file"
+            raise hostile(
+                self.path,
+                f"its tensors would take {self._logical_bytes >> 20} MiB in memory out of {self.stored_bytes} stored "
+                "bytes",
             )
         return spec
 
@@ -396,7 +397,7 @@ def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
     if not isinstance(cls, Global) or not isinstance(name, str):
         return NotImplemented
     if len(cls.name) + len(name) > NAME_LIMIT:
-        raise HostileError(f"{table.path}: getattr is called on its own result over and over; do not use this file")
+        raise hostile(table.path, "getattr is called on its own result over and over")
     member = Global(cls.module, f"{cls.name}.{name}")
     table.derived.add(spelled(member))
     return member if cls is owner else NotImplemented

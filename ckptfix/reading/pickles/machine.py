@@ -22,7 +22,7 @@ from typing import Any
 from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.core.objects import Global, Opaque
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.pickles.stream import (
     MalformedError,
     NoOpcodeError,
@@ -155,9 +155,7 @@ class PickleMachine(PickleStream):
         except UnknownError as error:
             raise UnreadableError(f"{self.path}: {error} is newer than this release of ckptfix; update it") from error
         except _MALFORMED as error:
-            raise UnreadableError(
-                f"{self.path}: the pickle is malformed near offset {self.at} ({_reason(error)}); fetch the file again"
-            ) from error
+            raise damaged(self.path, f"the pickle is malformed near offset {self.at} ({_reason(error)})") from error
 
     def _asked_for(self) -> Container[int]:
         """Return the numbers of the memo that the rest of the pickle may ask for, if it is in memory. Most values of a

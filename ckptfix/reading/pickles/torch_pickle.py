@@ -14,7 +14,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage
-from ckptfix.errors import HostileError
+from ckptfix.errors import HostileError, hostile
 from ckptfix.reading.pickles.claims import TypedStorage, storage_dtype
 from ckptfix.reading.pickles.inert import InertTable
 from ckptfix.reading.pickles.machine import PickleMachine
@@ -212,9 +212,10 @@ def _nested(
 ) -> Any:
     """Return the object of a file inside the pickle. A method would be a cycle, and keep all that was read."""
     if read_nested is None or nesting >= NESTING_LIMIT:
-        raise HostileError(
-            f"{path}: a file of torch.save inside its pickle, "
-            f"{f'{NESTING_LIMIT} levels deep' if nesting else 'where none belongs'}; do not use this file"
+        raise hostile(
+            path,
+            "a file of torch.save inside its pickle, "
+            f"{f'{NESTING_LIMIT} levels deep' if nesting else 'where none belongs'}",
         )
     root, more = read_nested(data, path, nesting + 1, bounds)
     names.update(more)

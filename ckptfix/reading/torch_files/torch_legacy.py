@@ -28,7 +28,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque, holds_tensors, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import UnreadableError, damaged, hostile
 from ckptfix.reading.pickles.arrays import NumpyArray, arrays_in
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.pickles.stream import NoOpcodeError, PickleEndError
@@ -61,18 +61,16 @@ def read(content: Content, nesting: int = 0) -> Document:
             document = read(WindowContent.of(content, 0, zeros))  # zeros inside of a value would pass for its bytes
             document.damage.insert(0, Fact.of(Kind.ZEROS, start=zeros, nbytes=len(content)))
             return document
-        if nesting or (damaged := read_damaged(content, pickles, error)) is None:
+        if nesting or (rest := read_damaged(content, pickles, error)) is None:
             raise
-        return damaged
+        return rest
     if root != MAGIC:
         if nesting:
-            raise UnreadableError(f"{content.path}: the torch file inside its pickle is damaged; fetch it again")
+            raise damaged(content.path, "the torch file inside its pickle is damaged")
         return read_whole(content, pickles, root)
     version, position = _run_part(pickles, content, position, "version")
     if version != PROTOCOL:
-        raise UnreadableError(
-            f"{content.path}: legacy torch format version {shown(version)} is not known; fetch the file again"
-        )
+        raise damaged(content.path, f"legacy torch format version {shown(version)} is not known")
     # The facts about the machine say which byte order it had. They do not matter: the storages of a legacy file are
     # little-endian on every machine (torch/csrc/serialization.cpp, writeFileRaw).
     _, position = _run_part(pickles, content, position, "facts about the machine")
@@ -115,9 +113,10 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
 
     torch has always written such a file in the legacy format."""
     if data.startswith(b"PK"):
-        raise HostileError(
-            f"{path}: what should be the bytes of a tensor is a zip archive with a pickle of its own, which torch.load "
-            "would run and torch never writes; do not use this file"
+        raise hostile(
+            path,
+            "what should be the bytes of a tensor is a zip archive with a pickle of its own, which torch.load would "
+            "run and torch never writes",
         )
     document = read(Content(path, data, shared_bounds=bounds), nesting)
     if any(remark.kind is Kind.TRAILING_BYTES for remark in document.remarks):
@@ -135,18 +134,19 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
         pickles.refuse_torn()
         return run
     except PickleEndError as end:
-        raise UnreadableError(
-            f"{content.path}: is cut short or damaged in its {part}, which comes before all tensors of a legacy "
-            "torch file: none of them can be read; fetch it again"
+        raise damaged(
+            content.path,
+            f"is cut short or damaged in its {part}, which comes before all tensors of a legacy torch file: none of "
+            "them can be read",
         ) from end
     except NoOpcodeError as error:
         zeros = zero_tail(content)
         if zeros > error.position:
             raise
-        raise UnreadableError(
-            f"{content.path}: is zeros from byte {zeros} of {len(content)} on, which were reserved and never filled, "
-            f"and begin in its {part}, which comes before all tensors of a legacy torch file: none is readable; "
-            "fetch it again"
+        raise damaged(
+            content.path,
+            f"is zeros from byte {zeros} of {len(content)} on, which were reserved and never filled, and begin in its "
+            f"{part}, which comes before all tensors of a legacy torch file: none is readable",
         ) from error
 
 
@@ -163,15 +163,11 @@ class _Storages:
         """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
         path = self.content.path
         if not isinstance(keys, (list, tuple)) or not all(isinstance(key, (str, int)) for key in keys):
-            raise UnreadableError(
-                f"{path}: the list of its storages is {shown(keys)}; the file is damaged: fetch it again"
-            )
+            raise damaged(path, f"the list of its storages is {shown(keys)}: the file is damaged")
         keys = [str(key) for key in keys]
         for key in keys:
             if key not in self.pickles.storages:
-                raise UnreadableError(
-                    f"{path}: storage {shown(key)} is listed but never used; the file is damaged: fetch it again"
-                )
+                raise damaged(path, f"storage {shown(key)} is listed but never used: the file is damaged")
         self.end += sum(8 + self.pickles.storages[key].nbytes for key in keys)
         for key in keys:
             if not self.damage:
@@ -259,12 +255,13 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
             " folder that holds them all, or the file before it was unpacked"
         )
     if pickles.end.has_misfits or pickles.end.has_gaps:
-        if first_break(content[:]) is not None and (damaged := read_damaged(content, pickles, None)):
-            return damaged
+        if first_break(content[:]) is not None and (rest := read_damaged(content, pickles, None)):
+            return rest
         if pickles.end.has_misfits:
-            raise UnreadableError(
-                f"{content.path}: is damaged: bytes are missing in its pickle, or too many, and nothing shows which of "
-                "its tensors are whole; fetch it again"
+            raise damaged(
+                content.path,
+                "is damaged: bytes are missing in its pickle, or too many, and nothing shows which of its tensors "
+                "are whole",
             )
     return _document(content, pickles, root, [])
 

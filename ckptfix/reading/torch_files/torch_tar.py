@@ -18,7 +18,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.objects import Global
 from ckptfix.core.spec import Storage, TensorSpec
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.archives import tar_members
 from ckptfix.reading.pickles.claims import TypedStorage, checked, storage_dtype
 from ckptfix.reading.pickles.payload import payload_remarks
@@ -54,16 +54,14 @@ def read(content: Content) -> Document:
     parts, damage = _parts(content)
     if missing := [part for part in PARTS if part not in parts]:
         cause = clauses(damage) or "is cut short"
-        raise UnreadableError(f"{content.path}: {cause}: nothing is left of its {missing[-1]}; fetch it again")
+        raise damaged(content.path, f"{cause}: nothing is left of its {missing[-1]}")
     reader = _Reader(content, parts)
     try:
         reader.read_storages()
         reader.read_tensors()
         root, _ = reader._run(parts["pickle"][0])
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise UnreadableError(
-            f"{content.path}: the file of torch 0.1 is damaged ({type(error).__name__}: {error}); fetch it again"
-        ) from error
+        raise damaged(content.path, f"the file of torch 0.1 is damaged ({type(error).__name__}: {error})") from error
     remarks = [*payload_remarks(reader.names), Fact(Kind.TORCH_TAR)]
     damage = [] if not reader.is_cut else damage or [Fact(Kind.STORAGES_CUT)]
     return Document(content.path, NAME, root, None, reader.names, remarks, damage, producer="torch 0.1")
@@ -104,9 +102,9 @@ class _Reader(StoragePickle):
             position += 8
             nbytes = numel * DTYPES[dtype].itemsize
             if not 0 <= nbytes <= stop - position:
-                raise UnreadableError(
-                    f"{self.content.path}: storage {key!s:.40} of {nbytes} bytes ends after the end of its file; it "
-                    "is cut short: fetch it again"
+                raise damaged(
+                    self.content.path,
+                    f"storage {key!s:.40} of {nbytes} bytes ends after the end of its file; it is cut short",
                 )
             present = max(0, min(nbytes, len(self.content) - position))
             source = self.content.source(position, present)
@@ -157,10 +155,8 @@ class _Reader(StoragePickle):
     def _numbers(self, form: str, position: int) -> tuple[int, ...]:
         raw = self.content[position : position + struct.calcsize(form)]
         if len(raw) < struct.calcsize(form):
-            raise UnreadableError(
-                f"{self.content.path}: the file is cut short at {len(self.content)} bytes; fetch it again"
-            )
+            raise damaged(self.content.path, f"the file is cut short at {len(self.content)} bytes")
         return struct.unpack(form, raw)
 
     def _damaged(self, what: str) -> UnreadableError:
-        return UnreadableError(f"{self.content.path}: {what}; the file is damaged: fetch it again")
+        return damaged(self.content.path, f"{what}: the file is damaged")

@@ -22,7 +22,7 @@ from ckptfix.core.facts import Fact, Kind, clauses, first_facts
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
 from ckptfix.reading.archives.unpacking import Expansion, PackedBytes
 from ckptfix.reading.archives.zip_directory import ZipMember, member_name, read_header
 from ckptfix.reading.archives.zip_recovery import FoundMembers, ZipIndex, list_members
@@ -80,7 +80,7 @@ def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> b
     """Return a member. Raises ``HostileError`` above ``limit``, by default 64 MB or four times the archive."""
     source = archive.source(name)
     if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
-        raise HostileError(f"{archive.path}: member {name} declares {source.nbytes} bytes; do not use this file")
+        raise hostile(archive.path, f"member {name} declares {source.nbytes} bytes")
     if isinstance(source, PackedBytes):
         archive.bounds.spend(2 * source.nbytes)  # a small archive may hold any size of it, and it is there twice
     return bytes(source.read(0, source.nbytes))
@@ -237,31 +237,24 @@ class Archive(TorchArchive):
         if content.is_remote and info.method == STORED and not why_closed(info.flags, STORED):
             return LateBytes(info.packed, lambda: self._remote_member(info))
         if not self.is_whole(name):
-            raise UnreadableError(f"{content.path}: is cut short in its member {info.name}; fetch it again")
+            raise damaged(content.path, f"is cut short in its member {info.name}")
         start = self.index.data_start(content, info)
         if start is None:
-            raise UnreadableError(
-                f"{content.path}: member {info.name} is not where the archive's directory says; fetch the file again"
-            )
+            raise damaged(content.path, f"member {info.name} is not where the archive's directory says")
         if start + info.packed > content.size:
-            raise UnreadableError(
-                f"{content.path}: member {info.name} ends after the end of the file: it is cut short; fetch it again"
-            )
+            raise damaged(content.path, f"member {info.name} ends after the end of the file: it is cut short")
         closed = why_closed(info.flags, info.method)
         if closed:
             raise UnreadableError(f"{content.path}: member {info.name} {closed}")
         if info.method == STORED:
             return content.source(start, info.packed)
         if info.size > max(SMALL_LIMIT, 1032 * info.packed):
-            raise HostileError(
-                f"{content.path}: member {info.name} declares {info.size} bytes out of {info.packed}; "
-                "do not use this file"
-            )
+            raise hostile(content.path, f"member {info.name} declares {info.size} bytes out of {info.packed}")
         head = content[start : start + 9]
         try:
             decoder, skipped = zip_decoder(info.method, info.packed, info.size, head)
         except FAULTS as error:
-            raise UnreadableError(f"{content.path}: member {info.name} is damaged ({error}); fetch it again") from error
+            raise damaged(content.path, f"member {info.name} is damaged ({error})") from error
         stop = start + info.packed
         return PackedBytes(content, self._unpacked, info.name, start + skipped, stop, info.size, decoder)
 
@@ -382,13 +375,13 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     # Where bytes were lost before the directory, the members are larger than what is left.
     lacking = min(max(0, -index.displaced), len(content))
     if found is None and packed > len(content) + lacking:
-        raise HostileError(
-            f"{content.path}: the members of the archive take {packed} bytes and the file has {len(content)}: they "
-            "overlap; do not use this file"
+        raise hostile(
+            content.path,
+            f"the members of the archive take {packed} bytes and the file has {len(content)}: they overlap",
         )
     roots = [name.removesuffix(main) for name in names if name.endswith(f"/{main}") or name == main]
     if not roots and found is not None:
-        raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, None)}; fetch it again")
+        raise damaged(content.path, f"{NO_DIRECTORY}: {_nameless(content, found, None)}")
     if not roots:
         some = ", ".join(sorted(names)[:3]) or "nothing"
         raise UnreadableError(
@@ -401,7 +394,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
             "folders"
         )
     if found is not None and root + main in found.open_at:
-        raise UnreadableError(f"{content.path}: {NO_DIRECTORY}: {_nameless(content, found, main)}; fetch it again")
+        raise damaged(content.path, f"{NO_DIRECTORY}: {_nameless(content, found, main)}")
     members = {info.name.removeprefix(root): info for info in infos if info.name.startswith(root)}
     return Archive(content, root, members, index)
 

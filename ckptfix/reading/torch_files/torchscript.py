@@ -20,7 +20,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
 from ckptfix.reading.archives.zip_recovery import first_names
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.pickles.payload import payload_remarks
@@ -157,7 +157,7 @@ def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
             continue
         total += len(source)
         if total > _SOURCE_LIMIT:
-            raise HostileError(f"{reading.archive.path}: more than 64 MB of TorchScript sources; do not use this file")
+            raise hostile(reading.archive.path, "more than 64 MB of TorchScript sources")
         package = name.removeprefix(folder).removesuffix(".py").replace("/", ".")
         # A class is a match, its text, and a record; a line of a few bytes may begin one.
         reading.archive.bounds.spend(1000 * source.count("\nclass ") + len(source))
@@ -270,9 +270,7 @@ def read_json(reading: Reading) -> OrderedDict[str, Any]:
         entries: OrderedDict[str, Any] = OrderedDict()
         _gather(path, model["mainModule"], "", 0, table, entries)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise UnreadableError(
-            f"{path}: the model.json of TorchScript is malformed ({type(error).__name__}: {error}); fetch it again"
-        ) from error
+        raise damaged(path, f"the model.json of TorchScript is malformed ({type(error).__name__}: {error})") from error
     if not entries:
         raise UnreadableError(f"{path}: a TorchScript module without weights; is it the right file?")
     return entries
@@ -308,7 +306,7 @@ def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
     shape = tuple(int(size) for size in record.get("dims", ()))
     strides = tuple(int(size) for size in record["strides"]) if "strides" in record else contiguous_strides(shape)
     if any(size < 0 for size in (*shape, *strides)):
-        raise HostileError(f"{path}: a tensor has a negative size; do not use this file")
+        raise hostile(path, "a tensor has a negative size")
     return checked(TensorSpec(DTYPES[_TYPES[name]].name, shape, strides, offset=int(record.get("offset", 0))), path)
 
 
@@ -316,7 +314,7 @@ def _gather(
     path: str, module: Mapping[str, Any], prefix: str, depth: int, table: list[TensorSpec], entries: dict[str, Any]
 ) -> None:
     if depth > DEPTH_LIMIT:
-        raise HostileError(f"{path}: modules nested deeper than {DEPTH_LIMIT}; do not use this file")
+        raise hostile(path, f"modules nested deeper than {DEPTH_LIMIT}")
     records = module.get("parameters", [])
     for record in sorted(records, key=lambda record: bool(record.get("isBuffer", False))):
         entries[prefix + record["name"]] = table[int(record.get("tensorId", 0))]
@@ -361,9 +359,7 @@ def unpacked(value: Any, path: str) -> Any:
 
     def plain(value: Any, depth: int) -> Any:
         if depth > PACKED_DEPTH_LIMIT:
-            raise HostileError(
-                f"{path}: packed parameters nested deeper than {PACKED_DEPTH_LIMIT}; do not use this file"
-            )
+            raise hostile(path, f"packed parameters nested deeper than {PACKED_DEPTH_LIMIT}")
         if isinstance(value, (list, tuple, Opaque)) and id(value) not in done:
             done[id(value)] = opened(value, depth + 1)
         return done.get(id(value), value)

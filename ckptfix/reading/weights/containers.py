@@ -17,7 +17,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import HostileError, Opt, UnreadableError, UsageError, Words
+from ckptfix.errors import Opt, UnreadableError, UsageError, Words, damaged, hostile
 from ckptfix.reading.foreign.weightless import (
     MOMENTS,
     NAME_THEM,
@@ -88,14 +88,14 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
         value, picked = found[path], None
     else:
         if document.damage:
-            raise UnreadableError(f"{document.path}: {clauses(document.damage)}; fetch the file again")
+            raise damaged(document.path, clauses(document.damage))
         raise UnreadableError(why_weightless(document), *_named_by_model(document.root))
     entries, remarks = _entries(document, value, path)
     has_arrays = any(isinstance(entry, NumpyArray) for entry in entries.values())
     if has_arrays and not any(True for _ in tensors_in(list(entries.values()))):
-        raise UnreadableError(
-            f"{document.path}: no array in it can be read as a tensor: their dtypes are not numbers, or the file is "
-            "damaged; fetch it again"
+        raise damaged(
+            document.path,
+            "no array in it can be read as a tensor: their dtypes are not numbers, or the file is damaged",
         )
     entries, lost = split_entries(document, entries, salvage)
     root, left_out = without_torn(document.root, path) if document.damage else (document.root, [])
@@ -194,9 +194,7 @@ def _search(document: Document) -> Iterator[tuple[tuple[PathPart, ...], dict[Any
             continue
         seen.add(id(value))
         if len(seen) > NODE_LIMIT:
-            raise HostileError(
-                f"{document.path}: more than {NODE_LIMIT} objects are around the weights; do not use this file"
-            )
+            raise hostile(document.path, f"more than {NODE_LIMIT} objects are around the weights")
         mapping = module_state_dict(value, document.path) if is_module(value) else _mapping(value)
         if mapping is not None and is_optimizer(mapping):
             continue

@@ -15,7 +15,7 @@ from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
-from ckptfix.errors import Opt, UnreadableError
+from ckptfix.errors import Opt, UnreadableError, damaged
 
 
 class Document(Struct):
@@ -61,7 +61,7 @@ def split_entries(
     if not (salvage and tensors):
         causes = clauses(document.damage) or "is damaged"
         if not tensors:
-            raise UnreadableError(f"{document.path}: {causes}: no tensor in it is complete; fetch the file again")
+            raise damaged(document.path, f"{causes}: no tensor in it is complete")
         back = f"all {counted(tensors, 'tensor')}"
         if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"

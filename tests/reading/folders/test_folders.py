@@ -58,7 +58,7 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
         pytest.param(["Manifest.json", "Data/com.apple.CoreML/m.mlmodel"], "a Core ML package", id="core-ml"),
         pytest.param(
             ["zero_to_fp32.py", "step9/zero_pp_rank_0_mp_rank_00_optim_states.pt", "step9/mp_rank_00_model_states.pt"],
-            "no rank can be read: fetch it again",
+            "no rank can be read; fetch it again",
             id="deepspeed",
         ),
         pytest.param(

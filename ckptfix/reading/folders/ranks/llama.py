@@ -20,7 +20,7 @@ from ckptfix.core.facts import clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies
 from ckptfix.reading.folders.ranks.names import LLAMA_PARAMS, LLAMA_SHARD
 from ckptfix.reading.folders.ranks.partition import Joining, Split, emptied, find_rule, rules, stacked
@@ -116,12 +116,12 @@ def _params(folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     if path.stat().st_size > _PARAMS_LIMIT:
-        raise UnreadableError(f"{path}: is larger than the sizes of any model take; fetch it again")
+        raise damaged(path, "is larger than the sizes of any model take")
     try:
         raw = path.read_bytes()
         found = Bounds(str(path), len(raw)).parse_json(raw)
     except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableError(f"{path}: not valid JSON ({error}); fetch it again") from error
+        raise damaged(path, f"not valid JSON ({error})") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -28,7 +28,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import box_at, full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, merge_parts
 from ckptfix.reading.folders.ranks.files import (
@@ -153,12 +153,12 @@ class _Reading:
         if self.files.salvage:
             roots = {numbers: root for numbers, root in roots.items() if root is not None}
         if self.files.damage and not self.files.salvage:
-            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; fetch it again")
+            raise damaged(self.path, clauses(self.files.damage))
         odd = [found[numbers].parent.name for numbers, root in roots.items() if not isinstance(root, dict)]
         if odd:
             raise UnreadableError(f"{self.path}: {first_names(odd)} hold no checkpoint of Megatron; fetch them again")
         if not roots:
-            raise UnreadableError(f"{self.path}: {clauses(self.files.damage)}; no rank can be read: fetch it again")
+            raise damaged(self.path, f"{clauses(self.files.damage)}; no rank can be read")
         if is_nemo := found[min(found)].name == NEMO:
             sizes_of = _nemo_sizes(self.files.folder)
             roots = {n: {"model": root, "checkpoint_version": 3.0, "args": sizes_of} for n, root in roots.items()}

@@ -20,7 +20,7 @@ from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.parts import Box, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import damaged
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import NANOTRON
@@ -68,7 +68,7 @@ def document(files: RankFiles) -> Document:
     wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:
-        raise UnreadableError(f"{files.folder}: {clauses(files.damage) or 'has no weights'}; fetch it again")
+        raise damaged(files.folder, clauses(files.damage) or "has no weights")
     if (files.folder / "optimizer").is_dir():
         files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     return files.document(NAME, weights, f"nanotron, {counted(max(counts.values()), 'tensor-parallel rank')}")

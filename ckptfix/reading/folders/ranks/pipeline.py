@@ -24,7 +24,7 @@ from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.ranks import megatron, zero, zero_splits
 from ckptfix.reading.folders.ranks.files import RankFiles, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import PIPELINE_LAYER, ZERO_MODEL, ZERO_OPTIM
@@ -82,7 +82,7 @@ def document(files: RankFiles) -> Document:
     for layer in layers:
         states = [files.root(found[layer, rank]) for rank in range(tensor)]
         if files.damage or not all(isinstance(state, dict) for state in states):
-            raise UnreadableError(f"{path}: layer {layer}: {clauses(files.damage) or 'no state_dict'}; fetch it again")
+            raise damaged(path, f"layer {layer}: {clauses(files.damage) or 'no state_dict'}")
         is_summed = is_summed or neox.is_summed(states)
         for key, entry in neox.join(joining, states, megatron.splits_of(states[0], RULES), f"{layer}."):
             weights[_name(layer, key, entry, names)] = entry

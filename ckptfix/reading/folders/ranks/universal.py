@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.ranks import zero
 from ckptfix.reading.folders.ranks.files import RankFiles, tagged
 from ckptfix.reading.folders.ranks.names import ZERO_MODEL
@@ -61,9 +61,8 @@ def document(files: RankFiles) -> Document:
     for name, shape in shapes.items():
         entries = dict(_entries(files, name, shape, degree if type(degree) is int else 1))
         if MASTER not in entries:
-            raise UnreadableError(
-                f"{files.folder}: the master of {name} cannot be read"
-                f" ({clauses(files.damage) or 'it has no file'}); fetch it again"
+            raise damaged(
+                files.folder, f"the master of {name} cannot be read ({clauses(files.damage) or 'it has no file'})"
             )
         trained[name] = entries.pop(MASTER)
         moments[name] = entries
@@ -104,7 +103,7 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
         is_step = file.stem == "step"
         is_number = value.numel == 1 if isinstance(value, TensorSpec) else type(value) in (int, float)
         if root is not None and not (is_number if is_step else isinstance(value, TensorSpec)):
-            raise UnreadableError(f"{file}: holds no {'number' if is_step else 'tensor'}; fetch it again")
+            raise damaged(file, f"holds no {'number' if is_step else 'tensor'}")
         if isinstance(value, TensorSpec) and value.shape != shape and not is_step:
             flat = len(value.shape) == 1 and value.is_contiguous
             if flat and value.numel == math.prod(shape):

@@ -34,7 +34,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
@@ -171,7 +171,7 @@ def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:
         stacked = _STACKED.fullmatch(str(key))
         match = stacked or _EXPERT_KEY.fullmatch(str(key))
         if match is None or int(match[2]) != expert or not isinstance(spec, TensorSpec):
-            raise UnreadableError(f"{file}: holds {shown(key)}, which expert {expert} does not have; fetch it again")
+            raise damaged(file, f"holds {shown(key)}, which expert {expert} does not have")
         made[key] = replace(spec, shape=(1, *spec.shape), strides=(spec.numel, *spec.strides)) if stacked else spec
     return made
 
@@ -328,7 +328,7 @@ class Merging:
         self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
         if not self.states:
             causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
-            raise UnreadableError(f"{self.path}: {causes}; no rank can be read: fetch it again")
+            raise damaged(self.path, f"{causes}; no rank can be read")
         self.first = self.states[min(self.states)]
 
     def masters(self, root: Any) -> Masters:
@@ -371,9 +371,7 @@ class Merging:
         try:
             return _states(root)
         except MALFORMED as error:
-            raise UnreadableError(
-                f"{file}: not optimizer states of ZeRO ({type(error).__name__}: {error}); fetch the file again"
-            ) from error
+            raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
 
     def _check_alike(self) -> None:
         """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
@@ -498,7 +496,7 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
             roots[rank] = root if rank == 0 else {_FRAGMENTS: root.get(_FRAGMENTS)}
     if not isinstance(roots.get(0, {}).get("module"), dict):
         if files.damage:
-            raise UnreadableError(f"{files.folder}: {clauses(files.damage)}; no rank can be read: fetch it again")
+            raise damaged(files.folder, f"{clauses(files.damage)}; no rank can be read")
         raise UnreadableError(
             f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
         )
