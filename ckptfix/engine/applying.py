@@ -31,8 +31,16 @@ from ckptfix.core.facts import BESIDE, Kind
 from ckptfix.core.metadata import Metadata, rename_metadata, rename_rows
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
-from ckptfix.engine.assembling import assembled
-from ckptfix.engine.changes import CHANGES, ValueSources, adapted, changed, filled, foreign, with_measurements
+from ckptfix.engine.changes import (
+    CHANGES,
+    ValueSources,
+    adapted,
+    assembled,
+    changed,
+    filled,
+    foreign,
+    with_measurements,
+)
 from ckptfix.errors import PlanError
 from ckptfix.reading.foreign.weightless import is_of_training
 from ckptfix.reading.pickles.payload import GRAPH_CODE

@@ -1,8 +1,9 @@
-"""The values of one tensor after an edit: lazily, from the file itself, a model, a donor, an adapter or data."""
+"""The values of tensors after edits: lazily, from the file itself, a model, a donor, an adapter or data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
@@ -10,13 +11,15 @@ from msgspec.structs import asdict, replace
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Adapt, Cast, Dequantise, Edit, Fill, Fold, MergeAdapter, Replace, Zero
+from ckptfix.core.edits import Adapt, Assemble, Cast, Dequantise, Edit, Fill, Fold, MergeAdapter, Replace, Zero
 from ckptfix.core.lazy import torch
-from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
+from ckptfix.core.parts import Part, PartsError, check_bijection
+from ckptfix.core.spec import Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.core.target import Target
 from ckptfix.errors import Opt, PlanError
+from ckptfix.reading.boxes import boxed, bytes_of_boxes, shaped
 from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import spec_of_number, spec_of_tensor
+from ckptfix.reading.tensors import RowMajorBytes, spec_of_number, spec_of_tensor
 from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.
@@ -126,6 +129,61 @@ def _replaced(checkpoint: Checkpoint, edit: Replace, value_sources: ValueSources
         place = edit.place or "beside it"
         raise foreign(checkpoint, f"{edit.key} is to be taken from {place}, which does not have it in this shape")
     return found
+
+
+def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> dict[str, list[tuple[str, TensorSpec]]]:
+    """Return the assembled tensors with their keys, by the source of their first part. Raises ``PlanError`` unless each
+    element is used exactly once."""
+    sources = {part.source for edit in edits for part in edit.parts}
+    specs = {key: spec for key in sources if isinstance(spec := checkpoint.entries.get(key), TensorSpec)}
+    parts = {edit.key: edit.parts for edit in edits}
+    if len(parts) != len(edits):
+        raise PlanError(f"{checkpoint.path}: {rule} assembles a key twice in a step; remove one of the two edits")
+    try:
+        check_bijection(parts, {key: spec.shape for key, spec in specs.items()}, {e.key: e.shape for e in edits})
+    except PartsError as error:
+        raise PlanError(f"{checkpoint.path}: {rule} cannot assemble {error}; make the plan again") from error
+    made: dict[tuple[Any, ...], TensorSpec] = {}
+    result: dict[str, list[tuple[str, TensorSpec]]] = {}
+    for edit in edits:
+        views = tuple((specs[part.source].view, replace(part, source="")) for part in edit.parts)
+        same = (edit.shape, views)
+        if same not in made:  # two names of one tensor stay two names of one tensor
+            made[same] = _assembled(checkpoint, edit, specs)
+        result.setdefault(edit.parts[0].source, []).append((edit.key, made[same]))
+    return result
+
+
+def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSpec]) -> TensorSpec:
+    first = specs[edit.parts[0].source]
+    is_plain = first.layout == "strided" and first.quantizer is None and first.is_contiguous
+    if edit.is_reshape and is_plain and first.dtype == edit.dtype:
+        strides = contiguous_strides(edit.shape)
+        return replace(first, shape=edit.shape, strides=strides)  # still the same view of its storage
+    for part in edit.parts:
+        spec = specs[part.source]
+        if spec.dtype != edit.dtype or spec.storage is None or spec.parts or spec.quantizer or spec.per_byte > 1:
+            raise PlanError(
+                f"{checkpoint.path}: {part.source} is {spec.dtype} ({spec.layout}) and cannot become a part of "
+                f"{edit.key}, which is {edit.dtype}; the plan belongs to another file"
+            )
+    pieces = [(part.place, _piece(specs[part.source], part, checkpoint.path)) for part in edit.parts]
+    source = bytes_of_boxes(edit.shape, first.itemsize, pieces)
+    storages = (one for part in edit.parts for one in specs[part.source].storages)
+    return computed(first, edit.key, source, storages, shape=edit.shape)
+
+
+def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
+    """Return the box of a part as a tensor of the same storage, in the order of its axes."""
+    if spec.math_bits:  # torch resolves them
+        spec = computed(spec, part.source, RowMajorBytes(spec, path), ())
+    piece = boxed(spec, part.box)
+    if part.view:
+        piece = shaped(piece, part.view)
+    if part.axes:
+        shape, strides = (tuple(sizes[axis] for axis in part.axes) for sizes in (piece.shape, piece.strides))
+        piece = replace(piece, shape=shape, strides=strides)
+    return piece
 
 
 def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> TensorSpec:

@@ -94,7 +94,7 @@ def diagnose(
         if not is_selected:  # who ignores the loss of what --salvage leaves out does not want it back
             found = tuple(finding for finding in found if finding.fix is not None)
         findings += found
-        cured = [finding for finding in found if finding.fix is not None and is_enabled(finding.fix, settings)]
+        cured = [finding for finding in found if is_enabled(finding.fix, settings)]
         edits: tuple[Edit, ...] = tuple(
             edit for finding in cured if finding.fix is not None for edit in finding.fix.edits
         )
@@ -268,9 +268,9 @@ def _propose(rule: Rule, context: Context) -> Iterator[Finding]:
         yield finding
 
 
-def is_enabled(fix: Fix, settings: Settings) -> bool:
-    """Return whether a fix may be applied: it is safe, or asked for by its own flag, or all unsafe ones are."""
-    if fix.applicability is Applicability.DISPLAY_ONLY:
+def is_enabled(fix: Fix | None, settings: Settings) -> bool:
+    """Return whether a fix may be applied: there is one, and it is safe, or asked for, or all unsafe ones are."""
+    if fix is None or fix.applicability is Applicability.DISPLAY_ONLY:
         return False
     return fix.asked or fix.applicability is Applicability.SAFE or settings.unsafe_fixes
 
@@ -282,7 +282,7 @@ def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> Non
     idle = [text for finding in findings for text in finding.evidence.get(IDLE, ())]
     for finding in findings if idle else ():
         right = next((value for one in finding.remedies for name, value in one.options if name == "adapt"), None)
-        is_left = finding.fix is None or not is_enabled(finding.fix, settings)
+        is_left = not is_enabled(finding.fix, settings)
         # One whose tensors have a recipe is left, too, if --drop-mismatched would drop them.
         is_left = is_left or isinstance(right, tuple)
         if not is_left or finding.level is not Level.ERROR or (right is None and "shapes" not in finding.evidence):
@@ -305,11 +305,7 @@ def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
         # Values that a cast gives are computed when they are read, and a second scan of every byte would be dear: of
         # the value rules only those that changed something are asked again.
         if settings.selects(rule.code) and (rule.code in applied or rule.needs is not Needs.VALUES):
-            again = [
-                finding
-                for finding in _propose(rule, context)
-                if finding.fix is not None and is_enabled(finding.fix, settings)
-            ]
+            again = [finding for finding in _propose(rule, context) if is_enabled(finding.fix, settings)]
             if again:
                 raise InternalError(
                     f"{context.checkpoint.path}: {rule.code} proposes another fix after all fixes were applied "

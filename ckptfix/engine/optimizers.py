@@ -16,7 +16,7 @@ from ckptfix.core.checkpoint import Checkpoint, PathPart, value_at
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
 from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
-from ckptfix.engine.assembling import assembled
+from ckptfix.engine.changes import assembled
 from ckptfix.errors import PlanError
 from ckptfix.maps.optimizer_states import BLOCKWISE, SCALARS, Optimizer, beginning, flat, optimizers_of
 from ckptfix.reading.tensors import spec_of_number
