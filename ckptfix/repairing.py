@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ckptfix.core.plan import Plan
     from ckptfix.core.settings import CheckSettings, RepairSettings
-    from ckptfix.modules.factory import Arguments
+    from ckptfix.modules.factory import ModelArguments
 
 
 def open_checkpoint(
@@ -62,7 +62,7 @@ def check(
     model: nn.Module | str | None = None,
     *,
     like: str | os.PathLike[str] | None = None,
-    model_args: Arguments = (),
+    model_args: ModelArguments = (),
     **settings: Unpack[CheckSettings],
 ) -> Report:
     """Report what is wrong with a checkpoint and what a repair would do about it; write nothing.
@@ -94,7 +94,7 @@ def repair(
     dry_run: bool = False,
     plan: Plan | None = None,
     like: str | os.PathLike[str] | None = None,
-    model_args: Arguments = (),
+    model_args: ModelArguments = (),
     **settings: Unpack[RepairSettings],
 ) -> Repair:
     """Repair a checkpoint, and write it to ``output``, which must not exist unless ``force`` is set; without one, write
@@ -159,7 +159,7 @@ def repair_state_dict(
     model: nn.Module | str | None = None,
     *,
     like: str | os.PathLike[str] | None = None,
-    model_args: Arguments = (),
+    model_args: ModelArguments = (),
     **settings: Unpack[RepairSettings],
 ) -> tuple[dict[str, Any], Report]:
     """Repair a state_dict in memory, or that of a container such as ``torch.load`` returns. Tensors that no edit

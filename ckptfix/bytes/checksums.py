@@ -89,7 +89,7 @@ def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iter
         yield from stream(storage.source, start, stop)
 
 
-def refusal(checkpoint: Checkpoint) -> Alarm:
+def refusing(checkpoint: Checkpoint) -> Alarm:
     """Raise ``UnreadableError``: a state_dict with damage in it goes into no model."""
 
     def refuse(storage: Storage) -> None:

@@ -42,7 +42,7 @@ class OpenFile:
             self.descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS) if descriptor is None else descriptor
         except (OSError, ValueError) as error:
             kind = MissingFileError if isinstance(error, FileNotFoundError) else UnreadableError
-            raise kind(f"{path}: {why_closed(path, error)}") from error
+            raise kind(f"{path}: {why_unopened(path, error)}") from error
         weakref.finalize(self, os.close, self.descriptor)
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -128,7 +128,7 @@ class ReopenedFile(OpenFile):
         self.opened()
 
 
-def open_file(path: str) -> OpenFile:
+def open_bytes(path: str) -> OpenFile:
     """Open a file for reading. Raises ``UnreadableError`` if it does not open.
 
     A checkpoint may consist of ten thousands of files: if they are more than this process may hold open, it takes what
@@ -150,7 +150,7 @@ def _stamp(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
 
 
-def why_closed(path: str, error: OSError | ValueError) -> str:
+def why_unopened(path: str, error: OSError | ValueError) -> str:
     """Return why a file does not open, and what to do, as a clause after its path."""
     if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
         return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, is_url, open_file
+from ckptfix.bytes.files import Buffer, FileBuffer, OpenFile, is_url, open_bytes
 from ckptfix.bytes.limits import Bounds
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact
@@ -277,7 +277,7 @@ class Content(Struct, eq=False, weakref=True):
 
             file: OpenFile = RemoteFile(path)
         else:
-            file = open_file(path)
+            file = open_bytes(path)
         if file.size == 0:
             raise damaged(path, "the file is empty (0 bytes): the save or the download never finished")
         return cls.of_open_file(file)

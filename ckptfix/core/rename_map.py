@@ -28,7 +28,7 @@ MAP_VERSION = 1  # the version of a map's JSON form
 LABELS = ("ambiguous", "likely", "certain", "verified")  # how far a rule can be trusted, in order
 AMBIGUOUS, CERTAIN = LABELS[0], LABELS[2]
 
-Pattern = Annotated[str, Meta(min_length=1)]
+KeyPattern = Annotated[str, Meta(min_length=1)]
 
 
 class MapRule(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename=_NAMES):
@@ -38,8 +38,8 @@ class MapRule(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     not applied. ``alternatives`` are other patterns of the source that fit as well. An ``optional`` rule may match no
     key. One ``by_hand`` is a pattern of ``--rename``: it is always applied, and never backwards."""
 
-    source: Pattern
-    target: Pattern
+    source: KeyPattern
+    target: KeyPattern
     steps: tuple[str, ...] = ()
     label: str = ""
     alternatives: tuple[str, ...] = ()

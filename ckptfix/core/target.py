@@ -148,10 +148,10 @@ def _layers(module: torch.nn.Module) -> Callable[[], Mapping[str, int]] | None:
 # What configurations of transformers call the number of words; not that of types of tokens, speakers or hashes.
 _VOCABULARY = re.compile(r"(?!num_|.*(?:type_|hash))(?:\w+_)?vocab_size")
 
-Size = TypeVar("Size", bound=tuple[int, ...])
+_Size = TypeVar("_Size", bound=tuple[int, ...])
 
 
-def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], Size | None]) -> dict[str, Size]:
+def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], _Size | None]) -> dict[str, _Size]:
     sizes = {path: size_of(child) for path, child in module.named_modules(remove_duplicate=False)}
     return {path: size for path, size in sizes.items() if size is not None}
 

@@ -26,11 +26,11 @@ from ckptfix.modules.named import SCHEMES, Name, named_builder
 from ckptfix.reading.adapters import model_config
 from ckptfix.reading.opening import open_file
 
-Arguments = Mapping[str, Any] | Sequence[Any]  # what `--model-args` gives: keyword arguments, or positional ones
+ModelArguments = Mapping[str, Any] | Sequence[Any]  # what `--model-args` gives: keyword arguments, or positional ones
 
 
 def target_of(
-    model: nn.Module | str | None, like: str | os.PathLike[str] | None, arguments: Arguments = (), seed: int = 0
+    model: nn.Module | str | None, like: str | os.PathLike[str] | None, arguments: ModelArguments = (), seed: int = 0
 ) -> Target:
     """Return what a model, a factory (``pkg.mod:factory``) or else ``like`` wants: a reference file, or a known
     architecture (``known:timm/resnet50``)."""
@@ -49,7 +49,7 @@ def target_of(
     return target_from_checkpoint(reference, model_config(reference))
 
 
-def target_from_factory(spec: str, arguments: Arguments = (), seed: int = 0) -> Target:
+def target_from_factory(spec: str, arguments: ModelArguments = (), seed: int = 0) -> Target:
     """Return what the model of a factory wants.
 
     ``spec`` is ``pkg.mod:factory``: a function, a class or an ``nn.Module`` instance; modules are found in the working
@@ -84,7 +84,7 @@ def _target(model: nn.Module, label: str | None = None) -> Target:
     return replace(target_from_module(model, label), converts=converter_of(model))
 
 
-def build_module(spec: str, arguments: Arguments = (), seed: int = 0) -> torch.nn.Module:
+def build_module(spec: str, arguments: ModelArguments = (), seed: int = 0) -> torch.nn.Module:
     """Return the model of a factory with real weights, made from ``seed``; otherwise as ``target_from_factory``."""
     return _build(spec, resolve(spec, seed), arguments, seed)
 
@@ -162,7 +162,7 @@ def _place(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
 
 
-def _build(spec: str, factory: Callable[..., Any], arguments: Arguments, seed: int) -> torch.nn.Module:
+def _build(spec: str, factory: Callable[..., Any], arguments: ModelArguments, seed: int) -> torch.nn.Module:
     """Return the model that the factory makes of its arguments, or the factory itself where it is a model."""
     if isinstance(factory, torch.nn.Module):
         if arguments:

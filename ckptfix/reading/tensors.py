@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusal, soundness
+from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusing, soundness
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import MemoryBytes, PartedBytes, are_equal, located, stream
 from ckptfix.core.checkpoint import Checkpoint
@@ -256,7 +256,7 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
     storages = _storages_under(checkpoint, mapped)
     if storages:
         soundness(storages)  # what is read is proved on the way
-    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusal(checkpoint), storages)
+    builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusing(checkpoint), storages)
     made: dict[int, Any] = {}
     try:
         state_dict: OrderedDict[str, Any] = OrderedDict(
@@ -275,7 +275,7 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
 
 def revive_tree(value: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """Build what is beside the weights, as torch has it. Raises ``UnreadableError`` if bytes fail their checksum."""
-    made: dict[str, Any] = revive(value, Builder(tensors_in(value), checkpoint.path, refusal(checkpoint)), {})
+    made: dict[str, Any] = revive(value, Builder(tensors_in(value), checkpoint.path, refusing(checkpoint)), {})
     return made
 
 

@@ -56,7 +56,7 @@ from ckptfix.reading.weights.quantized_modules import (
     SCRIPT_OBJECT,
     composed_class,
     is_low_bit_moment,
-    is_packed,
+    is_script_object,
     part_names,
     rebuilding_call,
 )
@@ -69,7 +69,7 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     others = {key: entry for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorSpec)}
     classes_of = {key: entry.get("class") for key, entry in others.items() if isinstance(entry, dict)}
     taken_apart = tuple(key for key, name in classes_of.items() if name == SCRIPT_OBJECT)  # as this rule writes them
-    packed = taken_apart or tuple(key for key, entry in others.items() if is_packed(entry))
+    packed = taken_apart or tuple(key for key, entry in others.items() if is_script_object(entry))
     if packed:
         yield rule.finding(
             Level.ERROR,

@@ -24,8 +24,7 @@ from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import target_from_module
 from ckptfix.engine.applying import apply_plan
 from ckptfix.errors import CkptfixError, Opt, TargetError
-from ckptfix.modules.factory import Arguments as ModelArguments
-from ckptfix.modules.factory import build_module, target_of
+from ckptfix.modules.factory import ModelArguments, build_module, target_of
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import FOR_LOADING
 from ckptfix.rules.rule import SourceModel

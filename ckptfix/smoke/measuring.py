@@ -12,7 +12,7 @@ from ckptfix.core.buffers import split_key
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import nn, torch
 from ckptfix.errors import Opt, TargetError
-from ckptfix.modules.factory import Arguments, build_module, user_code
+from ckptfix.modules.factory import ModelArguments, build_module, user_code
 from ckptfix.modules.recalibration import norms_of, recalibrate
 from ckptfix.smoke.inputs import FileInput, tensors_of_file
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BATCH = 32  # samples that the model sees at a time; statistics of much smaller batches are noisy
 
 
-def measure_with(model: nn.Module | str, arguments: Arguments = (), seed: int = 0) -> Measure:
+def measure_with(model: nn.Module | str, arguments: ModelArguments = (), seed: int = 0) -> Measure:
     """Return what measures running statistics with a model, given or made by a factory; a given one is not changed.
 
     It takes the checkpoint with all other values in place, the keys that are wanted, and the path of the data: one

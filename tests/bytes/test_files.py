@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.bytes.files import NEAR, FileBuffer, OpenFile, open_file
+from ckptfix.bytes.files import NEAR, FileBuffer, OpenFile, open_bytes
 from ckptfix.errors import UnreadableError
 
 
@@ -27,7 +27,7 @@ def reopened(tmp_path, monkeypatch):
     monkeypatch.setattr("ckptfix.bytes.files._SPARE", 1 << 62)
     monkeypatch.setattr("resource.setrlimit", lambda *limits: None)
     (tmp_path / "f").write_bytes(b"0123456789")
-    return open_file(str(tmp_path / "f"))
+    return open_bytes(str(tmp_path / "f"))
 
 
 def test_a_file_that_is_renamed_removed_or_read_is_unchanged(file, tmp_path):

@@ -94,7 +94,7 @@ class Expansion:
         return Content.of_open_file(OpenFile(self.path, descriptor), member)
 
 
-Blocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
+MakeBlocks = Callable[[list[Fact]], Iterator[tuple[bytes, int]]]
 """Gives the bytes of a packed file in blocks, each with the count of compressed bytes that were read so far.
 
 What is wrong with the file is added to the list; the blocks then end early."""
@@ -105,11 +105,11 @@ class Member(Struct, frozen=True):
 
     name: str
     head: bytes
-    blocks: Blocks
+    blocks: MakeBlocks
     closed: str = ""
 
 
-def expand(path: str, member: str, blocks: Blocks) -> Content:
+def expand(path: str, member: str, blocks: MakeBlocks) -> Content:
     """Return the content of a packed file, and its damage. Raises ``UnreadableError`` if the damage left nothing."""
     expansion = Expansion(path)
     damage: list[Fact] = []

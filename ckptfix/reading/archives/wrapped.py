@@ -24,7 +24,7 @@ from ckptfix.reading.archives.zip_directory import (
     is_torchscript,
     member_names,
 )
-from ckptfix.reading.archives.zip_recovery import ZipIndex, first_names, list_members
+from ckptfix.reading.archives.zip_recovery import ZipIndex, list_members, names_in_row
 from ckptfix.reading.folders.ranks.names import RANK_NAMES
 from ckptfix.reading.foreign.signatures import BUNDLES, PART, PARTS, name_bundle
 from ckptfix.reading.sniffing import PACKERS, is_torch_tar, is_zip
@@ -184,7 +184,7 @@ def is_zip_of_files(content: Content) -> bool:
     if content[:4] not in (b"PK\x03\x04", b"PK\x05\x06"):
         return False
     # A header that bytes were put into (CR before LF) seems to have a name of none.
-    names, first = member_names(content), [name for name in first_names(content) if name and not name.endswith("/")]
+    names, first = member_names(content), [name for name in names_in_row(content) if name and not name.endswith("/")]
     if names:
         # A single bit of the directory may have changed the one name that tells whose file it is.
         is_of_torch = is_torchscript(names) or is_torch_package(names)

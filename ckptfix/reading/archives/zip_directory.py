@@ -306,7 +306,7 @@ _LOCKED, _PATCHED, _MASKED = 1 | 1 << 6, 1 << 5, 1 << 13
 _FOLDER = 0x10
 
 
-def refusal(content: Content, end: EndRecord) -> str:
+def why_refused(content: Content, end: EndRecord) -> str:
     """Return why torch refuses an archive, as a noun with what follows it; nothing if it does not."""
     disk, first_disk, here, count, size, place, _, at, _ = end
     directory = read_directory(content)

@@ -34,7 +34,7 @@ from ckptfix.reading.archives.zip_directory import (
     member_name,
     read_directory,
     read_header,
-    refusal,
+    why_refused,
 )
 
 _DESCRIPTOR = b"PK\x07\x08"
@@ -96,7 +96,7 @@ def walk(content: Content) -> FoundMembers:
     return found
 
 
-def first_names(content: Content) -> list[str]:
+def names_in_row(content: Content) -> list[str]:
     """Return the names of the members from the front on, as long as each header says where the next one is."""
     names: list[str] = []
     position = 0
@@ -300,7 +300,7 @@ def list_members(content: Content) -> ZipIndex:
             f"{content.path}: {directory.fault}; to see what of it is whole, {download_advice(content.path)}"
         )
     if end is not None and not directory.fault:
-        trailing, refused = len(content) - end.end, refusal(content, end)
+        trailing, refused = len(content) - end.end, why_refused(content, end)
         index = ZipIndex([*directory.members], displaced=end.begin - end.start, refusal=refused, trailing=trailing)
         if content.is_remote:
             return index  # a request for each header is too much: it is compared when its member is read

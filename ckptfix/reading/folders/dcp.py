@@ -75,7 +75,7 @@ class StoredMetadata(Struct, frozen=True):
     names: frozenset[str]
 
 
-def merged(parts: Sequence[StoredMetadata]) -> StoredMetadata:
+def merged_metadata(parts: Sequence[StoredMetadata]) -> StoredMetadata:
     """Return the metadata that ranks wrote one by one (``use_collectives=False``), as one: each knows its own chunks.
 
     What several ranks have saved whole, be it a tensor or another object, is that of the first; a tensor keeps the
@@ -222,7 +222,7 @@ class _Reading:
             content.shared_bounds = self.bounds
             parts.append(parse_metadata(content))
         try:
-            self.metadata = merged(parts)
+            self.metadata = merged_metadata(parts)
         except ValueError as error:
             raise UnreadableError(f"{self.folder}: {error}; load it in as many ranks as saved it") from error
         for name, item in self.metadata.items.items():

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.files import why_closed
+from ckptfix.bytes.files import why_unopened
 from ckptfix.bytes.sources import Content
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import TensorSpec
@@ -118,7 +118,7 @@ def read_folder(path: str, salvage: bool) -> Document:
             return items
         raise UnreadableError(f"{path}: {_contents(folder)}")
     except OSError as error:
-        raise UnreadableError(f"{path}: {why_closed(path, error)}") from error
+        raise UnreadableError(f"{path}: {why_unopened(path, error)}") from error
 
 
 def has_ranks(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.files import open_file
+from ckptfix.bytes.files import open_bytes
 from ckptfix.bytes.limits import unique_keys
 from ckptfix.bytes.sources import Content, FileBytes
 from ckptfix.core.dtypes import DTYPES
@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> Document:
             if spec is None:
                 raise UnreadableError(f"{name} is in {index[name]['safetensors_file']}")
             path = file_inside(folder, f"{name}.dat", content.path)
-            file = open_file(str(path))
+            file = open_bytes(str(path))
             if file.size != spec.nbytes:
                 raise UnreadableError(f"{path}: {file.size} bytes, not {spec.nbytes}")
         except UnreadableError as error:

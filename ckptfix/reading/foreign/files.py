@@ -174,7 +174,7 @@ def _text(content: Content) -> str | None:
     text = as_text(head)
     if text is None or len(head) < _LEAST_TEXT or looks_like_checkpoint(head):
         return None
-    return name_text(text, len(content))
+    return name_content(text, len(content))
 
 
 def _zeros(content: Content) -> str | None:
@@ -337,7 +337,7 @@ def as_text(data: bytes) -> str | None:
     return None if _CONTROL.search(text) or not text.strip() else text.strip()
 
 
-def name_text(text: str, size: int) -> str:
+def name_content(text: str, size: int) -> str:
     """Return what the text of a file is; ``size`` is that of the file in bytes."""
     for namer in (_pointer, _headers, _json, _markup, _source):
         if (said := namer(text, size)) is not None:

@@ -97,7 +97,7 @@ def arrays_in(root: Any) -> Iterator[NumpyArray]:
         pending += inner
 
 
-def narrowed(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
+def bfloat16_again(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     """Return a tensor of bfloat16 that torch saved as an array of float32, as numpy has no such dtype: no bit of it is
     lost.
 

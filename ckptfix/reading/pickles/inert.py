@@ -27,7 +27,7 @@ from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Quantizer, Storage, TensorSpec
 from ckptfix.errors import hostile
 from ckptfix.reading.folders.rank_shards import local_part
-from ckptfix.reading.pickles.arrays import NumpyArray, narrowed
+from ckptfix.reading.pickles.arrays import NumpyArray, bfloat16_again
 from ckptfix.reading.pickles.claims import EXPANDED_LIMIT, TypedStorage, checked, dtype_name, sizes
 from ckptfix.reading.pickles.payload import canonical, is_graph_code, is_known, is_union, spelled
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
@@ -288,7 +288,7 @@ class InertTable(Struct):
             return NotImplemented
         name = dtype_name(dtype)
         if name != spec.dtype:
-            spec = narrowed(spec, name, self.path)
+            spec = bfloat16_again(spec, name, self.path)
         return replace(spec, requires_grad=bool(requires_grad))
 
     def from_bytes(self, data: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptfix.bytes.files import open_file
+from ckptfix.bytes.files import open_bytes
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import FileBytes
 from ckptfix.core.facts import Fact, Kind
@@ -32,7 +32,7 @@ def read_folder(folder: Path) -> Document:
     archive = FolderArchive(str(folder), _files(root))
     with refusing_payload(str(folder), archive.bounds.names):
         if "constants.pkl" in archive.members:
-            document = torchscript.read_archive(archive)
+            document = torchscript.read_script(archive)
         else:
             document = read_archive(archive, NAME)
     document.remarks.append(Fact(Kind.UNPACKED_FOLDER))
@@ -49,7 +49,7 @@ class FolderArchive(TorchArchive):
         self.members: dict[str, Path] = members
 
     def source(self, name: str) -> ByteSource:
-        file = open_file(str(self.members[name]))
+        file = open_bytes(str(self.members[name]))
         return FileBytes(file, 0, file.size)
 
 

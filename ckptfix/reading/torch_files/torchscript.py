@@ -21,14 +21,13 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
 from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
-from ckptfix.reading.archives.zip_recovery import first_names
+from ckptfix.reading.archives.zip_recovery import names_in_row
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.torch_files.torch_zip import Archive, Reading, TorchArchive, open_archive
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.loose_tensors import attribute_remarks
-from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, packed_entries, quantized_version
-from ckptfix.reading.weights.quantized_modules import is_packed as is_script_object
+from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, is_script_object, packed_entries, quantized_version
 
 NAME = "torchscript"
 DEPTH_LIMIT = 200
@@ -50,7 +49,7 @@ def read(content: Content) -> Document:
     that has a name."""
     archive = _archive(content, "data.pkl") or _archive(content, "model.json") or open_archive(content)
     if "data.pkl" in archive.members:
-        document = read_archive(archive)
+        document = read_script(archive)
     else:
         reading = Reading(archive)
         document = _document(reading, read_json(reading), [], set())
@@ -75,7 +74,7 @@ def names_code(content: Content) -> bool:
     """Return whether the pickle of an archive without directory begins with a class of TorchScript.
 
     A file of torch.save begins with its pickle, which saves the search for it through all of the file."""
-    if any(name.endswith("/data.pkl") for name in first_names(content)[:1]):
+    if any(name.endswith("/data.pkl") for name in names_in_row(content)[:1]):
         return _PICKLED_CODE in content[:_HEAD]
     archive = _archive(content, "data.pkl")
     if archive is None:
@@ -86,7 +85,7 @@ def names_code(content: Content) -> bool:
         return False
 
 
-def read_archive(archive: TorchArchive) -> Document:
+def read_script(archive: TorchArchive) -> Document:
     """Return the document of the members of an archive of torch 1.3 or later.
 
     Raises ``UnreadableError`` if the module has no weights under names, as a frozen one has none."""

@@ -33,7 +33,7 @@ from ckptfix.reading.weights.listed_sets import listed_sets, names_in_order, par
 from ckptfix.reading.weights.loose_tensors import loose_remarks
 from ckptfix.reading.weights.modules import is_module, is_uninitialized, module_state_dict
 from ckptfix.reading.weights.prefixed_sets import keys_of_set, narrowed
-from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_packed
+from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, composed_class, is_script_object
 
 SEARCH_DEPTH = 64  # containers around each other that are searched; `NODE_LIMIT` bounds how many there are in all
 NODE_LIMIT = 1_000_000
@@ -275,7 +275,7 @@ def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tu
 def _is_tensor(value: Any) -> bool:
     if isinstance(value, dict) and value.get("class") == SCRIPT_OBJECT:
         return True  # packed weights as FIL102 writes them
-    return isinstance(value, (TensorSpec, NumpyArray)) or is_packed(value) or bool(composed_class(value))
+    return isinstance(value, (TensorSpec, NumpyArray)) or is_script_object(value) or bool(composed_class(value))
 
 
 def _count_tensors(mapping: Mapping[Any, Any]) -> int:

@@ -39,7 +39,7 @@ def is_packed_convolution(value: Any) -> bool:
     )
 
 
-def is_packed(value: Any) -> bool:
+def is_script_object(value: Any) -> bool:
     """Return whether a value is a ``torch.ScriptObject``, which no file for ``weights_only=True`` can hold."""
     return isinstance(value, Opaque) and str(value.cls) == SCRIPT_OBJECT
 
@@ -123,21 +123,24 @@ def packed_entries(module: Opaque, children: Mapping[str, Any]) -> Iterator[tupl
         yield from _reference(attributes)
     else:
         for name in ("param", "_packed_weight_ih", "_packed_weight_hh"):
-            if is_packed(attributes.get(name)):
+            if is_script_object(attributes.get(name)):
                 yield name, attributes[name]
 
 
 def packed_attributes(module: Opaque) -> Iterator[tuple[str, Any]]:
     """Yield the entries after a module's children: the packed weights that torch.fx hangs on a graph."""
+    if re.match(_QUANTIZED, str(module.cls)):
+        return
     attributes = module.attributes
     for name in sorted(map(str, attributes)):  # a crafted instance dict may have keys that are no text
-        if "_packed_weight" in name and is_packed(attributes.get(name)) and not re.match(_QUANTIZED, str(module.cls)):
+        if "_packed_weight" in name and is_script_object(attributes.get(name)):
             yield name, attributes[name]
 
 
 def _contents(value: Any) -> Any:
     """Return what a ScriptObject was pickled with: its state is ``(contents, class)``."""
-    return value.state[0] if is_packed(value) and isinstance(value.state, tuple) and len(value.state) == 2 else None
+    state = value.state if is_script_object(value) else None
+    return state[0] if isinstance(state, tuple) and len(state) == 2 else None
 
 
 def _linear(module: Opaque) -> Iterator[tuple[str, Any]]:

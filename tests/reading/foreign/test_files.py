@@ -22,7 +22,7 @@ from safetensors.torch import save
 import ckptfix
 from ckptfix.bytes.sources import Content
 from ckptfix.errors import UnreadableError
-from ckptfix.reading.foreign.files import UNFINISHED, as_text, name_foreign_file, name_mangled, name_text
+from ckptfix.reading.foreign.files import UNFINISHED, as_text, name_content, name_foreign_file, name_mangled
 from ckptfix.reading.foreign.signatures import signatures
 from tests.attacks.crafted import STORAGE, safetensors, state_dict, torch_zip
 from tests.attacks.test_hostile_files import GOOD
@@ -270,15 +270,15 @@ def test_text_that_ends_inside_of_a_letter() -> None:
     ],
 )
 def test_what_a_text_says(text: str, said: str) -> None:
-    assert said in name_text(text, len(text))
+    assert said in name_content(text, len(text))
 
 
 @pytest.mark.parametrize("part", ["<", "<title>", "<!--", "<?", "<h1 ", "{", "[", '{"error":'])
 def test_texts_made_to_be_slow_are_not(part: str) -> None:
     start = time.process_time()  # a quadratic search takes minutes; a busy machine does not count
     text = (part * (1 << 16))[: 1 << 16]
-    name_text(text, len(text))
-    name_text(f"<html>{text}"[: 1 << 16], len(text))
+    name_content(text, len(text))
+    name_content(f"<html>{text}"[: 1 << 16], len(text))
     assert time.process_time() - start < 20
 
 

@@ -21,7 +21,7 @@ from ckptfix.reading.folders.ranks.divided import Divided, box_on_mesh
 from ckptfix.reading.sniffing import is_zip
 from ckptfix.reading.torch_files.torch_zip import Reading, open_archive
 
-Leaves = list[tuple[tuple[PathPart, ...], Any]]  # the tensors and numbers of a container, with their paths
+RankLeaves = list[tuple[tuple[PathPart, ...], Any]]  # the tensors and numbers of a container, with their paths
 
 # In pickles of protocol 2: a number below 2 ** 31, what keeps a value in the memo, what recalls one, and a class.
 _INT, _PUT, _GET = rb"(?:K.|M..|J....)", rb"(?:q.|r....)", rb"(?:h.|j....)"
@@ -44,12 +44,12 @@ class AlikeRanks:
     def __init__(self) -> None:
         self._bases: list[_Base] = []
 
-    def add(self, content: Content, leaves: Leaves, groups: list[Any]) -> None:
+    def add(self, content: Content, leaves: RankLeaves, groups: list[Any]) -> None:
         """Add a rank, of which the tensors and the groups of optimizers are known."""
         if (own := _Pickle.of(content)) is not None and (base := _Base.of(own, leaves, groups)) is not None:
             self._bases = [base, *self._bases][:_BASES]
 
-    def leaves(self, content: Content) -> tuple[Leaves, list[Any]] | None:
+    def leaves(self, content: Content) -> tuple[RankLeaves, list[Any]] | None:
         """Return the tensors and groups of another rank; None if its file has to be read by itself.
 
         Raises ``UnreadableError`` if it is damaged."""
@@ -109,11 +109,11 @@ class _Base(Struct):
     pattern: re.Pattern[bytes]
     between: list[bytes]
     sizes: list[bytes]
-    leaves: Leaves
+    leaves: RankLeaves
     groups: list[Any]
 
     @classmethod
-    def of(cls, own: _Pickle, leaves: Leaves, groups: list[Any]) -> _Base | None:
+    def of(cls, own: _Pickle, leaves: RankLeaves, groups: list[Any]) -> _Base | None:
         """Return a rank for others to be like; None if the parts of its tensors are not found in its pickle."""
         pattern = re.compile(rb"|".join((*_of_shards(own.data), _PLACE)), re.DOTALL)
         found = list(pattern.finditer(own.data))
@@ -126,7 +126,7 @@ class _Base(Struct):
         between = [own.data[start:stop] for start, stop in zip(stops, starts, strict=True)]
         return cls(own.names, pattern, between, places.sizes, leaves, groups)
 
-    def moved(self, own: _Pickle) -> Leaves | None:
+    def moved(self, own: _Pickle) -> RankLeaves | None:
         """Return the tensors of a rank that is like this one; None if it is not."""
         if own.names != self.names or (places := self._places(own.data)) is None:
             return None
@@ -144,7 +144,7 @@ class _Base(Struct):
                 storages[id(storage)] = own.reading.storage(storage.key, name, name, storage.nbytes, storage.device)
             return replace(spec, storage=storages[id(storage)])
 
-        made: Leaves = []
+        made: RankLeaves = []
         try:
             for path, leaf in self.leaves:
                 if isinstance(leaf, TensorSpec):

@@ -38,7 +38,7 @@ from ckptfix.reading.folders import dcp
 from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
-from ckptfix.reading.folders.ranks.alike import AlikeRanks, Leaves
+from ckptfix.reading.folders.ranks.alike import AlikeRanks, RankLeaves
 from ckptfix.reading.folders.ranks.divided import Divided, divided
 from ckptfix.reading.folders.ranks.files import (
     MALFORMED,
@@ -310,7 +310,7 @@ class _Merge:
         """Whether the tensors of a mesh are whole in all ranks so far: HSDP with as many replicas as ranks."""
         return any(name.endswith(f".{_DTENSOR}") for name in self.files.names)
 
-    def _alike(self, alike: AlikeRanks, file: Path) -> tuple[Leaves, list[Any]] | None:
+    def _alike(self, alike: AlikeRanks, file: Path) -> tuple[RankLeaves, list[Any]] | None:
         """Return the tensors and groups of a rank whose file differs from another only by its place; or None."""
         try:
             return None if self.files.salvage else alike.leaves(self.files.content(file))
@@ -322,7 +322,7 @@ class _Merge:
         roots = {rank: root, **{other: held for other, held in later.items() if fairscale.has_metadata(held)}}
         return fairscale.document(self.files, roots, self.ranks.files, self.ranks.pattern)
 
-    def _collect(self, rank: int, file: Path, leaves: Leaves) -> None:
+    def _collect(self, rank: int, file: Path, leaves: RankLeaves) -> None:
         flat = {
             id(spec.storage): box[0][0]
             for path, leaf in leaves

@@ -106,7 +106,7 @@ def find(folder: Path) -> Path | None:
 
 def document(files: RankFiles) -> Document:
     """Return the document of an iteration of Megatron-LM."""
-    return _Reading(files).document()
+    return _Joined(files).document()
 
 
 def folder_of(file: Path) -> Path | None:
@@ -139,7 +139,7 @@ def _nemo_sizes(folder: Path) -> dict[str, int]:
     return {name: int(size) for name, size in _NEMO_SIZE.findall(file.read_text(encoding="utf-8", errors="replace"))}
 
 
-class _Reading:
+class _Joined:
     """One reading of the ranks of an iteration."""
 
     def __init__(self, files: RankFiles) -> None:

@@ -144,7 +144,7 @@ def _take_masters(
     for stage in range(len(roots) // tensor):
         models = range(stage * tensor, (stage + 1) * tensor)
         own = roots[models.start : models.stop]
-        masters = zero.joined_masters(files, models, own, joining, zero_splits.splits_of(own[0], RULES, weights))
+        masters = zero.joined_masters(files, models, own, joining, zero_splits.splits_of_ranks(own[0], RULES, weights))
         if masters.stage == 3:
             raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are of different saves")
         if unknown := masters.tensors.keys() - weights.keys():

@@ -49,7 +49,7 @@ from ckptfix.reading.folders.ranks.files import (
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, Splits, joined
-from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of
+from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
 
@@ -130,7 +130,7 @@ def document(files: RankFiles) -> Document:
     for root in roots:
         root["module"] = _restacked(root["module"], path)
         root["shared_params"] = {**_routers(root, path), **(root.get("shared_params") or {})}
-    joining, split_of = Joining(path), splits_of(roots[0], megatron.RULES, roots[0]["module"])
+    joining, split_of = Joining(path), splits_of_ranks(roots[0], megatron.RULES, roots[0]["module"])
     neox, modules = Neox(files.folder), [root["module"] for root in roots]
     has_masters = bool(optim) and not neox.is_summed(modules)
     masters = joined_masters(files, tensor, roots, joining, split_of) if has_masters else None

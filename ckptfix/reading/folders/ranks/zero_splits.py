@@ -26,7 +26,7 @@ _MAP_VERSION = 1
 _QUANTIFIERS = 3  # patterns of names that are run: in time that no name can make long
 
 
-def splits_of(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> Splits:
+def splits_of_ranks(root: Any, table: Sequence[SplitRule], state: Mapping[str, Any]) -> Splits:
     """Return how tensor-parallel ranks divide a model: by the rules for DeepSpeed's own converter, or by the table.
 
     What has no rule is divided by rows. ``state`` is a state_dict of one rank."""
