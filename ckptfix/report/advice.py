@@ -175,8 +175,10 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
     # What the repair itself cures forbids it nothing.
     open_ones = [finding for finding in remaining if not report.is_fixable(finding)]
-    is_blocked = any(finding.blocks and finding.level is Level.ERROR for finding in open_ones)
-    is_blocked = is_blocked or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
+    blocking = [finding for finding in open_ones if finding.blocks and finding.level is Level.ERROR]
+    # What no option cures, as that the other ranks are elsewhere, makes the result of any command useless.
+    is_new = is_new and all(any(remedy.options for remedy in remedies_of(finding)) for finding in blocking)
+    is_blocked = bool(blocking) or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
     is_undone = report.is_dry_run and (bool(report.edits) or report.is_rewrite)
     if presentation.mode == CHECK:
         is_undone = any(finding.is_fixable for finding in remaining)

@@ -14,6 +14,7 @@ from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advis
 from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.report.advice import Presentation, advice_lines, next_command
 from ckptfix.report.style import TextFormat
+from tests.reading.folders.ranks.genuine import unpacked
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
 
 
@@ -234,6 +235,15 @@ def test_no_command_makes_untrained_what_the_file_has_in_another_form(file, mode
 def test_no_command_for_one_rank_of_a_model(model):
     file = {"_fsdp_wrapped_module._flat_param": torch.ones(9)}
     assert next_command(ckptfix.check(file, model), Presentation()) == ""
+
+
+def test_no_command_leaves_the_optimizer_of_one_rank_out(tmp_path):
+    """Its weights would still be those of one rank."""
+    folder, _ = unpacked("fsdp2_w4", tmp_path)
+    alone = (folder / "model_world_size_4_rank_1.pt").rename(tmp_path / "model_world_size_4_rank_1.pt")
+    report = ckptfix.check(alone)
+    assert {"FIL105", "OPT102"} <= {finding.code for finding in report.left}
+    assert next_command(report, Presentation()) == ""
 
 
 @pytest.mark.parametrize(("file", "model"), CLASSES)

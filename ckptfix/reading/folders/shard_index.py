@@ -86,6 +86,8 @@ def parse_index(content: Content) -> ShardIndex:
         raise damaged(path, "the index is not a JSON object")
     is_flat = WEIGHT_MAP not in parsed and _FLAT.match(content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n"))
     weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
+    if isinstance(metadata, dict) and "param_groups" in metadata:
+        raise UnreadableError(f"{path}: indexes the state of an optimizer (ColossalAI); name the folder of its model")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise damaged(path, "its weight_map does not give a file name for every key")
     if not weight_map:
