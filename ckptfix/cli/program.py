@@ -226,10 +226,9 @@ def _call(function: Callable[..., int], **parameters: Any) -> int:
 def choose(command: str, given: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
     """Return the options of a command by name: those given, else those of the configuration file.
 
-    Raises ``UsageError`` for given options that exclude each other, or that
-    have no meaning without a model."""
+    Raises ``UsageError`` for given options that exclude each other, or that have no meaning without a model."""
     from ckptfix.core.option import MAP
-    from ckptfix.core.options import options_of, without_model, without_rivals
+    from ckptfix.core.options import BY_NAME, idle_options, options_of, without_rivals
 
     configured = {}
     for option in options_of(command) if configuration.values else ():
@@ -241,16 +240,13 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
                     *(Opt(option.name), f" with one of {', '.join(option.choices)}"),
                 )
     configured = without_rivals(configured, given)
-    # The configuration has some options for the commands and files that have a model or a reference.
-    if configured.get("fill") == "target" and not {"model", "like"} & (configured.keys() | given.keys()):
-        del configured["fill"]
     needed = Opt("prove", True) if command == MAP else Opt("model", "PKG.MOD:FACTORY")
-    if needed.name not in {**configured, **given}:
-        for name in without_model(configured):
+    for name in idle_options({**configured, **given}, needed.name):
+        if name not in given:  # the configuration has it for the commands and files that have a model or a target
             del configured[name]
-        for name in without_model(given):
-            if given[name] is not False and name != "recalibrate":  # the library has better words for that
-                raise UsageError(*(Opt(name), " has no meaning without a model; add ", needed, ", or leave it out"))
+        elif BY_NAME[name].needs_model and given[name] is not False and name != "recalibrate":
+            # The library has better words for the others.
+            raise UsageError(*(Opt(name), " has no meaning without a model; add ", needed, ", or leave it out"))
     if given.get("smoke") is False:
         configured.pop("compare", None)
     for first, second in (("model", "like"), ("quiet", "verbose")):

@@ -6,7 +6,7 @@ option that the library takes too is a field of ``core.settings.Settings``, ever
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +316,13 @@ def without_rivals(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in common.items() if name not in rivals}
 
 
-def without_model(choices: Iterable[str]) -> list[str]:
-    """Return those of the options that have no meaning without a model."""
-    return [name for name in choices if BY_NAME[name].needs_model]
+def idle_options(choices: Mapping[str, Any], model: str = "model") -> list[str]:
+    """Return those of the options that have no meaning, because no other names the model, or any target, to use them
+    on. ``model`` is the option that does the former."""
+    idle = [] if model in choices else [name for name in choices if BY_NAME[name].needs_model]
+    if not {"model", "like"} & choices.keys():
+        other_uses = {"replace", "salvage"} if choices.get("fill") != "target" else set()
+        idle += [
+            name for name in ("adapt", "fill") if name in choices and not (name == "fill" and other_uses & {*choices})
+        ]
+    return idle

@@ -31,11 +31,11 @@ from ckptfix.core.options import (
     BY_NAME,
     command_words,
     from_toml,
+    idle_options,
     is_texts,
     key_text,
     library_settings,
     toml_keys,
-    without_model,
     without_rivals,
 )
 from ckptfix.core.settings import Settings
@@ -205,9 +205,10 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
 
 def _without_idle_options(table: Table, given: Mapping[str, Any]) -> Table:
     """Return the table. Raises ``UsageError`` if an option of the command line needs a model and no file has one."""
-    idle = [] if any(each.model for each in (*table.treatments, table.rest)) else without_model(given)
-    if idle := [name for name in idle if given[name] is not False]:
-        raise UsageError(Opt(idle[0]), " has no meaning without a model; add ", Opt("model", "pkg.mod:factory"))
+    if not any(each.model for each in (*table.treatments, table.rest)):
+        for name in idle_options(given):
+            if BY_NAME[name].needs_model and given[name] is not False:
+                raise UsageError(Opt(name), " has no meaning without a model; add ", Opt("model", "pkg.mod:factory"))
     return table
 
 
@@ -247,15 +248,13 @@ def _treatment(
     chosen = {**without_rivals(common, own), **own}
     chosen = {**without_rivals(chosen, given), **given}
     output = chosen.pop("output", None)
-    for name in [] if "model" in chosen else without_model(chosen):
-        if name in own and chosen[name] is not False:
+    for name in idle_options(chosen):
+        if name not in own:
+            del chosen[name]  # the defaults have it for the files that have a model or a target
+        elif BY_NAME[name].needs_model and chosen[name] is not False:
             raise UsageError(
                 f'{where}: {key_text(Opt(name))} has no meaning without a model; add model = "pkg.mod:factory"'
             )
-        del chosen[name]  # the defaults have it for the files that have a model
-    if not {"model", "like"} & chosen.keys():  # and these for those that have a target
-        idle = {"adapt"} if {"replace", "salvage"} & chosen.keys() else {"adapt", "fill"}
-        chosen = {name: value for name, value in chosen.items() if name in own or name not in idle}
     try:
         if output is not None:
             check_template(output)

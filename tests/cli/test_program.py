@@ -359,6 +359,13 @@ def chosen(given, configured):
         pytest.param({"verbose": True}, {"quiet": True}, {"verbose": True}, id="loud against quiet"),
         pytest.param({}, {"compare": "a.pth"}, {}, id="a comparison is for commands with a model"),
         pytest.param({"model": "m:f"}, {"compare": "a.pth"}, {"model": "m:f", "compare": "a.pth"}, id="with a model"),
+        pytest.param(
+            {}, {"fill": "a.pth", "adapt": ["timm"]}, {}, id="a donor and recipes are for files with a target"
+        ),
+        pytest.param(
+            {"salvage": True}, {"fill": "a.pth"}, {"salvage": True, "fill": "a.pth"}, id="a donor for a torn file"
+        ),
+        pytest.param({"salvage": True}, {"fill": "target"}, {"salvage": True}, id="no target to fill it from"),
     ],
 )
 def test_the_command_line_wins(given, configured, expected):
