@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.cli.output import ReportWriter, page_writer
+from ckptfix.cli.output import ReportWriter
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.option import CHECK
 from ckptfix.core.options import library_settings
@@ -32,8 +32,7 @@ def check(run: Run, paths: Sequence[str]) -> int:
     console, choices = run.console, run.choices
     with console.guarding():
         arguments = library_settings(choices, CHECK)
-        page = page_writer(choices)
-        writer = ReportWriter(console, choices.get("output_format", "full"), page)
+        writer = ReportWriter(console, choices)
         presentation = Presentation(CHECK, console.verbose, choices)
         found = [each for path in paths for each in _checkpoints(path)]
         with _checking(found, arguments, choices.get("jobs", 1)) as reports:

@@ -22,15 +22,17 @@ from ckptfix.report.style import Line
 
 
 class ReportWriter:
-    """Writes the reports of a run in a form, and into a page, if one is asked for.
+    """Writes the reports of a run in the form of ``--output-format``, and as a page if ``--report`` asks for one.
 
     ``exit_code`` is the worst so far."""
 
-    def __init__(self, console: Console, form: str = "full", page: PageWriter | None = None) -> None:
+    def __init__(self, console: Console, choices: Mapping[str, Any]) -> None:
+        """Raises ``UsageError`` if no page can go where it is wanted."""
         self.exit_code = 0
-        self._console, self._page, self._name, self._form = console, page, form, _form(form)
-        self._is_for_people = form in _FOR_PEOPLE
-        self._counts: Counter[str] = Counter()
+        self._console = console
+        self._forms = [_form(choices.get("output_format", "full"), console)]
+        if "report" in choices:
+            self._forms.append(_Page(choices))
 
     def write_report(self, source: str, presentation: Presentation, make: Callable[[], Report]) -> None:
         """Make the report of one file and write it; an error takes its place and stops no other file."""
@@ -41,48 +43,31 @@ class ReportWriter:
             if name in presentation.choices
         ]
         with self._console.surviving(source, *beside):
-            begun = time.monotonic()
             with self._console.watching():
                 report = make()
-            if self._page is not None:
-                self._page.add(report, presentation, time.monotonic() - begun)
-            if not (self._is_for_people and self._console.quiet and report.exit_code == 0):
-                self._console.write(self._form.add(report, presentation), plain=not self._is_for_people)
+            for form in self._forms:
+                self._console.write(form.add(report, presentation), plain=form.is_for_programs)
             self.exit_code = max(self.exit_code, report.exit_code)
-            left = [finding for finding in report.remaining if finding.level > Level.NOTE]
-            self._counts["with defects" if left else "without"] += 1
-            self._counts["defects"] += len(left)
-            self._counts["fixable"] += sum(map(report.is_fixable, left))
         for message, runs_code in self._console.failures[failed_before:]:
-            if self._page is not None:
-                self._page.add_error(source, message)
-            self._console.write(self._form.add_error(source, message, runs_code), plain=True)
+            for form in self._forms:
+                self._console.write(form.add_error(source, message, runs_code), plain=True)
             self.exit_code = FAILED
-            self._counts["failed"] += 1
 
     def close(self) -> None:
-        """Write what was held back, and how many files had defects."""
-        counts = self._counts
-        files = counts["with defects"] + counts["without"] + counts["failed"]
-        if files > 1 and self._is_for_people and not self._console.quiet:
-            defects = f" ({counted(counts['defects'], 'defect')}, {counts['fixable']} fixable)"
-            parts = [f"{counts['with defects']} with defects{defects if counts['defects'] else ''}"]
-            parts += [f"{counts['failed']} could not be read"] if counts["failed"] else []
-            line = f"{counted(files, 'file')}: {', '.join(parts)}"
-            self._console.write(["", line]) if self._name == "full" else self._console.note(line)
-        write_output(self._form.text())
-        if self._page is not None:
-            self._page.save()
-            self._console.note(f"report: {self._page.file.path}")
+        """Write what was held back."""
+        for form in self._forms:
+            if form.file is None:
+                write_output("".join(form.pieces()))
+                continue
+            with form.file.writing() as out:
+                out.writelines(form.pieces())
+            self._console.note(f"report: {form.file.path}")
 
 
-_FOR_PEOPLE = ("full", "concise")
-
-
-def _form(name: str) -> ReportFormat:
+def _form(name: str, console: Console) -> ReportFormat:
     """Return a new form of this name."""
-    if name in _FOR_PEOPLE:
-        return _Lines(name)
+    if name in ("full", "concise"):
+        return _Lines(name == "full", console)
     if name == "json":
         return _JsonDocument()
     from ckptfix import __version__
@@ -94,18 +79,46 @@ def _form(name: str) -> ReportFormat:
 
 
 class _Lines(ReportFormat):
-    """The reports for people, who read errors on stderr: full ones are apart."""
+    """The reports for people, who read errors on stderr: full ones are apart. After several files, how many of them
+    have defects."""
 
-    def __init__(self, name: str) -> None:
-        self._is_full, self._is_begun = name == "full", False
+    is_for_programs = False
+
+    def __init__(self, is_full: bool, console: Console) -> None:
+        self._is_full, self._is_begun, self._console = is_full, False, console
+        self._counts: Counter[str] = Counter()
 
     def add(self, report: Report, presentation: Presentation) -> Iterator[Line]:
         from ckptfix.report.terminal import concise_lines, full_lines
 
+        left = [finding for finding in report.remaining if finding.level > Level.NOTE]
+        self._counts["with defects" if left else "without"] += 1
+        self._counts["defects"] += len(left)
+        self._counts["fixable"] += sum(map(report.is_fixable, left))
+        if self._console.quiet and report.exit_code == 0:
+            return
         if self._is_full and self._is_begun:
             yield ""
         self._is_begun = True
         yield from full_lines(report, presentation) if self._is_full else concise_lines(report, presentation)
+
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
+        self._counts["failed"] += 1
+        return ()
+
+    def pieces(self) -> Iterator[str]:
+        counts = self._counts
+        files = counts["with defects"] + counts["without"] + counts["failed"]
+        if files < 2 or self._console.quiet:
+            return
+        defects = f" ({counted(counts['defects'], 'defect')}, {counts['fixable']} fixable)"
+        parts = [f"{counts['with defects']} with defects{defects if counts['defects'] else ''}"]
+        parts += [f"{counts['failed']} could not be read"] if counts["failed"] else []
+        line = f"{counted(files, 'file')}: {', '.join(parts)}"
+        if self._is_full:
+            yield f"\n{line}\n"
+        else:
+            self._console.note(line)
 
 
 class _JsonDocument(ReportFormat):
@@ -127,11 +140,11 @@ class _JsonDocument(ReportFormat):
         self._entries.append(error_to_json(source, message))
         return ()
 
-    def text(self) -> str:
+    def pieces(self) -> Iterator[str]:
         known = environment()
         torch = None if known["torch"] == NOT_INSTALLED else known["torch"]
         versions = {"ckptfix": known["ckptfix"], "torch": torch, "python": known["Python"]}
-        return json.dumps(envelope(self._entries, versions), indent=2, allow_nan=False) + "\n"
+        yield json.dumps(envelope(self._entries, versions), indent=2, allow_nan=False) + "\n"
 
 
 def _sha256(source: str) -> str | None:
@@ -144,54 +157,45 @@ def _sha256(source: str) -> str | None:
         return None
 
 
-def page_writer(choices: Mapping[str, Any]) -> PageWriter | None:
-    """Return what ``--report`` asks for. Raises ``UsageError`` if no page can go there."""
-    if "report" not in choices:
-        return None
-    return PageWriter(choices["report"], {f"--{name}": choices.get(name) for name in ("output", "plan")})
+class _Page(ReportFormat):
+    """The reports as a page; what a file comes to waits on the disk, not in memory."""
 
-
-class PageWriter:
-    """Gathers the reports of a command for a page; what a file comes to waits on the disk, not in memory."""
-
-    def __init__(self, file: str, taken: Mapping[str, str | None]) -> None:
-        """``taken`` are other files of the command by the option that names them; the page is none of them."""
+    def __init__(self, choices: Mapping[str, Any]) -> None:
         from ckptfix.report.page import page_file
 
-        self.file = page_file(file)
+        self.file = page_file(choices["report"])
         self.file.refuse()
-        for option, other in taken.items():
-            if other is not None and Path(other).resolve() == Path(file).resolve():
-                raise UsageError(f"{file}: is the file of {option}; name another file for the report")
-        self._title, self._count = "", 0
+        for name in ("output", "plan"):
+            if name in choices and Path(choices[name]).resolve() == self.file.path.resolve():
+                raise UsageError(f"{choices['report']}: is the file of --{name}; name another file for the report")
+        self._title, self._count, self._began = "", 0, time.monotonic()
         self._records, self._weights = _spool(), _spool()
 
-    def add(self, report: Report, presentation: Presentation, seconds: float) -> None:
-        """Take in the report of one file."""
+    def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
         from ckptfix.report.page import record_of
         from ckptfix.report.page.data import weights_to_json
 
-        self._add(report.source, record_of(report, presentation, seconds))
+        self._add(report.source, record_of(report, presentation, time.monotonic() - self._began))
         self._weights.write(json.dumps(weights_to_json(report), allow_nan=False) + "\n")
+        return ()
 
-    def add_error(self, source: str, message: str) -> None:
-        """Take in what hindered the work on a file."""
+    def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
         from ckptfix.report.page import record_of_error
 
         self._add(source, record_of_error(source, message))
+        return ()
 
-    def save(self) -> None:
-        """Write the page. Raises ``CkptfixError`` if that cannot be."""
-        from ckptfix.report.page import write_page
+    def pieces(self) -> Iterator[str]:
+        from ckptfix.report.page import page_pieces
 
         title = self._title if self._count == 1 else f"{self._count} checkpoints"
-        with self.file.writing() as out:
-            write_page(out, title, _lines(self._records), _lines(self._weights), facts=facts_of_run())
+        return page_pieces(title, _lines(self._records), _lines(self._weights), facts=facts_of_run())
 
     def _add(self, source: str, record: Mapping[str, Any]) -> None:
         self._title = Path(source).name or source
         self._count += 1
         self._records.write(json.dumps(record, allow_nan=False) + "\n")
+        self._began = time.monotonic()
 
 
 def _spool() -> IO[str]:

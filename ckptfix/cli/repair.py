@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptfix.cli.output import ReportWriter, page_writer
+from ckptfix.cli.output import ReportWriter
 from ckptfix.cli.program import Argument, Run
 from ckptfix.core.option import REPAIR
 from ckptfix.core.options import library_settings
@@ -42,7 +42,7 @@ def repair(run: Run, path: str) -> int:
             "dry_run": choices.get("dry_run", False),
         }
         presentation = Presentation(REPAIR, console.verbose, choices)
-        writer = ReportWriter(console, choices.get("output_format", "full"), page_writer(choices))
+        writer = ReportWriter(console, choices)
         console.progress(f"repairing {path}")
         writer.write_report(path, presentation, lambda: _repair(path, arguments, choices))
         writer.close()

@@ -208,11 +208,11 @@ def write_json(migration: Migration) -> None:
 def save_page(file: OwnFile, migration: Migration, command: str, dry_run: bool) -> None:
     """Write the page of the whole zoo, also of what earlier runs have done."""
     from ckptfix.cli.output import facts_of_run
-    from ckptfix.report.page import write_page
+    from ckptfix.report.page import page_pieces
 
     outputs = {line["source"]: line["output"] for line in migration.records() if line["output"] is not None}
     renames = {source: output for source, output in outputs.items() if output != source}
     facts = {**facts_of_run(), "Command": command}
     lines = migration.records(), migration.weights()
     with file.writing() as out:
-        write_page(out, migration.source, *lines, facts=facts, renames=renames, dry_run=dry_run)
+        out.writelines(page_pieces(migration.source, *lines, facts=facts, renames=renames, dry_run=dry_run))

@@ -21,6 +21,7 @@ from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
+from ckptfix.writing.atomic import OwnFile
 
 
 class Presentation(Struct, frozen=True):
@@ -57,7 +58,12 @@ class Presentation(Struct, frozen=True):
 
 
 class ReportFormat:
-    """What the reports of a run become: lines of each file, which are written at once, or one text at the end."""
+    """What the reports of a run become: lines of each file, which are written at once, or a text at the end.
+
+    The text goes to ``file``, or to stdout."""
+
+    is_for_programs = True
+    file: OwnFile | None = None
 
     def add(self, report: Report, presentation: Presentation) -> Iterable[Line]:
         """Take the report of a file, and return the lines to write now."""
@@ -67,9 +73,9 @@ class ReportFormat:
         """Take a file that could not be checked, perhaps since it is built to run code; likewise."""
         return ()
 
-    def text(self) -> str:
-        """Return what is written at the end."""
-        return ""
+    def pieces(self) -> Iterator[str]:
+        """Yield the text that is written at the end."""
+        yield from ()
 
 
 def message_with_count(finding: Finding) -> str:

@@ -65,8 +65,8 @@ class SarifLog(ReportFormat, Struct):
         self._levels[finding.code] = max(finding.level, self._levels.get(finding.code, Level.NOTE))
         self._results.append(_result(source, finding, fixed))
 
-    def text(self) -> str:
-        """Return the log as JSON."""
+    def pieces(self) -> Iterator[str]:
+        """Yield the log as JSON."""
         for code, level in self._levels.items():  # the worst that the rule found in this run
             self._rules[code]["defaultConfiguration"] = {"level": level.name.lower()}
         run = {
@@ -77,7 +77,7 @@ class SarifLog(ReportFormat, Struct):
             "results": self._results,
         }
         log = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
-        return json.dumps(log, indent=2, allow_nan=False) + "\n"
+        yield json.dumps(log, indent=2, allow_nan=False) + "\n"
 
 
 def _rule(finding: Finding) -> dict[str, Any]:
@@ -193,13 +193,13 @@ class JUnitDocument(ReportFormat):
         _fail(_test(self._suite(source), _title(runs_code)), "error", "ckptfix", message)
         return ()
 
-    def text(self) -> str:
-        """Return the document."""
+    def pieces(self) -> Iterator[str]:
+        """Yield the document."""
         for element in (self._root, *self._root):
             for count, path in (("tests", ".//testcase"), ("failures", ".//failure"), ("errors", ".//error")):
                 element.set(count, str(len(element.findall(path))))
         indent(self._root)
-        return f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(self._root, encoding="unicode")}\n'
+        yield f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(self._root, encoding="unicode")}\n'
 
     def _suite(self, source: str) -> Element:
         return SubElement(self._root, "testsuite", name=printable(source))

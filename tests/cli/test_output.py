@@ -17,7 +17,7 @@ def refuse():
 
 def written(form, capsys, **settings):
     """What a writer makes of a clean file, a torn one and one with a defect, and its exit code."""
-    writer = ReportWriter(Console(**settings), form)
+    writer = ReportWriter(Console(**settings), {"output_format": form})
     writer.write_report("good.pth", Presentation(), lambda: report(source="good.pth"))
     writer.write_report("torn.pth", Presentation(), refuse)
     writer.write_report("resnet.pth", Presentation(), lambda: report(PREFIX))
@@ -68,7 +68,7 @@ def test_sarif_is_one_document(capsys):
 
 def test_an_attack_without_weights_is_an_alert(tmp_path, capsys):
     (tmp_path / "evil.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
-    writer = ReportWriter(Console(), "sarif")
+    writer = ReportWriter(Console(), {"output_format": "sarif"})
     writer.write_report("evil.pkl", Presentation(), lambda: ckptfix.check(tmp_path / "evil.pkl"))
     writer.close()
     (run,) = json.loads(capsys.readouterr().out)["runs"]
@@ -93,7 +93,7 @@ def test_quiet_leaves_clean_files_out(capsys):
 
 @pytest.mark.parametrize("form", ["full", "concise", "github", "sarif", "junit"])
 def test_a_clean_file_gives_zero(form, capsys):
-    writer = ReportWriter(Console(), form)
+    writer = ReportWriter(Console(), {"output_format": form})
     writer.write_report("good.pth", Presentation(), report)
     writer.close()
     assert writer.exit_code == 0

@@ -15,7 +15,7 @@ def suites_of(*reports, errors=()):
         document.add(each, Presentation())
     for source, message in errors:
         document.add_error(source, message)
-    return fromstring(document.text().encode())
+    return fromstring("".join(document.pieces()).encode())
 
 
 def outcomes(suite):

@@ -4,6 +4,6 @@ A page is made of manifest records and lines of weights as plain mappings, so it
 files that a migration leaves, and shows one checked file in the same way as ten thousand migrated ones."""
 
 from ckptfix.report.page.entries import record_of, record_of_error
-from ckptfix.report.page.rendering import page_file, render_page, write_page
+from ckptfix.report.page.rendering import page_file, page_pieces
 
-__all__ = ["page_file", "record_of", "record_of_error", "render_page", "write_page"]
+__all__ = ["page_file", "page_pieces", "record_of", "record_of_error"]

@@ -1,20 +1,19 @@
 """Puts a page together: the template, the libraries beside it, and the data of the files one after another.
 
-The page is written as it is made. What is kept of each file is its number and the name that its weights are found by.
+The page is made piece by piece. What is kept of each file is its number and the name that its weights are found by.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ckptfix.errors import printable
 from ckptfix.report.page.data import Layers, data_element, script_json
@@ -34,17 +33,7 @@ _OWN_SCRIPTS = ("text.js", "data.js", "chart.js", "layers.js", "file.js", "overv
 _LICENCES = {"Tabulator": "vendor/tabulator.LICENSE", "uPlot": "vendor/uplot.LICENSE"}
 
 
-def render_page(
-    title: str, records: Iterable[Mapping[str, Any]], weights: Iterable[Mapping[str, Any]] = (), **rest: Any
-) -> str:
-    """Return the page as one text; see ``write_page``."""
-    page = io.StringIO()
-    write_page(page, title, records, weights, **rest)
-    return page.getvalue()
-
-
-def write_page(
-    out: TextIO,
+def page_pieces(
     title: str,
     records: Iterable[Mapping[str, Any]],
     weights: Iterable[Mapping[str, Any]] = (),
@@ -52,8 +41,8 @@ def write_page(
     facts: Mapping[str, Any] | None = None,
     renames: Mapping[str, str] | None = None,
     dry_run: bool = False,
-) -> None:
-    """Write a page that holds everything it shows.
+) -> Iterator[str]:
+    """Yield the text of a page that holds everything it shows.
 
     ``records`` are lines of a manifest (``Record.to_json``), ``weights`` lines of ``weights.jsonl`` in any order, one
     for a file; those of files that no record names are ignored. Records and weights are read once and not kept, so that
@@ -66,7 +55,7 @@ def write_page(
         "dry_run": dry_run,
     }
     scripts = [*map(_asset, _SCRIPTS), "\n".join(map(_asset, _OWN_SCRIPTS))]
-    for piece in _template().generate(
+    yield from _template().generate(
         title=printable(title),
         version=PAGE_VERSION,
         styles=[_asset(name) for name in _STYLES],
@@ -74,8 +63,7 @@ def write_page(
         hashes=[_digest(script) for script in scripts],
         licences={name: _asset(path) for name, path in _LICENCES.items()},
         elements=_elements(run, records, weights),
-    ):
-        out.write(piece)
+    )
 
 
 def _elements(

@@ -6,6 +6,13 @@ import json
 from html.parser import HTMLParser
 from typing import Any
 
+from ckptfix.report.page import page_pieces
+
+
+def page_text(*given: Any, **more: Any) -> str:
+    """Return the whole page."""
+    return "".join(page_pieces(*given, **more))
+
 
 class Page(HTMLParser):
     """The elements of a page: ``tags`` with their attributes, ``data`` by id, and all texts outside of scripts."""

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from ckptfix.report.page import render_page
 from tests.report.page.browser import look, requests
+from tests.report.page.reading import page_text
 from tests.report.page.samples import HOSTILE, NAN, PREFIX, record, repaired, undecided, unreadable, weights, zoo
 from tests.report.page.test_rendering import hostile_zoo
 
@@ -18,7 +18,7 @@ def show(browser, tmp_path):
 
     def show(records, lines=(), **rest):
         file = tmp_path / "report.html"
-        file.write_text(render_page("old_zoo → new_zoo", records, lines, **rest), encoding="utf-8")
+        file.write_text(page_text("old_zoo → new_zoo", records, lines, **rest), encoding="utf-8")
         browser.get("about:blank")
         browser.get_log("browser"), requests(browser)
         browser.get(file.as_uri())

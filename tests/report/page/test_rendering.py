@@ -5,9 +5,9 @@ import re
 import pytest
 
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.report.page import page_file, render_page, rendering
+from ckptfix.report.page import page_file, rendering
 from ckptfix.report.page.rendering import MARK
-from tests.report.page.reading import Page
+from tests.report.page.reading import Page, page_text
 from tests.report.page.samples import HOSTILE, record, repaired, undecided, weights, zoo
 
 
@@ -26,14 +26,14 @@ def hostile_zoo():
 
 
 def test_a_page_of_nothing():
-    page = Page(render_page("nothing", []))
+    page = Page(page_text("nothing", []))
     assert page.rows() == []
     assert page.data.keys() == {"run"}
 
 
 def test_all_that_was_given_is_in_it():
     records, lines = zoo()
-    text = render_page("old → new", records, lines, facts={"Jobs": 8}, renames={"a": "b"})
+    text = page_text("old → new", records, lines, facts={"Jobs": 8}, renames={"a": "b"})
     page = Page(text)
     assert [row["name"] for row in page.rows()] == [line["source"] for line in records]
     assert [row["outcome"] for row in page.rows()] == [line["outcome"] for line in records]
@@ -45,12 +45,12 @@ def test_all_that_was_given_is_in_it():
 
 
 def test_its_beginning_says_what_it_is():
-    assert MARK in render_page("x" * 5000, [])[:1000]
+    assert MARK in page_text("x" * 5000, [])[:1000]
 
 
 def test_weights_come_in_any_order_and_of_strangers_not_at_all():
     records = [record("a.pth"), record("b.pth")]
-    page = Page(render_page("t", iter(records), iter([weights("b.pth"), weights("stranger.pth"), weights("a.pth")])))
+    page = Page(page_text("t", iter(records), iter([weights("b.pth"), weights("stranger.pth"), weights("a.pth")])))
     assert {"weights-0", "weights-1"} <= page.data.keys()
     assert "weights-2" not in page.data
 
@@ -59,9 +59,9 @@ def test_hostile_names_stay_data():
     """The page of hostile names has the very elements of a page of harmless ones, and gives every name back."""
     records, lines = hostile_zoo()
     harmless = [repaired(f"{number}.pth") for number in range(len(HOSTILE))]
-    plain = Page(render_page("t", harmless, [weights(line["source"]) for line in harmless]))
+    plain = Page(page_text("t", harmless, [weights(line["source"]) for line in harmless]))
     for title in HOSTILE:
-        text = render_page(title, records, lines, facts={title: title}, renames={title: title})
+        text = page_text(title, records, lines, facts={title: title}, renames={title: title})
         text.encode("utf-8")
         page = Page(text)
         assert page.visible_tags() == plain.visible_tags()
@@ -76,23 +76,23 @@ def test_hostile_names_stay_data():
 
 
 def test_the_title_is_text():
-    page = Page(render_page(HOSTILE[0], []))
+    page = Page(page_text(HOSTILE[0], []))
     assert page.texts.count(HOSTILE[0]) == 2  # in <title> and <h1>
 
 
 def test_signs_that_nobody_sees_are_shown_in_the_title():
-    assert "turned\\u202egnp.exe" in Page(render_page("turned\u202egnp.exe", [])).texts
+    assert "turned\\u202egnp.exe" in Page(page_text("turned\u202egnp.exe", [])).texts
 
 
 def test_nothing_is_asked_of_a_network():
-    page = Page(render_page("t", *zoo()))
+    page = Page(page_text("t", *zoo()))
     assert not [attributes for _, attributes in page.tags if attributes.keys() & {"src", "srcset", "action", "data"}]
     assert {str(attributes["href"])[0] for attributes in page.contents("a")} == {"#"}
     assert page.contents("link") == page.contents("base") == page.contents("iframe") == []
 
 
 def test_the_policy_knows_the_scripts_and_no_others():
-    page = Page(render_page("t", *zoo()))
+    page = Page(page_text("t", *zoo()))
     policy = next(meta["content"] for meta in page.contents("meta") if meta.get("http-equiv"))
     assert policy is not None
     hashes = ["sha256-" + base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in page.scripts]
@@ -102,7 +102,7 @@ def test_the_policy_knows_the_scripts_and_no_others():
 
 
 def test_many_files_come_in_chunks():
-    page = Page(render_page("t", (record(f"{number}.pth") for number in range(1203))))
+    page = Page(page_text("t", (record(f"{number}.pth") for number in range(1203))))
     assert [row["name"] for row in page.rows()] == [f"{number}.pth" for number in range(1203)]
     assert [len(page.data[f"rows-{chunk}"]) for chunk in range(3)] == [500, 500, 203]
 
@@ -112,7 +112,7 @@ def test_weights_beyond_the_limit_are_left_out_and_counted(monkeypatch):
     monkeypatch.setattr(rendering, "LEAST_FOR_WEIGHTS", 3000)
     records = [record(f"{number}.pth") for number in range(30)] + [undecided("nan.pth")]
     lines = [weights(f"{number}.pth", seed=number) for number in range(30)]
-    page = Page(render_page("t", records, [*lines, weights("nan.pth", flagged={1: ["VAL101"]})]))
+    page = Page(page_text("t", records, [*lines, weights("nan.pth", flagged={1: ["VAL101"]})]))
     present = sum(name.startswith("weights-") for name in page.data)
     assert page.data["run"]["left_out"] == 31 - present > 0
     assert "weights-30" in page.data
@@ -123,12 +123,12 @@ def test_the_size_of_a_page_is_bounded():
     """400 files of 400 tensors, no two of one structure: 160,000 layers."""
     lines = (weights(f"{number}.pth", 400, seed=number) for number in range(400))
     own = ({**line, "layers": [{**x, "key": f"{line['source']}.{x['key']}"} for x in line["layers"]]} for line in lines)
-    assert len(render_page("t", (repaired(f"{number}.pth") for number in range(400)), own)) < 15_000_000
+    assert len(page_text("t", (repaired(f"{number}.pth") for number in range(400)), own)) < 15_000_000
 
 
 def save_page(file, text="page"):
     with page_file(file).writing() as out:
-        out.write(render_page(text, []))
+        out.write(page_text(text, []))
 
 
 def test_a_free_place(tmp_path):
