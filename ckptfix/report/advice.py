@@ -171,7 +171,8 @@ def suggested(report: Report, presentation: Presentation) -> Iterator[tuple[tupl
 
 def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield the options of a repair that cures what remains, each time with the price."""
-    remedies, choices = recommended(report), _effective(report, presentation.choices)
+    found, choices = settling(report), _effective(report, presentation.choices)
+    remedies = found[0]
     # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
     # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
     is_new = option_words(with_remedies(choices, remedies)) != option_words(choices)
@@ -190,8 +191,28 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
         is_undone = any(finding.is_fixable for finding in remaining)
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
-        for chosen in dict.fromkeys(map(tuple, (remedies, *_other_choices(report, remedies)))):
-            yield with_remedies(again, chosen), price_text(report, chosen)
+        yield from ((with_remedies(again, chosen), price_text(report, chosen)) for chosen in found)
+
+
+def settling(report: Report) -> list[tuple[Remedy, ...]]:
+    """Return what settles all that remains, as far as one command can: the recommended remedies, then the same with
+    each other value of the option that a finding lets the user choose.
+
+    What makes weights untrained was worked out for the set of weights that was taken, and is left out for another."""
+    remedies = recommended(report)
+    found = [tuple(remedies)]
+    for finding in report.left:
+        first, *others = remedies_of(finding) or (Remedy(),)
+        if first in remedies:
+            if any(name == "weights" for name, _ in first.options):
+                remedies = [remedy for remedy in remedies if not remedy.untrained]
+            for other in others:
+                names = [name for name, _ in other.options]
+                if other.is_complete and names == ["weights"] == [name for name, _ in first.options]:
+                    found.append((other,))  # the other remedies are for the set that was examined
+                elif other.is_complete and names == [name for name, _ in first.options]:
+                    found.append(tuple(other if remedy is first else remedy for remedy in remedies))
+    return list(dict.fromkeys(found))
 
 
 def recommended(report: Report) -> list[Remedy]:
@@ -235,23 +256,6 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
     named = first_names([f"`{module}`" for module in modules], _NAMED)
     verb = "becomes" if len(modules) == 1 else "become"
     return f"{named} {verb} untrained: {percent(sum(untrained.values()), report.coverage.parameters)} of the model"
-
-
-def _other_choices(report: Report, remedies: list[Remedy]) -> Iterator[list[Remedy]]:
-    """Yield the same remedies with each other value of the option that a finding lets the user choose.
-
-    What makes weights untrained was worked out for the set of weights that was taken, and is left out for another."""
-    for finding in report.left:
-        first, *others = remedies_of(finding) or (Remedy(),)
-        if first in remedies:
-            if any(name == "weights" for name, _ in first.options):
-                remedies = [remedy for remedy in remedies if not remedy.untrained]
-            for other in others:
-                names = [name for name, _ in other.options]
-                if other.is_complete and names == ["weights"] == [name for name, _ in first.options]:
-                    yield [other]  # the other remedies are for the set that was examined
-                elif other.is_complete and names == [name for name, _ in first.options]:
-                    yield [other if remedy is first else remedy for remedy in remedies]
 
 
 def comparing(

@@ -27,7 +27,7 @@ from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
 from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
-from ckptfix.report.advice import price_text, recommended, remedies_of, with_remedies
+from ckptfix.report.advice import price_text, remedies_of, settling, with_remedies
 from ckptfix.report.page.data import weights_to_json
 from ckptfix.smoke.outcome import ENVIRONMENT
 from ckptfix.writing.atomic import flush_file
@@ -336,8 +336,8 @@ def decisions_for(job: Job, report: Report) -> list[dict[str, Any]]:
     """Return the ways to settle a file, the recommended one first: repairs, those whose command is complete before the
     others, and then to accept it as it is."""
     given, left = job.treatment.choices, report.left
-    ways = [_way(job, report, recommended(report))]
-    ways += [_way(job, report, [remedy]) for finding in left for remedy in remedies_of(finding)]
+    by_itself = ((remedy,) for finding in left for remedy in remedies_of(finding))
+    ways = [_way(job, report, remedies) for remedies in (*settling(report), *by_itself)]
     ways.sort(key=lambda way: way["command"] is None)
     if not refusal(report, parsed_settings(job.treatment.settings)):
         codes = dict.fromkeys((*given.get("accept", ()), *(finding.code for finding in left)))

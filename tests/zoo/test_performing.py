@@ -202,6 +202,18 @@ def test_to_accept_is_the_last_way_also_if_a_repair_needs_a_file(zoo):
     assert [way for way in ways if "accept" in way] == ways[-1:]
 
 
+def test_each_choice_comes_with_what_else_has_to_be_settled(tmp_path):
+    """Each recipe by itself would leave the key that the model does not have."""
+    model = {"pos_embed": torch.randn(1, 17, 8), "cls_token": torch.randn(1, 1, 8), "fc.weight": torch.randn(64, 8)}
+    torch.save(model, tmp_path / "model.pth")
+    file = {**model, "pos_embed": torch.randn(1, 5, 8), "old.bias": torch.randn(3)}
+    record = done(tmp_path, "a.pth", file, like=str(tmp_path / "model.pth")).record
+    ways = [each["options"] for each in record.decisions if each["command"]]
+    recipes = [way["adapt"] for way in ways if {"adapt", "unsafe_fixes"} <= way.keys()]
+    assert len(recipes) > 1
+    assert ways[: len(recipes)] == [{"adapt": recipe, "unsafe_fixes": True} for recipe in recipes]
+
+
 def test_a_fill_has_its_price(tmp_path):
     record = done(
         tmp_path, "a.pth", {"weight": torch.ones(2, 2)}, model="tests.zoo.factories:linear", smoke=False
