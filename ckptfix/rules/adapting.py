@@ -125,6 +125,19 @@ def differ_by_ones(one: Shape, other: Shape) -> bool:
     return bool(ones) and long in (short + ones, ones + short)
 
 
+def parts_of_ranks(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
+    """Return in how many parts all tensors are divided, some by rows and some by columns, as tensor parallelism does;
+    0 if they are not."""
+    parts, axes = set(), set()
+    for file, wanted in shapes.values():
+        differing = [axis for axis, (old, new) in enumerate(zip(file, wanted, strict=False)) if old != new]
+        if len(file) != len(wanted) or len(differing) != 1 or wanted[differing[0]] % (file[differing[0]] or 1):
+            return 0
+        axes.add(differing[0])
+        parts.add(wanted[differing[0]] // (file[differing[0]] or 1))
+    return parts.pop() if len(parts) == 1 and {0, 1} <= axes else 0
+
+
 class Misfits(Struct, frozen=True):
     """The keys of another shape, and what says of what kind they are: the model, all tensors of the file, what was
     given for ``--adapt``, and the grid ``stored`` in the configuration beside the file. ``fixed`` are tables of

@@ -64,7 +64,16 @@ from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.adapting import POSITIONS, Case, Misfits, adapt_edits, differ_by_ones, of_use, recipes_of
+from ckptfix.rules.adapting import (
+    POSITIONS,
+    Case,
+    Misfits,
+    adapt_edits,
+    differ_by_ones,
+    of_use,
+    parts_of_ranks,
+    recipes_of,
+)
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model, untrained
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
@@ -126,7 +135,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(checkpoint, key)]
     known = Misfits(shapes, target, tensors, given, stored, fixed).cases()
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
-    if (parts := _parts(shapes)) and VOCAB in {case.name for case in known}:
+    if (parts := parts_of_ranks(shapes)) and VOCAB in {case.name for case in known}:
         yield rule.finding(
             Level.ERROR,
             f"{counted(len(pairs), 'key')} whose shape differs: each has 1/{parts} of the rows or of the columns",
@@ -161,19 +170,6 @@ def _shown(pairs: Mapping[str, tuple[Shape | None, Shape]]) -> dict[str, Any]:
     """Return the evidence of a finding about shapes."""
     lists = {key: (None if old is None else list(old), list(new)) for key, (old, new) in pairs.items()}
     return {"shapes": {key: {"file": old, "target": new} for key, (old, new) in lists.items()}}
-
-
-def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
-    """Return in how many parts all tensors are divided, some by rows and some by columns, as tensor parallelism does;
-    0 if they are not."""
-    parts, axes = set(), set()
-    for file, wanted in shapes.values():
-        differing = [axis for axis, (old, new) in enumerate(zip(file, wanted, strict=False)) if old != new]
-        if len(file) != len(wanted) or len(differing) != 1 or wanted[differing[0]] % (file[differing[0]] or 1):
-            return 0
-        axes.add(differing[0])
-        parts.add(wanted[differing[0]] // (file[differing[0]] or 1))
-    return parts.pop() if len(parts) == 1 and {0, 1} <= axes else 0
 
 
 def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
