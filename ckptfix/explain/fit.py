@@ -6,7 +6,7 @@ no shapes for them, so what the rules find here is what the names say, and only 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -24,7 +24,7 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
-from ckptfix.rules.adapting import POSITIONS, Case, Misfits, differ_by_ones, narrowed
+from ckptfix.rules.adapting import POSITIONS, Case, Misfits, differ_by_ones, narrowed, parts_of_ranks
 from ckptfix.rules.quantised_layers import keys_of_codes
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
@@ -268,17 +268,18 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
     for said in filter(None, map(narrowed, _cases(mismatch))):
         yield Advice(f"{_capital(said)}.")
     parts = _parts(mismatch.shapes)
-    recipes = _recipes(mismatch) if parts == 1 else {}
-    reasons = _by_reason({key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes})
+    recipes = {} if parts else _recipes(mismatch)
+    left = {key: shapes for key, shapes in mismatch.shapes.items() if key not in recipes}
+    reasons = _by_reason(left, _cases(mismatch))
     if ones := reasons.pop(_ONES, None):
         yield Advice(
             f"gives {counted(len(ones), 'key')} the axes of the model", "ckptfix repair {FILE} --model {MODEL}"
         )
-    if parts > 1:
+    if parts:
         yield Advice(
             "puts the ranks together, with the files of all of them in one folder", "ckptfix repair FOLDER -o model.pth"
         )
-    if parts > 1 or any(reason in _HOPELESS for reason in reasons):
+    if parts or any(reason in _HOPELESS for reason in reasons):
         yield Advice("Fill nothing in for these: that would make a model of random weights.")
         return
     if recipes:
@@ -359,7 +360,7 @@ def _capital(text: str) -> str:
 
 def _shape_causes(mismatch: Mismatch) -> Iterator[Cause]:
     """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
-    for reason, group in _by_reason(mismatch.shapes, _recipes(mismatch)).items():
+    for reason, group in _by_reason(mismatch.shapes, _cases(mismatch)).items():
         if reason in (_EMPTY, _UNGATHERED):
             yield f"{counted(len(group), 'key')} with {reason}.", tuple(group)
         else:
@@ -387,9 +388,9 @@ _HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
 
 
 def _by_reason(
-    shapes: Mapping[str, tuple[Shape, Shape]], recipes: Collection[str] = ()
+    shapes: Mapping[str, tuple[Shape, Shape]], cases: Iterable[Case]
 ) -> dict[str, dict[str, tuple[Shape, Shape]]]:
-    """Return the keys of another shape by what the shapes say; ``recipes`` are the keys that --adapt has one for."""
+    """Return the keys of another shape by what the shapes say."""
     groups: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     others: dict[str, tuple[Shape, Shape]] = {}
     codes = keys_of_codes(shapes)
@@ -404,47 +405,25 @@ def _by_reason(
             reason = _CODES
         elif len(stored) == 1 < len(wanted) and stored[0] not in wanted:
             reason = _FLAT
-        elif POSITIONS.search(key) and (key in recipes or stored[-1:] == wanted[-1:] or set(stored[:-1]) <= {1}):
-            reason = _POSITIONS
         else:
             others[key] = stored, wanted
             continue
         groups.setdefault(reason, {})[key] = stored, wanted
-    return {**groups, **({_shape_reason(others): others} if others else {})}
-
-
-def _shape_reason(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    key, (stored, wanted) = next(iter(shapes.items()))
-    heads = {key for key, (stored, wanted) in shapes.items() if stored[1:] == wanted[1:] and stored and wanted}
-    if heads == shapes.keys() and len(shapes) <= 4:
-        is_table = "emb" in key.lower() and len(stored) <= 2
-        what = "entries of a vocabulary" if is_table else "classes or output channels"
-        return f"the same layer for {stored[0]} {what} in the file and {wanted[0]} in the model"
-    if all(_is_input(*pair) for pair in shapes.values()):
-        return f"a layer for {stored[1]} input channels in the file and {wanted[1]} in the model"
-    if (parts := _parts(shapes)) > 1:
-        return _PART.format(parts)
-    return _OTHER_AXES if all(sorted(old) == sorted(new) for old, new in shapes.values()) else _ANOTHER_SIZE
+    if parts := _parts(others):
+        return {**groups, _PART.format(parts): others}
+    for case in cases:
+        if some := {key: others.pop(key) for key in case.shapes if key in others}:
+            groups.setdefault(case.words, {}).update(some)
+    for key, (stored, wanted) in [*others.items()]:
+        if POSITIONS.search(key) and (stored[-1:] == wanted[-1:] or set(stored[:-1]) <= {1}):
+            groups.setdefault(_POSITIONS, {})[key] = others.pop(key)
+    if others:
+        is_turned = all(sorted(old) == sorted(new) for old, new in others.values())
+        groups[_OTHER_AXES if is_turned else _ANOTHER_SIZE] = others
+    return groups
 
 
 def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
-    """Return in how many parts all of these are cut, the embedding among them, each along one axis, and some along
-    another one than the rest; 1 if they are not. A wider hidden layer looks alike except for the embedding."""
-    cuts = {
-        tuple((axis, new / old) for axis, (old, new) in enumerate(zip(*pair, strict=False)) if old and old != new)
-        for pair in shapes.values()
-        if len(pair[0]) == len(pair[1])
-    }
-    axes, numbers = {cut[0][0] for cut in cuts if len(cut) == 1}, {number for cut in cuts for _, number in cut}
-    is_cut = all(len(cut) == 1 for cut in cuts) and len(numbers) == 1 and len(axes) > 1
-    number = numbers.pop() if is_cut and any("emb" in key.lower() for key in shapes) else 1
-    return int(number) if number == int(number) and all(len(old) == len(new) for old, new in shapes.values()) else 1
-
-
-def _is_input(stored: Shape, wanted: Shape) -> bool:
-    """Return whether two weights of a convolution differ only in their input channels."""
-    return (
-        len(stored) == len(wanted) == 4
-        and stored[1] != wanted[1]
-        and stored[:1] + stored[2:] == wanted[:1] + wanted[2:]
-    )
+    """Return in how many parts all of these are cut, the embedding among them; 0 if they are not. A wider hidden layer
+    looks alike except for the embedding."""
+    return parts_of_ranks(shapes) if any("emb" in key.lower() for key in shapes) else 0
