@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from ckptfix.core.buffers import is_buffer_name, layers_of
+from ckptfix.core.buffers import is_buffer_name, layers_of, modules_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Assemble, Drop, Edit, Rename, Tie, Zero
@@ -235,14 +235,14 @@ class Change(Struct, frozen=True, dict=True):
         places: dict[str, list[int]] = {}
         left: set[str] = set()
         result = list(self.result)
-        kept = {parent for key in result for parent in _parents(key)}
+        kept = {parent for key in result for parent in modules_of(key)}
         for key in result:
             sources, place = self.origins[key].sources, rank[key]
             if len(sources) > 1 or not (self.is_current or all(_is_renamed_alike(one, key) for one in sources)):
                 return []
             for source in sources:
                 places.setdefault(source, []).append(place)
-                left.update(_parents(source) - _parents(key))
+                left.update({*modules_of(source)} - {*modules_of(key)})
         if left & kept:
             return []  # one of several that were together has another place now
         parameters = self.parameters
@@ -277,12 +277,12 @@ class Change(Struct, frozen=True, dict=True):
             return []
         around: dict[str, bool] = {}
         for source in kept:
-            for parent in _parents(source):
+            for parent in modules_of(source):
                 around[parent] = around.get(parent, True) and source in cold
         gone = {
             key
             for key in self.parameters.keys() - kept.keys()
-            if (parents := _parents(key) & around.keys()) and around[max(parents, key=len)]
+            if (parents := [each for each in modules_of(key) if each in around]) and around[parents[-1]]
         }
         return [cold, cold | gone] if gone else [cold]
 
@@ -345,10 +345,10 @@ PLACEMENTS = 50_000  # how many names all orders that are tried may have togethe
 def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
     """Put modules and parameters that are gone at each place that they may have had among those of their parent; those
     of equal names in several blocks at the same place. Return all orders, none if there are too many."""
-    parents = {parent for key in order for parent in _parents(key)}
+    parents = {parent for key in order for parent in modules_of(key)}
     modules: dict[str, list[str]] = {}
     for key in gone:
-        root = min({key, *_parents(key)} - parents, key=len)
+        root = next(each for each in (*modules_of(key), key) if each not in parents)
         modules.setdefault(root, []).append(key[len(root) :])
     alike: dict[tuple[str, frozenset[str]], list[str]] = {}
     for root, tails in modules.items():
@@ -412,11 +412,6 @@ def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
             found = list(first)
             found += [name + rest for name, part in zip(then, parts, strict=True) for rest in part]
             yield [f".{one}" if one else "" for one in found]
-
-
-def _parents(key: str) -> set[str]:
-    """Return the modules that a key is in."""
-    return {key[:at] for at, letter in enumerate(key) if letter == "."}
 
 
 def _is_renamed_alike(old: str, new: str) -> bool:

@@ -20,10 +20,10 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptfix.core.lazy import nn, np, torch
+from ckptfix.core.options import INPUT_SUFFIXES
 from ckptfix.errors import Opt, UsageError
 from ckptfix.smoke.outcome import dtype_name, values_of
 
-SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 _FORMS = (
     "give a shape (2x3x224x224), integers (2x16:int:0:1000) or a file (.npy, .pt, .safetensors), "
     "each with NAME= before it for a keyword"
@@ -72,7 +72,7 @@ def parse_inputs(texts: Iterable[str]) -> tuple[Input, ...]:
 def _parse(text: str) -> Input:
     before, equals, after = text.partition("=")
     name, value = (before, after) if equals and before.replace(".", "").isidentifier() else (None, text)
-    if value.endswith(SUFFIXES):
+    if value.endswith(INPUT_SUFFIXES):
         if not Path(value).is_file():
             raise UsageError(Opt("input", text), f": there is no file {value!r}; check the path")
         return FileInput(value, name)
