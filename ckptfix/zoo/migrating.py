@@ -41,13 +41,6 @@ _QUIET, _LONG, _SHARE = 5.0, 60.0, 0.03
 _EACH = 1_000_000  # bytes that take as long as opening a file and writing its record
 
 
-class Pace(Struct, frozen=True):
-    """How fast a migration is: bytes of sources a second, and the seconds that are left."""
-
-    rate: float
-    seconds_left: float
-
-
 class Summary(Struct):
     """The counts of a migration, while it runs and afterwards. ``bytes`` are those of the sources."""
 
@@ -75,15 +68,15 @@ class Summary(Struct):
             self.earlier_files += 1
             self.earlier_bytes += size
 
-    def pace(self) -> Pace | None:
-        """Return how fast it goes; None as long as too little is done to say."""
+    def pace(self) -> tuple[float, float] | None:
+        """Return the bytes of sources a second, and the seconds that are left; None as long as too little is done."""
         seconds = time.monotonic() - self.began
         nbytes, files = self.done_bytes - self.earlier_bytes, self.done_files - self.earlier_files
         done = nbytes + _EACH * files
         left = self.bytes - self.done_bytes + _EACH * (self.files - self.done_files)
         if not done or seconds < _QUIET or (done < _SHARE * (done + left) and seconds < _LONG):
             return None
-        return Pace(nbytes / seconds, seconds * left / done)
+        return nbytes / seconds, seconds * left / done
 
     @property
     def exit_code(self) -> int:

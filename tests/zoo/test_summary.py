@@ -43,7 +43,7 @@ def run(summary: Summary, clock: list[float], sizes: list[int], seconds: float) 
         clock[0] += seconds
         summary.count(Outcome.FINE, size, size)
         pace = summary.pace()
-        told.append(None if pace is None else pace.seconds_left)
+        told.append(None if pace is None else pace[1])
     return told
 
 
