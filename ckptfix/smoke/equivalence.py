@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Assemble, Edit, Rename
+from ckptfix.core.edits import Assemble, Edit
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.parts import full
 from ckptfix.core.plan import Plan, Step
@@ -27,6 +27,7 @@ from ckptfix.errors import CkptfixError, Opt, TargetError
 from ckptfix.modules.factory import ModelArguments, build_module, target_of
 from ckptfix.reading.opening import open_state_dict
 from ckptfix.rules import FOR_LOADING
+from ckptfix.rules.origins import trace
 from ckptfix.rules.rule import SourceModel
 from ckptfix.smoke.derive import derive_inputs, is_transformers_model
 from ckptfix.smoke.forward import load_strictly
@@ -466,14 +467,7 @@ def _units(plan: Plan, stored: Checkpoint, target: nn.Module) -> list[Unit]:
 
 def _moved(plan: Plan, sizes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, Any, Any]]:
     """Return where a map takes the tensors of the file: key, new key, box, and its place there."""
-    names = {key: key for key in sizes}  # of what is left of the file, with its names there
-    found: list[tuple[str, str, Any, Any]] = []
-    for step in plan.steps:
-        for edit in step.edits:
-            if isinstance(edit, Assemble):
-                found += [(names[part.source], edit.key, part.box, part.place) for part in edit.parts]
-        # All at once: two keys may have exchanged their names.
-        names |= {edit.to: names.pop(edit.key) for edit in step.edits if isinstance(edit, Rename)}
-    used = {source for source, *_ in found}
-    whole = {key: full(sizes[source]) for key, source in names.items() if source not in used}
-    return found + [(names[key], key, box, box) for key, box in whole.items()]
+    origins = trace(plan, sizes)
+    parts = [(part.source, key, part.box, part.place) for key, origin in origins.items() for part in origin.parts]
+    wholes = {key: (origin.key, origin.shape or sizes[origin.key]) for key, origin in origins.items() if origin.key}
+    return parts + [(source, key, full(sizes[source]), full(shape)) for key, (source, shape) in wholes.items()]
