@@ -27,18 +27,13 @@ def repair(run: Run, path: str) -> int:
     console, choices = run.console, run.choices
     with console.guarding():
         output, in_place = choices.get("output"), choices.get("in_place", False)
-        if "backup" in run.given and not in_place:
-            raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
-        for one, other, why in (
-            ("output", "in_place", "name another file, or replace the source"),
-            ("plan", "apply", "a plan is either made or carried out"),
-        ):
-            if choices.get(one) and choices.get(other):
-                raise UsageError(Opt(one), " and ", Opt(other), f" exclude each other: {why}")
+        if choices.get("plan") and choices.get("apply"):
+            why = " exclude each other: a plan is either made or carried out"
+            raise UsageError(Opt("plan"), " and ", Opt("apply"), why)
         arguments = {
             **library_settings(choices),
             "beside": output is None and not in_place,
-            "backup": in_place and choices.get("backup", False),
+            "backup": (in_place or "backup" in run.given) and choices.get("backup", False),
             "dry_run": choices.get("dry_run", False),
         }
         presentation = Presentation(REPAIR, console.verbose, choices)

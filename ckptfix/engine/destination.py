@@ -71,9 +71,8 @@ class Destination(Struct, frozen=True):
 
         Its format is that of the settings, else that of the output's suffix, else that of the source."""
         if output is not None and (in_place or beside):
-            raise UsageError(
-                "an output and ", Opt("in_place"), " exclude each other: name another file, or replace the source"
-            )
+            pair = Opt("output"), " and ", Opt("in_place")
+            raise UsageError(*pair, " exclude each other: name another file, or replace the source")
         if backup and not in_place:
             raise UsageError(Opt("backup"), " needs ", Opt("in_place"), "; otherwise the source is never changed")
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
