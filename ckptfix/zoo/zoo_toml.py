@@ -26,10 +26,9 @@ from msgspec.structs import asdict
 
 from ckptfix.core.config import parse_toml
 from ckptfix.core.likeness import KNOWN
-from ckptfix.core.option import REPAIR, Scope
+from ckptfix.core.option import Scope
 from ckptfix.core.options import (
     BY_NAME,
-    command_words,
     from_toml,
     idle_options,
     is_texts,
@@ -82,10 +81,6 @@ class Treatment(Struct, frozen=True, dict=True):
     def like(self) -> str | None:
         """The checkpoint that the files have to fit."""
         return self.arguments.get("like")
-
-    def command(self, source: str, **more: Any) -> tuple[str, ...]:
-        """Return the ``ckptfix repair`` of one file with these settings, word by word."""
-        return command_words(REPAIR, source, {**self.choices, **more})
 
     def output_name(self, name: str, form: str | None = None, *, is_folder: bool = False) -> str:
         """Return what the output for a source is called. ``form`` is the format of the source, if it is known."""
