@@ -60,7 +60,7 @@ def parse_toml(path: Path, word: str = "") -> dict[str, Any]:
 
     try:
         document: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of a number of 5,000 digits, and of arrays in arrays
         raise UsageError(f"{path}: invalid TOML: {error}") from error
     return document
 

@@ -384,9 +384,12 @@ def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: floa
     return _number({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(name, name), default)
 
 
+_HUGE = 1e300  # a number of JSON may be an integer that no float holds
+
+
 def _number(name: str, value: object) -> float:
     """Return a number of a configuration. Raises ``AdapterError`` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _HUGE:  # also of NaN
         raise AdapterError(f"the {name} of {CONFIG} has {value!r:.40} for a number; take the file from its source")
     return value
 

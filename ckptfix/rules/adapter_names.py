@@ -214,9 +214,11 @@ class BaseNames:
 def _is_target(config: Mapping[str, Any], module: str) -> bool:
     """Return whether a configuration names a module, by the rule of peft; no where it does so by an expression."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules") or []
-    if not isinstance(targets, list) or not isinstance(excluded, list) or config.get("layers_pattern"):
+    if not isinstance(excluded, list) or config.get("layers_pattern"):
         return False
-    if _is_named([*excluded, *(config.get("modules_to_save") or [])], module) or not _is_named(targets, module):
+    if any(_is_named(names, module) for names in (excluded, config.get("modules_to_save"))):
+        return False
+    if not isinstance(targets, list) or not _is_named(targets, module):
         return False
     only = config.get("layers_to_transform")
     if only is None or only == [] or module in targets:
@@ -226,8 +228,8 @@ def _is_target(config: Mapping[str, Any], module: str) -> bool:
     return bool(numbers) and {numbers[0], numbers[-1]} <= {*(only if isinstance(only, list) else [only])}
 
 
-def _is_named(names: Iterable[object], module: str) -> bool:
-    return any(f".{module}".endswith(f".{name}") for name in names)
+def _is_named(names: object, module: str) -> bool:
+    return isinstance(names, list) and any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _either(names: Iterable[str]) -> str:
@@ -241,4 +243,4 @@ def is_of_words(key: str) -> bool:
 
 def is_copied(adapter: Adapter, key: str) -> bool:
     """Return whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
-    return _is_named(adapter.config.get("modules_to_save") or (), key.rpartition(".")[0])
+    return _is_named(adapter.config.get("modules_to_save"), key.rpartition(".")[0])

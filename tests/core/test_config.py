@@ -99,6 +99,8 @@ def test_words_that_stand_for_a_file_are_no_paths(tmp_path):
         ),
         pytest.param("format = 'onnx'", "format has to be one of pth, safetensors", id="another choice"),
         pytest.param("seed = ", "invalid TOML", id="no TOML"),
+        pytest.param(f"seed = {'1' * 5000}", "invalid TOML", id="a number of too many digits"),
+        pytest.param(f"seed = {'[' * 5000}", "invalid TOML", id="lists in lists"),
     ],
 )
 def test_errors_name_the_file_and_the_key(tmp_path, text, said):

@@ -26,6 +26,25 @@ def test_a_base_with_other_prefixes(tmp_path):
         ckptfix.repair_state_dict(two, adapter=adapter)
 
 
+@pytest.mark.parametrize("value", [1.5, True, "q", {"q": 1}, [None], [[]]], ids=repr)
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "modules_to_save"])
+def test_lists_of_modules_that_are_none_decide_nothing(name, value, tmp_path):
+    saved = trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter")
+    want = merged_by_peft([saved])
+    repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(saved, **{name: value}))
+    assert_same(repaired, want)
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, float("nan"), float("inf"), "4", None, True], ids=lambda value: f"{value}"[:9]
+)
+@pytest.mark.parametrize("name", ["r", "lora_alpha"])
+def test_a_number_that_is_none_is_refused(name, value, tmp_path):
+    saved = changed_config(trained(LORA(r=4, target_modules=["q"]), tmp_path / "adapter"), **{name: value})
+    with pytest.raises(AdapterError, match=f"the {name} of adapter_config.json has"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=saved)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
