@@ -303,7 +303,15 @@ def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
 
 
 def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say if modules have tensors left over of the shape of those that they lack: `norm.a_2`."""
+    """Return what to say if modules have tensors left over of the shape of those that they lack: `norm.a_2`; or if what
+    is missing and what is left over differ only in the names of modules: `0.act.weight`, `0.adn.A.weight`."""
+    places, wanted = ({_place(*item): item[0] for item in side.items()} for side in (left, gone))
+    if places.keys() == wanted.keys() and len(places) == len(left) == len(gone) > 0:
+        place, key = next(iter(wanted.items()))
+        return (
+            f"{counted(len(gone), 'missing tensor')} may be in the file under another name: {places[place]} has the"
+            f" shape and the numbers of {key}; --rename OLD=NEW gives it the name if it is that"
+        )
     beside: dict[tuple[str, Shape], list[str]] = defaultdict(list)
     for key, shape in left.items():
         beside[key.rpartition(".")[0], shape].append(key)
@@ -316,6 +324,10 @@ def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str
         f"{counted(len(found), 'missing tensor')} may be in the file under another name in the same module: "
         f"{' or '.join(others[:3])} has the shape of {key}; --rename OLD=NEW gives it the name if it is that"
     )
+
+
+def _place(key: str, shape: Shape) -> tuple[object, ...]:
+    return tuple(re.findall(r"\d+", key)), key.rpartition(".")[2], shape
 
 
 _OTHER = "a parametrization"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -178,6 +179,27 @@ def said(state: dict[str, torch.Tensor], model: nn.Module) -> str:
 
 
 FUSED = stack(qkv=(D, 3 * D), out=(D, D))
+
+
+def activations(**names: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*(nn.ModuleDict({"conv": nn.Linear(D, D), **deepcopy(names)}) for _ in range(2)))
+
+
+@pytest.mark.parametrize("size", [1, D])
+def test_vectors_under_other_modules_are_not_made_untrained(size):
+    """MONAI's UNet moved its PReLU from `act` to `adn.A`."""
+    new, old = activations(adn=nn.ModuleDict({"A": nn.PReLU(size)})), activations(act=nn.PReLU(size))
+    assert "0.adn.A.weight has the shape and the numbers of 0.act.weight; --rename" in said(new.state_dict(), old)
+    (finding,) = propose(missing_key, new.state_dict(), old)
+    assert "fill" not in [name for remedy in finding.remedies for name, _ in remedy.options]
+
+
+def test_what_is_missing_for_good_is_not_called_renamed():
+    old, state = activations(act=nn.PReLU(D)), activations().state_dict()
+    assert said(state, old) == ""
+    assert said({**state, "0.norm.bias": torch.ones(D), "1.norm.bias": torch.ones(D)}, old) == ""
+
+
 SPLIT = stack(q=(D, D), k=(D, D), v=(D, D), out=(D, D))
 
 
