@@ -52,7 +52,7 @@ class ZipMember(Struct, gc=False):
         return self.name.encode() if self.odd_name is None else self.odd_name
 
 
-class Header(NamedTuple):
+class Header(Struct):
     """What is before a member; ``start`` is where its data begins."""
 
     is_signed: bool
