@@ -223,9 +223,10 @@ def _is_target(config: Mapping[str, Any], module: str) -> bool:
     only = config.get("layers_to_transform")
     if only is None or only == [] or module in targets:
         return True
+    layers = only if isinstance(only, list) else [only]
     # The number in the first list of modules, and in older releases of peft that in the last one.
     numbers = [int(part) for part in module.split(".")[2:-1] if part.isdecimal()]
-    return bool(numbers) and {numbers[0], numbers[-1]} <= {*(only if isinstance(only, list) else [only])}
+    return bool(numbers) and numbers[0] in layers and numbers[-1] in layers
 
 
 def _is_named(names: object, module: str) -> bool:

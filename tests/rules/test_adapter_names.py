@@ -10,6 +10,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.errors import AdapterError
+from ckptfix.rules.adapter_names import _is_target
 from tests.checks import assert_same
 from tests.rules.adapters import LINEAR, LORA, changed_config, language, merged_by_peft, net, trained
 
@@ -33,6 +34,11 @@ def test_lists_of_modules_that_are_none_decide_nothing(name, value, tmp_path):
     want = merged_by_peft([saved])
     repaired, _ = ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(saved, **{name: value}))
     assert_same(repaired, want)
+
+
+@pytest.mark.parametrize(("layers", "is_one"), [(0, True), ([0, 1], True), ([1], False), ([[0]], False), ([{}], False)])
+def test_layers_of_a_configuration_are_numbers(layers, is_one):
+    assert _is_target({"target_modules": ["q"], "layers_to_transform": layers}, "model.layers.0.q") is is_one
 
 
 @pytest.mark.parametrize(
