@@ -291,6 +291,11 @@ def test_the_classes_that_torch_pickles_are_trusted():
     names += [f"torch.{value}Storage" for value in ("Float", "Half", "BFloat16", "Byte", "Long", "Untyped")[:5]]
     names += """torch.distributed.remote_device._remote_device torch.distributed._shard.metadata.ShardMetadata
         torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata torch.distributed.tensor.DTensor
+        torch.distributed._shard.checkpoint.metadata.Metadata torch.distributed._sharded_tensor.api.ShardedTensor
+        torch.distributed._shard.checkpoint.filesystem._StorageInfo torch.distributed.checkpoint.storage.WriteResult
+        torch.distributed._sharding_spec.chunk_sharding_spec.ChunkShardingSpec
+        torch.distributed.checkpoint.state_dict.StateDictOptions
+        torch.distributed.algorithms.ddp_comm_hooks.DDPCommHookType
         torch.distributed.device_mesh.DeviceMesh torch.nested._internal.nested_tensor._rebuild_njt torch.Generator
         torch.cuda.amp.grad_scaler.GradScaler torch.nn.parameter.UninitializedParameter torch.fx.graph.Graph
         torch.nn.quantized.modules.linear.Linear torch.nn.intrinsic.modules.fused.ConvReLU2d
