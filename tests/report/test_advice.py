@@ -10,9 +10,9 @@ import ckptfix
 from ckptfix.cli.program import exit_code
 from ckptfix.core.coverage import Coverage
 from ckptfix.core.edits import Rename
-from ckptfix.core.finding import FILE, Applicability, Blocks, Fix, Remedy, advise
+from ckptfix.core.finding import FILE, Applicability, Blocks, Finding, Fix, Level, Remedy, advise
 from ckptfix.core.option import CHECK, REPAIR
-from ckptfix.report.advice import Presentation, advice_lines, next_command
+from ckptfix.report.advice import Presentation, advice_lines, mark, next_command
 from ckptfix.report.style import TextFormat
 from tests.reading.folders.ranks.genuine import unpacked
 from tests.report.samples import COUNTER, EXTRA, MISMATCH, MISSING, NOTE, PREFIX, repaired, report
@@ -254,3 +254,37 @@ def test_asking_for_every_fill_writes_no_model_of_random_weights(file, model, tm
     assert report.coverage is not None
     assert report.exit_code == 1 or report.coverage.share == 1.0
     assert report.output is None or report.coverage.share >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("finding", "fixed", "text"),
+    [
+        pytest.param(MISMATCH, False, "", id="no fix"),
+        pytest.param(
+            Finding("X1", "x", Level.ERROR, "m", fix=Fix((), Applicability.DISPLAY_ONLY)),
+            False,
+            "",
+            id="shown",
+        ),
+        pytest.param(PREFIX, False, "[fixable]", id="safe"),
+        pytest.param(EXTRA, False, "[fixable with --unsafe-fixes]", id="unsafe"),
+        pytest.param(
+            Finding("X1", "x", Level.ERROR, "m", fix=Fix((), Applicability.UNSAFE, asked=True)),
+            False,
+            "[fixable]",
+            id="unsafe but asked for",
+        ),
+        pytest.param(EXTRA, True, "[fixed]", id="fixed"),
+    ],
+)
+def test_mark(finding, fixed, text):
+    assert mark(finding, report(finding, fixed=(finding,) if fixed else ()), Presentation()) == text
+
+
+def test_what_is_not_written_only_would_be_fixed():
+    for held in ({"is_dry_run": True}, {"is_refused": True}):
+        assert mark(PREFIX, report(PREFIX, fixed=(PREFIX,), **held), Presentation()) == "[would be fixed]"
+
+
+def test_verbose_lifts_the_limit():
+    assert (Presentation().limit, Presentation(verbose=True).limit) == (12, None)
