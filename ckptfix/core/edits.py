@@ -172,9 +172,9 @@ class Delta(Struct, frozen=True):
     """What one layer of an adapter does to a tensor.
 
     ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
-    (``B @ A``; a third factor is DoRA's magnitude), ``conv``, ``tucker`` (a convolution in three: the last factor has
-    the kernel), ``experts`` (a product for each expert), ``hadamard``
-    and ``kronecker`` (LoHa and LoKr, whose factors are known by their names), ``bias`` (a tensor is added), ``scale``
+    (``B @ A``), ``conv``, ``tucker`` (a convolution in three: the third factor has the kernel), ``experts`` (a product
+    for each expert), ``hadamard`` and ``kronecker`` (LoHa and LoKr, whose factors are known by their names); after the
+    factors of each of these may be DoRA's magnitude; ``bias`` (a tensor is added), ``scale``
     (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all of it is). ``transposed``:
     the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
     ``is_narrow``: the factors, too, are rounded to it. ``weight``, a factor of ``scaling``, is the user's. ``expert``:
@@ -197,7 +197,13 @@ class Delta(Struct, frozen=True):
     @property
     def has_magnitude(self) -> bool:
         """Whether it is one of DoRA."""
-        return self.form in ("linear", "conv") and len(self.factors) == 3
+        is_of_peft = self.form in ("linear", "conv") and len(self.factors) == 3
+        return is_of_peft or self.has_dora_scale
+
+    @property
+    def has_dora_scale(self) -> bool:
+        """Whether it is one of DoRA as LyCORIS has it."""
+        return self.factors[-1].endswith(".dora_scale")
 
     @property
     def source(self) -> str:

@@ -394,17 +394,7 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
     one, two = adapter.checkpoint.specs[factors[0]].shape, adapter.checkpoint.specs[factors[1]].shape
     form, is_turned, rounds = "linear", False, narrow
-    norms = adapter.spec(layer, "magnitude")
-    if norms is not None:
-        # That of LyCORIS may be [1, inputs, 1, 1], by its setting wd_on_out; peft's is [1, outputs, 1, 1].
-        is_lycoris = layer.keys["magnitude"].endswith("dora_scale")
-        by_outputs = norms.numel == two[0] and (norms.shape[0] == two[0] or not is_lycoris)
-        by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
-        if not by_outputs and not by_inputs:
-            raise AdapterError(
-                f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {two[0]} "
-                "outputs, as DoRA has; merge it with what trained it"
-            )
+    _check_norms(adapter, layer, two[0], spec)
     fits = len(one) == len(two) and one[:1] == two[1:2] == (rank,)
     if layer.is_embedding and len(one) == 2:
         fits, is_turned, rounds = fits and spec.shape == (one[1], two[0]), True, narrow or len(factors) < 3
@@ -412,9 +402,9 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         fits = one[0] == two[1] == rank * spec.shape[0] and set(spec.shape[1:]) == {one[1], two[0]} != {one[1]}
         form, is_turned, rounds = "experts", spec.shape[1:] == (one[1], two[0]), True
     elif (core := adapter.spec(layer, "lora_mid")) is not None:
-        fits = norms is None and core.shape == (rank, rank, *spec.shape[2:])
+        fits = core.shape == (rank, rank, *spec.shape[2:])
         fits = fits and (prod(two), prod(one)) == (rank * spec.shape[0], rank * spec.shape[1])
-        form, factors = "tucker", (*factors, layer.keys["lora_mid"])
+        form, factors = "tucker", (*factors[:2], layer.keys["lora_mid"], *factors[2:])
     elif len(spec.shape) > 2:
         fits = fits and (two[0], *one[1:]) == spec.shape and set(two[2:]) == {1}
         form = "linear" if spec.shape[2:] == (1, 1) else "conv"
@@ -429,9 +419,24 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
     return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
 
 
+def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: TensorSpec) -> None:
+    """Raise ``AdapterError`` unless the norms of DoRA, if there are any, are those of a tensor."""
+    if (norms := adapter.spec(layer, "magnitude")) is None:
+        return
+    # Those of LyCORIS may be [1, inputs, 1, 1], by its setting wd_on_out; peft's are [1, outputs, 1, 1].
+    is_lycoris = layer.keys["magnitude"].endswith("dora_scale")
+    by_outputs = norms.numel == outputs and (norms.shape[0] == outputs or not is_lycoris)
+    by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
+    if not by_outputs and not by_inputs:
+        raise AdapterError(
+            f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {outputs} outputs, "
+            "as DoRA has; merge it with what trained it"
+        )
+
+
 def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
     """Return what the matrices of LoHa or LoKr do to a tensor. Raises ``AdapterError`` if they do not fit it."""
-    roles = (*(KRONECKER if layer.is_kronecker else HADAMARD), *CORES)
+    roles = (*(KRONECKER if layer.is_kronecker else HADAMARD), *CORES, "magnitude")
     factors = tuple(layer.keys[role] for role in roles if role in layer.keys)
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
     wanted = (spec.shape[0], prod(spec.shape[1:]))
@@ -441,16 +446,17 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
         # With the kernel of a Conv1d as a whole, peft's product is another one than LyCORIS'.
         fits = fits and (len(two) == 2 or (len(two) == 4 and two[2:] == spec.shape[2:]))
     else:
-        rank, cores = adapter.rank(layer), shapes[len(HADAMARD) :]
+        rank, cores = adapter.rank(layer), [core.shape for role in CORES if (core := adapter.spec(layer, role))]
         ends = [(rank, size) for size in spec.shape[:2]] if cores else [(wanted[0], rank), (rank, wanted[1])]
         fits = len(spec.shape) > 1 and shapes[: len(HADAMARD)] == ends * 2
         fits = fits and all(core[:2] == (rank, rank) and prod(core[2:]) == prod(spec.shape[2:]) for core in cores)
-    if not fits or "magnitude" in layer.keys or turned.is_conv1d(key):
+    if not fits or turned.is_conv1d(key):
         raise AdapterError(
-            f"{adapter.path}: {layer.module} has matrices {' and '.join(map(str, map(list, shapes)))}"
-            f"{' with the norms of DoRA' * ('magnitude' in layer.keys)}, which do not fit {key} {list(spec.shape)} of "
-            "the base; give the base that it was trained on, or merge it with what trained it"
+            f"{adapter.path}: {layer.module} has matrices {' and '.join(map(str, map(list, shapes)))}, which do not "
+            f"fit {key} {list(spec.shape)} of the base; give the base that it was trained on, or merge it with what "
+            "trained it"
         )
+    _check_norms(adapter, layer, spec.shape[0], spec)
     return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer))
 
 

@@ -246,8 +246,10 @@ class _Layer:
             (one, two), (number, experts, begin, end) = factors, delta.expert
             one = one.view(experts, -1, one.shape[1])[number]
             factors = [one, two.view(two.shape[0], -1, experts)[begin:end, :, number]]
+        if delta.has_magnitude:
+            *factors, self.magnitude = factors
         if delta.form == "kronecker":
-            named = list(zip(delta.factors, factors, strict=True))
+            named = list(zip(delta.factors, factors, strict=False))  # without the magnitude
             ones, twos = ([factor for key, factor in named if f"lokr_{end}" in key] for end in ("w1", "w2"))
             cores = [factor for key, factor in named if "lokr_t2" in key]
             two = _around(cores[0], *twos) if cores else twos[0] if len(twos) == 1 else twos[0] @ twos[1]
@@ -330,25 +332,20 @@ class _Layer:
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
         """Return DoRA's magnitude divided by the norm of each output in the file's tensor with this layer merged."""
-        magnitude = self.factors[2]
         if self._norms is not None:
-            return (magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(self.source.shape) - 2))
+            return (self.magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(self.source.shape) - 2))
         whole = self._whole(first, last)
         norms: torch.Tensor = torch.linalg.vector_norm(whole, dim=tuple(range(1, whole.ndim)))
-        ratio = magnitude.flatten()[first:last] / norms
-        if self.delta.is_narrow and not self._is_of_lycoris:
+        ratio = self.magnitude.flatten()[first:last] / norms
+        if self.delta.is_narrow and not self.delta.has_dora_scale:
             ratio = ratio.to(torch_dtype(self.source.spec.dtype))
         return ratio.view(-1, *(1,) * (whole.ndim - 1))
-
-    @property
-    def _is_of_lycoris(self) -> bool:
-        return self.delta.factors[2].endswith("dora_scale")
 
     @property
     def _is_by_columns(self) -> bool:
         """Whether DoRA's outputs are the columns: LyCORIS may have a magnitude for each input, [1, inputs, 1, 1], where
         peft has [1, outputs, 1, 1]."""
-        is_for_inputs = self._is_of_lycoris and self.factors[2].shape[0] == 1 < self.source.shape[0]
+        is_for_inputs = self.delta.has_dora_scale and self.magnitude.shape[0] == 1 < self.source.shape[0]
         return self.delta.transposed or is_for_inputs
 
     def _whole(self, first: int, last: int) -> torch.Tensor:

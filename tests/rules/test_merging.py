@@ -491,6 +491,32 @@ def test_dora_by_inputs(kernel, most, tmp_path, monkeypatch):
     torch.testing.assert_close(got["q.weight"], whole * norms / columns)
 
 
+_TWO = {"hada_w1_a": (40, 2), "hada_w1_b": (2, 54), "hada_w2_a": (40, 2), "hada_w2_b": (2, 54)}
+_THREE = {"lora_down.weight": (2, 6, 1, 1), "lora_up.weight": (40, 2, 1, 1), "lora_mid.weight": (2, 2, 3, 3)}
+
+
+@pytest.mark.parametrize("norms", [(40, 1, 1, 1), (1, 6, 1, 1)])
+@pytest.mark.parametrize("parts", [_TWO, _THREE, {"lokr_w1": (4, 2), "lokr_w2": (10, 3, 3, 3)}])
+def test_dora_of_other_products_of_lycoris(parts, norms, tmp_path, monkeypatch):
+    """A weight with the same product and no norms is what the norms are of."""
+    monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
+    base, file = {"q.weight": torch.randn(40, 6, 3, 3)}, tmp_path / "x.safetensors"
+    own = {name: torch.randn(shape) for name, shape in {**parts, "alpha": ()}.items()}
+
+    def merged(unmerge=False, **more):
+        save_file({f"lora_unet_q.{name}": value for name, value in {**own, **more}.items()}, file)
+        return ckptfix.repair_state_dict(base, adapter=file, select="FIL108", unmerge=unmerge)[0]["q.weight"]
+
+    whole, scale = merged(), torch.rand(norms)
+    axis = norms.index(max(norms))
+    length = whole.transpose(0, axis).flatten(1).norm(dim=1).view(norms)
+    torch.testing.assert_close(merged(dora_scale=scale), whole * scale / length)
+    with pytest.raises(AdapterError, match="has no norm for each of 40 outputs"):
+        merged(dora_scale=torch.rand(1, 7, 1, 1))
+    with pytest.raises(AdapterError, match="the norms of DoRA"):
+        merged(dora_scale=scale, unmerge=True)
+
+
 def test_the_norms_of_a_table_take_one_pass(tmp_path, monkeypatch):
     """Those of its columns are over all rows; two threads wanted them at once, of some columns at a time."""
     monkeypatch.setattr("ckptfix.values.merged_tensors.BLOCK", 1)
