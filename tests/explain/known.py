@@ -85,7 +85,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "This model is NOT forwards compatible with YOLOv8 at https://github.com/ultralytics/ultralytics.",
         "TypeError: ERROR: best.pt is not forwards compatible with YOLOv11",
     ),
-    "gone-from-numpy": (),
     "attribute-of-module": (),
     "missing-entry": ("KeyError: 'dims'", 'KeyError: "network_weights"'),
     "bytes-keys": ("TypeError: endswith first arg must be bytes or a tuple of bytes, not str",),
@@ -468,8 +467,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: len() of a 0-d tensor",
         "IndexError: invalid index of a 0-dim tensor. Use tensor.item() to convert a 0-dim tensor to a Python number",
     ),
-    "old-ffi": ("ModuleNotFoundError: No module named 'torch.utils.ffi'",),
     "gone-from-torch": (
+        "AttributeError: module 'numpy' has no attribute 'bool'",
         "ImportError: cannot import name 'container_abcs' from 'torch._six'",
         "ImportError: cannot import name 'load_state_dict_from_url' from 'torchvision.models.utils'",
         "ModuleNotFoundError: No module named 'torchvision.models.utils'",
@@ -539,6 +538,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " your model with the `save_pretrained` method. Defaulting to 'pt' metadata.",
     ),
     "shared-tensors": (
+        "ValueError: You are trying to save a sparse tensors: `['w']` which this library does not support.",
         "RuntimeError: The weights trying to be saved contained shared tensors [{'lm_head.weight',"
         " 'model.embed_tokens.weight'}] that are mismatching the transformers base configuration.",
         "ValueError: You are trying to save a non contiguous tensor: `fc.weight` which is not allowed.",
@@ -685,6 +685,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Unable to find a valid cuDNN algorithm to run convolution",
     ),
     "extension-out-of-date": (
+        "ModuleNotFoundError: No module named 'torch.utils.ffi'",
+        "ImportError: torch.utils.ffi is deprecated. Please use cpp extensions instead.",
         "error: 'THCudaMalloc' was not declared in this scope",
         'lib/nms.cpp:4:35: error: identifier "AT_CHECK" is undefined',
         "src/nms_cuda.c:1:10: fatal error: THC/THC.h: No such file or directory",
@@ -892,7 +894,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "optimizer-state-missing": (),
     "external-module-of-package": (),
-    "sparse-in-safetensors": (),
     "not-picklable": (
         "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f>: attribute lookup <lambda> on __main__ failed",
         "TypeError: cannot pickle '_thread.lock' object",
