@@ -25,8 +25,8 @@ steps predict. The message says whether that agrees.
   warning if less than a tenth is predicted, and no more than that is left.
 - A tiny matrix that did get gradients, and whose size decay does not explain, started so: a note.
 - If it has no moments (plain SGD) or there is no optimizer, a tiny matrix is a note too if it is not called a weight or
-  kernel (a hash grid, a gate), if the optimizer had no weight decay, or if one direction holds most of it, as of a last
-  layer that a few steps moved away from zero: decay keeps a random start random.
+  kernel (a hash grid, a gate), if the optimizer had no weight decay, or if it is a last layer of which one direction
+  holds most, as few steps leave one that started at zero: decay keeps a random start random.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
@@ -161,8 +161,10 @@ def _started_so(matrix: _Matrix, witness: Witness) -> bool:
 
 
 def _is_lopsided(matrix: _Matrix, context: Context) -> bool:
-    """Return whether one direction holds most of a matrix, as of the gradients of few steps. What was drawn by chance
-    has none, and decay keeps the shape of that."""
+    """Return whether one direction holds most of a last layer, as of the gradients of few steps. What was drawn by
+    chance has none, and decay keeps the shape of that; in Adam's gradients, it gives a layer one, too."""
+    if matrix.key != [*context.matrices][-1] and not is_head(matrix.key):
+        return False
     spec = context.checkpoint.specs[matrix.key]
     columns = math.prod(spec.shape[1:])
     rows = min(spec.shape[0], max(LOOK // columns, 1))
