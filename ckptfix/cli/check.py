@@ -69,8 +69,7 @@ def _checkpoints(path: str) -> Iterable[str]:
 
     items = [item for item in list_zoo(open_place(path)) if item.kind is not ItemKind.OTHER and not item.is_doubtful]
     if is_of_library:  # beside its weights are an optimizer and the like, and in folders those of other steps
-        names = [(item, Path(item.name).name) for item in items]
-        items = [item for item, name in names if name != "training_args.bin" and not OF_TRAINERS.fullmatch(name)]
+        items = [item for item in items if not OF_TRAINERS.fullmatch(Path(item.name).name)]
         if sum("/" not in item.name for item in items) < 2:
             return [path]
     return [str(Path(path, item.name)) for item in items] or [path]

@@ -213,6 +213,5 @@ def _disarmed(checkpoint: Checkpoint) -> Checkpoint:
         for module, row in (checkpoint.metadata or {}).items()
     }
     tensors = dict(checkpoint.specs)
-    return replace(
-        checkpoint, entries=tensors, metadata=metadata or None, root=tensors, container=(), candidates=(), remarks=()
-    )
+    bare = replace(checkpoint, entries=tensors, metadata=metadata or None, root=tensors, container=(), candidates=())
+    return replace(bare, beside={}, remarks=())

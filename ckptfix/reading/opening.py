@@ -46,7 +46,7 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
             raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
         path, weights = os.fspath(source), settings.weights
         checkpoint = open_file(path, weights, salvage=settings.salvage, member=settings.member, narrow=False)
-        return replace(checkpoint, beside=_saved_beside(Path(path)))
+        return _with_trainers_files(checkpoint, Path(path))
     if settings.compare == SOURCE:
         raise UsageError(
             Opt("compare", "source"), ": a state_dict in memory is not a file; name a file to compare with"
@@ -119,7 +119,7 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
 # All that they resume from, on any number of ranks.
 OF_TRAINERS = re.compile(
     r"(optimizer|scheduler)\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin"
-    r"|dl_state_dict(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|trainer_state\.json"
+    r"|dl_state_dict(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|training_args\.bin|trainer_state\.json"
 )
 
 # The names under which they save the model itself.
@@ -127,20 +127,25 @@ MODELS = frozenset(
     f"{name}{end}"
     for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
     for end in ("", ".index.json")
-)
+) | {"adapter_model.safetensors", "adapter_model.bin"}
 
 
-def _saved_beside(path: Path) -> dict[str, Any]:
-    """Read the optimizer and the scheduler that a trainer saved next to a model; no tensor is read."""
+def _with_trainers_files(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """Return the checkpoint with the optimizer and the scheduler that a trainer saved next to it, and with a remark for
+    each function that any of a trainer's files runs; no tensor is read."""
     folder = path if path.is_dir() else path.parent
-    if not (path.is_dir() or path.name in MODELS):
-        return {}
-    found = {}
-    for name in OPTIMIZERS:
-        if (folder / name).is_file():
-            with contextlib.suppress(CkptfixError):  # a check of that file itself says what is wrong with it
-                found[name] = read_document(Content.of_file(str(folder / name))).root
-    return found
+    if not (path.is_dir() or (path.name in MODELS and folder.is_dir())):
+        return checkpoint
+    beside: dict[str, Any] = {}
+    armed: list[Fact] = []
+    for file in sorted(folder.iterdir()):
+        if OF_TRAINERS.fullmatch(file.name) and file.suffix != ".json" and file.is_file():
+            with contextlib.suppress(UnreadableError, UsageError):  # a check of that file says what is wrong with it
+                document = read_document(Content.of_file(str(file)))
+                armed += [replace(fact, place=file.name) for fact in document.remarks if fact.kind is Kind.PAYLOAD]
+                if file.name in OPTIMIZERS:
+                    beside[file.name] = document.root
+    return replace(checkpoint, beside=beside, remarks=(*checkpoint.remarks, *armed))
 
 
 def open_file(

@@ -6,7 +6,8 @@ are spelled. Beside these, which no checkpoint even names, what is *called*: a h
 functions that pickle, torch and numpy write values with; a call of any other function of the standard library or of a
 package that everybody has (`pathlib.Path.write_text`), and a call of what a call gave (`functools.partial()`), is there
 to do something. Further pickles in the archive that torch.load never reads, where a scanner or another reader might,
-are a warning.
+are a warning. The files of a trainer beside a model (`optimizer.pt`, `rng_state.pth`, `training_args.bin`) are read for
+this too, because a resumed training loads them.
 
 So is the code that a `torch.fx.GraphModule` brings along as text, as long as it is what torch.fx writes: calls of
 submodules and of operations on tensors. Code that does more is an error like the rest.
@@ -36,7 +37,7 @@ from msgspec.structs import replace
 from ckptfix.core.edits import Disarm, Plain
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise
-from ckptfix.reading.pickles.payload import GRAPH_CODE
+from ckptfix.reading.pickles.payload import GRAPH_CODE, PICKLE
 from ckptfix.rules.rule import Context, Rule
 
 REMEDIES = (
@@ -50,18 +51,30 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
     fix = None
     if context.settings.disarm and context.checkpoint.specs:
         armed = context.checkpoint.remarked(Kind.PAYLOAD, Kind.HIDDEN_PICKLE)
-        names = ", ".join(remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed)
-        fix = Fix.requested((Disarm(names),))
+        left_out = [remark.data["name"] if remark.kind is Kind.PAYLOAD else remark.place for remark in armed]
+        fix = Fix.requested((Disarm(", ".join(left_out)),))
     remedies = REMEDIES if context.checkpoint.specs else REMEDIES[:1]
-    payload = [fact.data["name"] for fact in context.checkpoint.remarked(Kind.PAYLOAD)]
+    payload = [fact for fact in context.checkpoint.remarked(Kind.PAYLOAD) if fact.place == PICKLE]
     if payload:
+        names = [fact.data["name"] for fact in payload]
         yield rule.finding(
             Level.ERROR,
-            f"the file is built to run code when it is loaded: it names {', '.join(payload)}",
-            evidence={"globals": payload},
+            f"the file is built to run code when it is loaded: it names {', '.join(names)}",
+            evidence={"globals": names},
             fix=fix,
             remedies=remedies,
             blocks=Blocks.WRITING | Blocks.LOADING,
+        )
+    if beside := [fact for fact in context.checkpoint.remarked(Kind.PAYLOAD) if fact.place != PICKLE]:
+        names = [*dict.fromkeys(fact.data["name"] for fact in beside)]
+        files = [*dict.fromkeys(fact.place for fact in beside)]
+        yield rule.finding(
+            Level.ERROR,
+            f"a training that is resumed from it would run code: {', '.join(files)} names {', '.join(names)}",
+            evidence={"globals": names, "files": files},
+            fix=fix and replace(fix, edits=() if payload else fix.edits),
+            remedies=remedies,
+            blocks=Blocks.WRITING,  # a load of the weights reads none of them
         )
     if stored := context.checkpoint.remarked(Kind.STORED_CODE):
         edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)
@@ -70,7 +83,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             "the file holds Python code as text, and torch.load with weights_only=False runs it: a graph of torch.fx, "
             "whose code calls operations on tensors and nothing else",
             evidence={"globals": [remark.data["name"] for remark in stored]},
-            fix=Fix.safe(edits) if fix is None else replace(fix, edits=() if payload else fix.edits),
+            fix=Fix.safe(edits) if fix is None else replace(fix, edits=() if payload or beside else fix.edits),
             remedies=advise("load the state_dict that ckptfix repair writes into the model's own class"),
             blocks=Blocks.WRITING | Blocks.LOADING,
         )
@@ -80,7 +93,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             Level.WARNING,
             f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
             evidence={"members": hidden},
-            fix=fix and replace(fix, edits=() if payload or stored else fix.edits),
+            fix=fix and replace(fix, edits=() if payload or beside or stored else fix.edits),
             remedies=remedies,
             blocks=Blocks.WRITING | Blocks.LOADING,
         )

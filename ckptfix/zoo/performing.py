@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.checksums import sha256_of_file
 from ckptfix.bytes.threads import background, without_threads
+from ckptfix.core.edits import Disarm
 from ckptfix.core.finding import Level, Placeholder, Remedy, Subject
 from ckptfix.core.option import CHECK, Scope
 from ckptfix.core.options import BY_NAME, flag_text, option_words, settings_of
@@ -84,7 +85,9 @@ def treated(job: Job, path: Path, area: Workplace) -> Done:
         elif are_several:
             if not done.is_changed:
                 copy_file(path, draft.with_name(basename(goal)))
-            staged, facts = _several(job, path, draft.parent, goal)
+            if not any(isinstance(edit, Disarm) for edit in done.report.edits):
+                _copy_beside(job, path, draft.parent)
+            staged, facts = _several(job, draft.parent, goal)
         else:
             goal = name_with_hash(goal, written_sha256, sha256)
             facts = {"output": goal, "output_size": draft.stat().st_size, "output_sha256": written_sha256}
@@ -183,12 +186,16 @@ def _copied(job: Job, path: Path, output: str, area: Workplace) -> tuple[Staged,
     return tuple(staged)
 
 
-def _several(job: Job, path: Path, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
-    """Return the files that were written, shards or a model with its optimizer, to be put in place, and their fields
-    of the record. What a trainer saved beside the model and no edit has changed is copied."""
+def _copy_beside(job: Job, path: Path, folder: Path) -> None:
+    """Copy what a trainer saved beside the model and no edit has changed."""
     for part in job.item.beside:
-        if not (goal_of_part := folder / basename(part.name)).exists():
-            copy_file(_root_of(job, path) / part.name, goal_of_part)
+        if not (goal := folder / basename(part.name)).exists():
+            copy_file(_root_of(job, path) / part.name, goal)
+
+
+def _several(job: Job, folder: Path, goal: str) -> tuple[tuple[Staged, ...], dict[str, Any]]:
+    """Return the files that were written, shards or a model with its optimizer, to be put in place, and their fields
+    of the record."""
     # The model or the index last: readers find the shards through it.
     files = sorted(folder.iterdir(), key=lambda file: (file.name.startswith(basename(goal)), file.name))
     is_flushed = not _is_flushed_later(job) and not job.item.beside

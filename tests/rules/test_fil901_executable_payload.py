@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptfix
 from tests.checks import assert_same, check_noop
@@ -82,3 +83,34 @@ def test_disarmed_weights_load_into_a_model(tmp_path: Path) -> None:
         ckptfix.load(model, armed)
     ckptfix.load(model, armed, disarm=True)
     assert torch.equal(model.state_dict()["fc.weight"], WEIGHTS["fc.weight"])
+
+
+OF_TRAINERS = ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin")
+
+
+def _trainers_folder(folder: Path, model: str, armed: str = "") -> Path:
+    folder.mkdir()
+    save_file(WEIGHTS, folder / model)
+    for name in OF_TRAINERS:
+        torch.save(_Payload() if name == armed else {"last_epoch": 1}, folder / name)
+    return folder / model
+
+
+def test_noop_a_model_with_what_its_trainer_saved(tmp_path: Path) -> None:
+    assert ckptfix.check(_trainers_folder(tmp_path / "run", "model.safetensors")).findings == ()
+
+
+@pytest.mark.parametrize("model", ["model.safetensors", "adapter_model.safetensors"])
+@pytest.mark.parametrize("armed", OF_TRAINERS)
+def test_what_a_trainer_loads_beside_the_model_is_read_too(armed: str, model: str, tmp_path: Path) -> None:
+    file = _trainers_folder(tmp_path / "run", model, armed)
+    output = tmp_path / "new" / model
+    output.parent.mkdir()
+    report = ckptfix.repair(file, output=output).report
+    assert [(finding.code, finding.evidence["files"]) for finding in report.remaining] == [("FIL901", [armed])]
+    assert not list(output.parent.iterdir())
+    assert ckptfix.repair(file, output=output, disarm=True).report.exit_code == 0
+    assert [path.name for path in output.parent.iterdir()] == [model]
+    net = torch.nn.Sequential()
+    net.add_module("fc", torch.nn.Linear(4, 3))
+    ckptfix.load(net, file)  # which reads only the weights

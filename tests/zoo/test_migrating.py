@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptfix.bytes.transfers import ForbiddenError
 from ckptfix.errors import UsageError
@@ -410,3 +412,28 @@ def test_an_optimizer_beside_a_model_follows_it(tmp_path):
         assert torch.load(folder / "scheduler.pt") == {"base_lrs": [1.0], "last_epoch": 3, "_step_count": 4}
         torch.optim.AdamW(model.parameters()).load_state_dict(torch.load(folder / "optimizer.pt"))
     assert run(tmp_path / "old", tmp_path / "new", table=table, verify=True).summary.earlier_files == 3
+
+
+@pytest.mark.parametrize("model", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
+def test_all_that_a_trainer_saved_goes_with_its_model(tmp_path, model):
+    """Also what holds no weights: the arguments and the random states. Code in any of it holds the whole back."""
+    for run_folder in ("fine", "armed"):
+        folder = tmp_path / "old" / run_folder
+        folder.mkdir(parents=True)
+        (save_file if model.endswith("safetensors") else torch.save)({"a.weight": torch.ones(2, 3)}, folder / model)
+        torch.save({"python": 1}, folder / "rng_state.pth")
+        torch.save(argparse.Namespace(lr=0.1), folder / "training_args.bin")
+        torch.save({"last_epoch": 3, "_step_count": 4}, folder / "scheduler.pt")
+    torch.save(zoos.Payload(), tmp_path / "old" / "armed" / "rng_state.pth")
+
+    run(tmp_path / "old", tmp_path / "new")
+
+    outcomes = {f"armed/{model}": "needs a decision", f"fine/{model}": "already fine"}
+    assert zoos.outcomes(tmp_path / "new") == outcomes
+    assert not (tmp_path / "new" / "armed").exists()
+    for path in (tmp_path / "old" / "fine").iterdir():
+        assert (tmp_path / "new" / "fine" / path.name).read_bytes() == path.read_bytes()
+
+    run(tmp_path / "old", tmp_path / "new", table=plain_table({"disarm": True}))
+    assert [path.name for path in (tmp_path / "new" / "armed").iterdir()] == [model]
+    assert len(list((tmp_path / "new" / "fine").iterdir())) == 4

@@ -54,7 +54,7 @@ def weights(seed: int, prefix: str = "") -> OrderedDict[str, torch.Tensor]:
     )
 
 
-class _Payload:
+class Payload:
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/ckptfix-was-here",)
 
@@ -83,7 +83,7 @@ def build(folder: Path, samples: Path) -> Path:
     (folder / "broken/empty.pth").write_bytes(b"")
     (folder / "broken/cut.pth").write_bytes(whole[: len(whole) // 2])
     (folder / "broken/page.pth").write_bytes(b"<html><title>404 Not Found</title></html>")
-    torch.save({"state_dict": weights(12), "note": _Payload()}, folder / "broken/evil.pth")
+    torch.save({"state_dict": weights(12), "note": Payload()}, folder / "broken/evil.pth")
     first, second = weights(10), weights(11)
     save_file({f"a.{key}": value for key, value in first.items()}, folder / "shards/model-00001-of-00002.safetensors")
     save_file({f"b.{key}": value for key, value in second.items()}, folder / "shards/model-00002-of-00002.safetensors")

@@ -25,6 +25,7 @@ from ckptfix.core.objects import Global
 from ckptfix.errors import HostileError, UnreadableError
 
 # What builds a `torch.fx.GraphModule` from code that the file holds as text.
+PICKLE = "pickle"  # the place of a remark about the pickle of the file itself
 STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
 GRAPH_CODE = "the code of a torch.fx graph"  # how an edit names that code
 _NAMED = 4
@@ -170,11 +171,11 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
     A graph of torch.fx whose stored code calls only operations gets a remark of its own kind, ``stored-code``."""
     names = set(names)
     found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
-    remarks = [Fact.of(Kind.PAYLOAD, "pickle", name=name) for name in sorted(found)]
+    remarks = [Fact.of(Kind.PAYLOAD, PICKLE, name=name) for name in sorted(found)]
     if STORED_CODE in names - found:
-        remarks.append(Fact.of(Kind.STORED_CODE, "pickle", name=STORED_CODE))
+        remarks.append(Fact.of(Kind.STORED_CODE, PICKLE, name=STORED_CODE))
     others = sorted(name for name in names - found if not name.endswith("()") and not is_trusted(name))
-    return remarks + [Fact.of(Kind.UNTRUSTED, "pickle", name=name) for name in others]
+    return remarks + [Fact.of(Kind.UNTRUSTED, PICKLE, name=name) for name in others]
 
 
 @contextmanager
