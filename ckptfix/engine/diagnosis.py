@@ -195,7 +195,8 @@ def report_on(
     if target is None:
         from ckptfix.known.recognition import likeness_of
 
-        likeness = likeness_of(diagnosis.result if settings.rename_map or settings.rename else checkpoint)
+        is_renamed = call.function != "check" or settings.rename_map or settings.rename
+        likeness = likeness_of(diagnosis.result if is_renamed else checkpoint)
     else:
         from ckptfix.core.coverage import lost_by_edits, measure_coverage, obstacles
 

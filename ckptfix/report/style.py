@@ -5,7 +5,6 @@ key, a message or a file name with an escape sequence in it cannot reach the ter
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -145,8 +144,8 @@ def percent(part: int, whole: int) -> str:
         return "100 %"
     if part == 0:
         return "0 %"
-    hundredths = math.floor(10_000 * part / whole)
-    return "< 0.01 %" if hundredths == 0 else f"{hundredths / 100:g} %"
+    share = min(round(100 * part / whole, 2), 99.99)
+    return "< 0.01 %" if share == 0 else f"{share:g} %"
 
 
 def tensor_text(dtype: str, shape: Sequence[int] | None) -> str:

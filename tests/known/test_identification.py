@@ -220,6 +220,11 @@ def test_a_file_is_likened_with_the_names_of_the_map(folder, command):
     assert "looks like: torchvision squeezenet1_1" in run_here(command, f"away_{command}.pth", *back, cwd=folder).stdout
 
 
+def test_a_repaired_file_is_likened_with_its_new_names(folder):
+    done = run_here("repair", "squeeze.pth", cwd=folder)
+    assert "looks like: torchvision squeezenet1_1, 10 classes\n" in done.stdout
+
+
 def test_a_likeness_is_a_remark_and_no_finding(folder):
     (report,) = json.loads(run_here("check", "squeeze.pth", "--output-format", "json", cwd=folder).stdout)["reports"]
     assert report["likeness"]["target"] == "known:torchvision/squeezenet1_1[num_classes=10]"

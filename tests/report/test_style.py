@@ -94,6 +94,8 @@ def test_size():
         pytest.param(10**9 - 1, 10**9, "99.99 %", id="one missing of many is not 100"),
         pytest.param(1, 10**9, "< 0.01 %", id="one of many is not 0"),
         pytest.param(1, 2, "50 %", id="half"),
+        pytest.param(170, 11_490, "1.48 %", id="nearest, as messages round it"),
+        pytest.param(11_320, 11_490, "98.52 %", id="and with the rest 100"),
     ],
 )
 def test_percent(part, whole, text):
