@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ _PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
 _XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])(?=\.(?:up|down)\.)")
 _XLABS_SIDES = {"1": "img", "2": "txt"}
 _COMPONENT = re.compile(
-    r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer|prior|diffusion_model)\."
+    r"(?P<dotted>unet|text_encoder(?:_\d)?|text_encoders\.\w+\.transformer|transformer(?:_\d|_ref)?|prior|connectors"
+    r"|text_conditioner|diffusion_model)\."
     r"|(?P<kohya>lora_(?:unet|te\d?|transformer|prior)|lycoris)[_.]"
 )
 _FOREIGN = re.compile(
@@ -203,6 +205,30 @@ class Adapter(Struct, frozen=True):
         start = f"{layer.component}."
         parts = {key.removeprefix(start): value for key, value in self.config.items() if key.startswith(start)}
         return parts or self.config
+
+    def sizes(self, layer: AdapterLayer) -> frozenset[int]:
+        """Return how many inputs and outputs a layer changes, as far as its tensors say so."""
+        of_end = {role: spec.shape for role in layer.keys if (spec := self.spec(layer, role)) is not None}
+        if layer.is_kronecker:
+            one, two = (self.whole_shape(layer, name) for name in ("lokr_w1", "lokr_w2"))
+            return frozenset(map(mul, one, two))
+        if "hada_w1_a" in of_end:
+            first = int(CORES[0] in of_end)
+            return frozenset((*of_end["hada_w1_a"][first : first + 1], *of_end["hada_w1_b"][1:2]))
+        if "A" in of_end:
+            return frozenset((*of_end["A"][1:2], *of_end["B"][:1]))
+        return frozenset(of_end.get("diff", ()))
+
+    def whole_shape(self, layer: AdapterLayer, name: str) -> tuple[int, ...]:
+        """Return the shape of a matrix of LoKr that is whole, or the product of two."""
+        if (whole := self.spec(layer, name)) is not None:
+            return whole.shape
+        pair = [self.checkpoint.specs[layer.keys[f"{name}_{end}"]].shape for end in "ab"]
+        core = self.spec(layer, CORES[2]) if name == "lokr_w2" else None
+        if core is not None:
+            return (pair[0][1], pair[1][1], *core.shape[2:]) if core.shape[:2] == (pair[0][0], pair[1][0]) else ()
+        fits = len(pair[0]) == len(pair[1]) == 2 and pair[0][1] == pair[1][0]
+        return (pair[0][0], pair[1][1]) if fits else ()
 
     def with_rank(self, layer: AdapterLayer) -> TensorSpec | None:
         """Return the spec of the tensor of a layer whose first axis is the rank."""

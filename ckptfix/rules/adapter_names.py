@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,9 @@ class BaseNames:
 
     def _has_shapes(self, found: Mapping[str, str]) -> bool:
         for layer in self.layers:
-            one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
-            if one is None or two is None or layer.module not in found or not one.shape[1:] or not two.shape:
-                continue
-            shapes = [self.checkpoint.specs[key].shape for key in self.known[found[layer.module]]]
-            if not any({one.shape[1], two.shape[0]} <= {*shape} for shape in shapes):
+            keys, sizes = self.known[found[layer.module]] if layer.module in found else (), self.adapter.sizes(layer)
+            shapes = [self.checkpoint.specs[key].shape for key in keys]
+            if shapes and not any(sizes <= {*shape, prod(shape[1:])} for shape in shapes):
                 return False
         return True
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -168,9 +169,18 @@ def _deltas(
     if not any(each.found for each in names.values()):
         raise next(iter(names.values())).mismatch()
     # Text encoders have the same names: one that another component of the adapter fits is not for this one.
-    taken = {name for each in names.values() if each.is_complete and each.has_shapes for name in each.found.values()}
+    fitting = [component for component, each in names.items() if each.is_complete and each.has_shapes]
+    taken = Counter(name for component in fitting for name in names[component].found.values())
+    if max(taken.values(), default=1) > 1:
+        own = [component for component in fitting if component in Path(checkpoint.path).parts[-2:]]
+        if not own:
+            raise AdapterError(
+                f"{adapter.path}: its layers for {' and '.join(fitting)} all fit {checkpoint.path}; name the base by "
+                f"its folder in the pipeline of diffusers, such as {fitting[-1]}, or save the adapter of each by itself"
+            )
+        fitting = own
     for component, each in names.items():
-        is_other = not (each.is_complete and each.has_shapes) and not taken.isdisjoint(each.found.values())
+        is_other = component not in fitting and not taken.keys().isdisjoint(each.found.values())
         if len(names) > 1 and (not each.found or is_other):
             merge.left[component] = len(groups[component])
             del groups[component]
@@ -441,7 +451,7 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
     wanted = (spec.shape[0], prod(spec.shape[1:]))
     if layer.is_kronecker:
-        one, two = (_whole_shape(adapter, layer, name) for name in ("lokr_w1", "lokr_w2"))
+        one, two = (adapter.whole_shape(layer, name) for name in ("lokr_w1", "lokr_w2"))
         fits = len(one) == 2 and len(two) > 1 and (one[0] * two[0], one[1] * prod(two[1:])) == wanted
         # With the kernel of a Conv1d as a whole, peft's product is another one than LyCORIS'.
         fits = fits and (len(two) == 2 or (len(two) == 4 and two[2:] == spec.shape[2:]))
@@ -458,18 +468,6 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
         )
     _check_norms(adapter, layer, spec.shape[0], spec)
     return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer))
-
-
-def _whole_shape(adapter: Adapter, layer: AdapterLayer, name: str) -> tuple[int, ...]:
-    """Return the shape of a matrix of LoKr that is whole, or the product of two."""
-    if (whole := adapter.spec(layer, name)) is not None:
-        return whole.shape
-    pair = [adapter.checkpoint.specs[layer.keys[f"{name}_{end}"]].shape for end in "ab"]
-    core = adapter.spec(layer, CORES[2]) if name == "lokr_w2" else None
-    if core is not None:
-        return (pair[0][1], pair[1][1], *core.shape[2:]) if core.shape[:2] == (pair[0][0], pair[1][0]) else ()
-    fits = len(pair[0]) == len(pair[1]) == 2 and pair[0][1] == pair[1][0]
-    return (pair[0][0], pair[1][1]) if fits else ()
 
 
 def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str) -> Delta:

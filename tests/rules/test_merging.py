@@ -446,6 +446,60 @@ def test_an_alpha_that_is_not_finite_is_refused(alpha, tmp_path):
         ckptfix.repair_state_dict({"q.weight": torch.ones(8, 8)}, adapter=tmp_path / "x.safetensors", values=False)
 
 
+FACTORS = {
+    "LoRA": {"lora_down.weight": (4, 1), "lora_up.weight": (1, 4)},
+    "LoHa": {f"hada_w{side}_{end}": (1, 4) if end == "a" else (4, 1) for side in "12" for end in "ab"},
+    "LoKr": {"lokr_w1": (1, 1), "lokr_w2": (1, 1)},
+    "a difference": {"diff": (1, 1)},
+}
+
+
+def of_component(component, kind, width):
+    """Return what an adapter has for the one layer ``q`` of a component, whose shapes are ``width`` where it is 1."""
+    torch.manual_seed(width)
+    scale = 2 if kind == "LoKr" else width
+    shapes = {leaf: [scale if size == 1 else size for size in shape] for leaf, shape in FACTORS[kind].items()}
+    if kind == "LoKr":
+        shapes["lokr_w2"] = [width // 2, width // 2]
+    return {f"{component}_q.{leaf}": torch.randn(shape) for leaf, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("width", [8, 12])
+@pytest.mark.parametrize("kind", FACTORS)
+def test_of_components_with_the_same_names_that_of_the_same_shapes_is_merged(kind, width, tmp_path):
+    one, two = of_component("lora_te1", kind, 8), of_component("lora_te2", kind, 12)
+    save_file(one | two, tmp_path / "both.safetensors")
+    save_file(one if width == 8 else two, tmp_path / "own.safetensors")
+    base = {"q.weight": torch.randn(width, width)}
+    merged = [
+        ckptfix.repair_state_dict(base, adapter=tmp_path / f"{name}.safetensors", values=False)[0]
+        for name in ("both", "own")
+    ]
+    assert_same(*merged)
+    assert not torch.equal(merged[0]["q.weight"], base["q.weight"])
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("text_encoder", "text_encoder_2"), ("transformer", "transformer_2")], ids=["SDXL", "Wan 2.2"]
+)
+def test_of_components_with_the_same_shapes_that_of_the_folder_is_merged(one, two, tmp_path):
+    parts = {name: {f"{name}.q.lora_{end}.weight": torch.randn(8, 8) for end in "AB"} for name in (one, two)}
+    parts |= {"both": parts[one] | parts[two]}
+    for name, tensors in parts.items():
+        file, config = tmp_path / f"{name}.safetensors", {f"{each}.lora_alpha": 8 for each in (one, two)}
+        save_file(tensors, file, {"lora_adapter_metadata": json.dumps(config)})
+    base = {"q.weight": torch.randn(8, 8)}
+    for name in (one, two):
+        place = tmp_path / "pipeline" / name / "model.safetensors"
+        place.parent.mkdir(parents=True)
+        save_file(base, place)
+        for adapter in (name, "both"):
+            ckptfix.repair(place, adapter=tmp_path / f"{adapter}.safetensors", output=place.parent / adapter)
+        assert_same(load_file(place.parent / "both"), load_file(place.parent / name))
+    with pytest.raises(AdapterError, match=rf"for {one} and {two} all fit .* such as {two}, or save"):
+        ckptfix.repair_state_dict(base, adapter=tmp_path / "both.safetensors", values=False)
+
+
 @pytest.mark.parametrize("prefix", ["lora_unet_", "lycoris_"])
 def test_what_lycoris_saves_is_what_it_adds_in_training(prefix, tmp_path):
     """Of LoKr with two whole matrices the scale is one; differences are added to weights, norms and biases."""
