@@ -7,6 +7,7 @@ import gc
 import os
 import runpy
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests import children, printed
 # the programs that are started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Or every program that is started compiles the package anew.
+# Or each worker and every program that is started compiles the package and the tests anew.
+sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).resolve().parent.parent
