@@ -210,10 +210,10 @@ class FileBuffer:
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
         start, stop, _ = slice(start, stop).indices(self._length)
+        count = NEAR  # at first: many who search have the next one near
         while start + len(sub) <= stop:
-            block = self._read(start, min(start + SEARCHED + len(sub) - 1, stop))
-            found = block.find(sub)
+            found = self._read(start, min(start + count + len(sub) - 1, stop)).find(sub)
             if found >= 0:
                 return start + found
-            start += SEARCHED
+            start, count = start + count, SEARCHED
         return -1

@@ -116,8 +116,9 @@ def test_what_is_near_is_read_once(buffer: FileBuffer, monkeypatch: pytest.Monke
 
 
 def test_it_finds_what_lies_across_two_blocks(buffer: FileBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.bytes.files.NEAR", 60)
     monkeypatch.setattr("ckptfix.bytes.files.SEARCHED", 100)
-    for sub in (bytes((99, 100, 101)), DATA[90:310], b"\0", b"nowhere"):
+    for sub in (bytes((59, 60, 61)), bytes((159, 160, 161)), DATA[90:310], b"\0", b"nowhere"):
         for start in (0, 1, 98, 100, 252, len(DATA) - 2, len(DATA)):
             assert buffer.find(sub, start) == DATA.find(sub, start)
             assert buffer.find(sub, start, start + 400) == DATA.find(sub, start, start + 400)
