@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import runpy
 import signal
 import sys
 import zlib
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,18 @@ def _copied_children(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr("ckptfix.smoke.launch.subprocess", children.SUBPROCESS)
             patch.setattr("ckptfix.zoo.engine.subprocess", children.SUBPROCESS)
         yield
+
+
+_FOLDERS = count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test's own, as pytest makes it, without its search for a number among thousands of folders."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(_FOLDERS)}"
+    path.mkdir(0o700)
+    return path
 
 
 @pytest.fixture
