@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zipfile
 from pathlib import Path
@@ -178,13 +179,13 @@ def test_members_of_other_methods_are_read_or_named(file: Path, name: str) -> No
         ckptfix.open_checkpoint(file)
 
 
-@pytest.mark.parametrize("properties", range(226))
-def test_lzma_members_with_other_properties_end_in_an_error_or_a_checkpoint(file: Path, properties: int) -> None:
+def test_lzma_members_with_other_properties_end_in_an_error_or_a_checkpoint(file: Path) -> None:
     data = bytearray(zipped({"model.pth": saved()}, zipfile.ZIP_LZMA))
-    data[30 + len("model.pth") + 4] = properties
-    file.write_bytes(data)
-    if properties == 93:  # lc 3, lp 0, pb 2: what everybody writes
-        assert_same(dict(ckptfix.open_checkpoint(file).state_dict()), WEIGHTS)
-        return
-    with pytest.raises(ckptfix.UnreadableError):
-        ckptfix.open_checkpoint(file)
+    read = []
+    for properties in range(226):
+        data[30 + len("model.pth") + 4] = properties
+        file.write_bytes(data)
+        with contextlib.suppress(ckptfix.UnreadableError):
+            assert_same(dict(ckptfix.open_checkpoint(file).state_dict()), WEIGHTS)
+            read.append(properties)
+    assert read == [93]  # lc 3, lp 0, pb 2: what everybody writes

@@ -80,9 +80,9 @@ def _places(data: bytes, state_dict: StateDict) -> dict[str, tuple[int, int]]:
 
 def _cuts(data: bytes, places: dict[str, tuple[int, int]]) -> list[int]:
     """Every position around the start and the end of each tensor, and some of all others, at any place in a number."""
-    edges = {edge + near for place in places.values() for edge in place for near in range(-20, 20)}
+    edges = {edge + near for place in places.values() for edge in place for near in range(-9, 10)}
     first, last = min(start for start, _ in places.values()), max(end for _, end in places.values())
-    others = (*range(1, first, 23), *range(first, last, 7), *range(last, len(data), 5))
+    others = (*range(1, first, 41), *range(first, last, 7), *range(last, len(data), 13))
     return sorted(cut for cut in edges.union(others) if 0 < cut < len(data))
 
 
