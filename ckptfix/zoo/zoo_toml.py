@@ -225,6 +225,8 @@ def _no_such_key(key: str, value: object) -> str:
 def _options(
     where: str, folder: Path, table: Mapping[str, Any], keys: Mapping[str, Any], *others: str
 ) -> dict[str, Any]:
+    if "exclude" in table:
+        raise UsageError(f'{where}: exclude is for the whole zoo; write exclude = ["…"] above the first table')
     output = table.get("output", "")
     if not isinstance(output, str):
         raise UsageError(f"{where}: output has to be a string, not {output!r:.60}")

@@ -149,6 +149,8 @@ def test_the_command_line_wins(tmp_path):
             "[[files]] 2 (b, c): there is no key modell; did you mean model?",
             id="a slip in the second table",
         ),
+        pytest.param("[[files]]\nmatch = 'a'\nexclude = ['b']", "above the first table", id="exclude after a table"),
+        pytest.param("[defaults]\nexclude = ['b']", "above the first table", id="exclude in the defaults"),
         pytest.param("[[files]]\nmatch = 'a'\nquiet = true", "(a): there is no key quiet", id="a flag of a report"),
         pytest.param("[defaults]\nsalvage = true", "[defaults]: there is no key salvage", id="a blank cheque"),
         pytest.param("[defaults]\nseed = 'x'", "[defaults]: seed has to be an integer", id="a text for a number"),
