@@ -150,7 +150,7 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle
         key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
     ):
         return  # layers of a model that has matrices of low rank itself
-    targets = Counter(layer.module.rpartition(".")[2] for layer in adapter.layers if not adapter.is_kohya)
+    targets = Counter(_last(layer.module) for layer in adapter.layers if not adapter.is_kohya)
     names = first_names(list(targets))
     zero = _zero_ranks(adapter) if context.settings.values and not is_idle else {}
     dead = sum(zero.values())
@@ -301,7 +301,13 @@ def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAd
 
 def _group(key: str) -> str:
     """Return the name of a tensor in its block: ``q_proj``, ``q_proj.bias``, ``experts.down_proj``."""
-    return ".".join(plain_name(key).split(".")[-2:]).removesuffix(".weight")
+    module, _, leaf = plain_name(key).rpartition(".")
+    return f"{_last(module)}.{leaf}".removesuffix(".weight") or leaf
+
+
+def _last(module: str) -> str:
+    """Return the last name of a path of modules, with the numbers after it: ``to_out.0``."""
+    return re.split(r"\.(?!\d+(?:\.|$))", module)[-1]
 
 
 def _in_words(sizes: Mapping[str, float]) -> str:

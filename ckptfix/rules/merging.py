@@ -167,7 +167,7 @@ def _deltas(
         if any(len(each.found) > len(names[component].found) for component, each in again.items()):
             view, places, names = other, known, again
     if not any(each.found for each in names.values()):
-        raise next(iter(names.values())).mismatch()
+        raise max(names.values(), key=lambda each: len(each.layers)).mismatch()
     # Text encoders have the same names: one that another component of the adapter fits is not for this one.
     fitting = [component for component, each in names.items() if each.is_complete and each.has_shapes]
     taken = Counter(name for component in fitting for name in names[component].found.values())

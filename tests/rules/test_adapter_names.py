@@ -115,6 +115,14 @@ def test_layers_of_two_towers_are_not_those_of_one(tmp_path):
         ckptfix.repair_state_dict({"0.q.weight": torch.ones(2, 2)}, adapter=tmp_path)
 
 
+def test_of_several_components_the_largest_names_the_layers_that_are_not_there(tmp_path):
+    modules = ("text_encoder.q", "unet.q.0", "unet.v.0")
+    tensors = {f"{module}.lora_{side}.weight": torch.ones(2, 2) for module in modules for side in "AB"}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=r"lacks 2 of the adapter's 2 layers, such as q\.0"):
+        ckptfix.repair_state_dict({"k.weight": torch.ones(2, 2)}, adapter=tmp_path / "x.safetensors")
+
+
 def test_names_with_underscores_for_dots(tmp_path):
     """A kohya file without alpha scales by one; two modules that it cannot tell apart are refused."""
     base = {"a.b_c.weight": torch.randn(6, 4), "a.d.weight": torch.randn(6, 4)}

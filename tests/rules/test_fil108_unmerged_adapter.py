@@ -344,6 +344,7 @@ def test_how_far_the_base_changes(tmp_path):
     (found,) = [one for one in ckptfix.check(tmp_path / "base.pth", adapter=adapter).findings if one.code == "FIL108"]
     change = (want["q.weight"] - base["q.weight"])[:32].norm() / base["q.weight"][:32].norm()
     assert found.evidence["change"]["q"] == pytest.approx(float(change), rel=1e-3)
+    assert found.evidence["change"].keys() == {"q", "fc"}
     file = adapter / "adapter_model.safetensors"
     save_file({key: value * ("lora_A" in key) for key, value in load_file(file).items()}, file)
     (found,) = [one for one in ckptfix.check(tmp_path / "base.pth", adapter=adapter).findings if one.code == "FIL108"]
@@ -381,6 +382,8 @@ def test_a_folder_of_diffusers_has_its_bits(is_dora, dtype, tmp_path):
     repaired, report = ckptfix.repair_state_dict(base, adapter=tmp_path, select="FIL108")
     assert_same(repaired, dict(want.state_dict()))
     assert ("DoRA" in report.findings[0].message) == is_dora
+    kinds = {"to_q", "to_out.0", "conv1", "conv_shortcut", "proj_in"}
+    assert {name.removesuffix(".bias") for name in report.findings[0].evidence["change"]} == kinds
 
 
 @pytest.mark.slow
