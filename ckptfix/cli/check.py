@@ -67,12 +67,26 @@ def _checkpoints(path: str) -> Iterable[str]:
     from ckptfix.zoo.items import ItemKind, list_zoo
     from ckptfix.zoo.places import open_place
 
-    items = [item for item in list_zoo(open_place(path)) if item.kind is not ItemKind.OTHER and not item.is_doubtful]
+    items = [item for item in list_zoo(open_place(path)) if item.kind is not ItemKind.OTHER]
+    items = [item for item in items if not item.is_doubtful or _is_readable(str(Path(path, item.name)))]
     if is_of_library:  # beside its weights are an optimizer and the like, and in folders those of other steps
         items = [item for item in items if not OF_TRAINERS.fullmatch(Path(item.name).name)]
         if sum("/" not in item.name for item in items) < 2:
             return [path]
     return [str(Path(path, item.name)) for item in items] or [path]
+
+
+def _is_readable(path: str) -> bool:
+    """Return whether a file has weights, or is to be reported although it has none: it would run code."""
+    import ckptfix
+
+    try:
+        ckptfix.open_checkpoint(path)
+    except UnreadableError:
+        return False
+    except CkptfixError:
+        pass
+    return True
 
 
 @contextmanager

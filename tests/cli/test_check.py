@@ -1,6 +1,8 @@
 import json
+import pickle
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +77,18 @@ def test_checkpoints_beside_the_weights_of_a_library_are_checked_too(folder):
     for name in ("wrapped.pth", "good.pth"):
         (folder / name).rename(folder / {"wrapped.pth": "training_args.bin", "good.pth": "optimizer.pt"}[name])
     assert run_here("check", ".", cwd=folder).returncode == 0
+
+
+def test_pickles_of_a_folder_are_checked_if_they_have_weights_or_run_code(folder):
+    (folder / "torn.pth").unlink()
+    (folder / "vocabulary.pkl").write_bytes(pickle.dumps({"the": 1}))
+    assert "vocabulary" not in run_here("check", ".", cwd=folder).stdout
+    (folder / "detectron.pkl").write_bytes(pickle.dumps({"model": {"fc.weight": np.full((2, 3), np.nan, "f4")}}))
+    done = run_here("check", ".", "--output-format", "concise", cwd=folder)
+    assert (done.returncode, "detectron.pkl: VAL101" in done.stdout) == (1, True)
+    (folder / "armed.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    done = run_here("check", ".", "--output-format", "concise", cwd=folder)
+    assert (done.returncode, "armed.pkl" in done.stderr) == (2, True)
 
 
 def test_a_pipe_gets_no_escape_codes(folder):
