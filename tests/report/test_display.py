@@ -15,19 +15,20 @@ from ckptfix.core.plan import Plan
 from tests.report.samples import PREFIX, repaired, report
 
 
-@pytest.fixture
-def results(tmp_path):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
     """A result of every kind, of a checkpoint with two thousand keys."""
+    folder = tmp_path_factory.mktemp("results")
     state_dict = {f"module.layers.{n}.{name}": torch.ones(2) for n in range(1000) for name in ("weight", "bias")}
-    torch.save(state_dict, tmp_path / "a.pth")
-    torch.save({"w": torch.ones(2)}, tmp_path / "b.pth")
-    repair = ckptfix.repair(tmp_path / "a.pth")
+    torch.save(state_dict, folder / "a.pth")
+    torch.save({"w": torch.ones(2)}, folder / "b.pth")
+    repair = ckptfix.repair(folder / "a.pth")
     return {
         "Report": repair.report,
         "Repair": repair,
         "Plan": repair.plan,
         "Checkpoint": repair.checkpoint,
-        "Difference": ckptfix.diff(tmp_path / "a.pth", tmp_path / "b.pth"),
+        "Difference": ckptfix.diff(folder / "a.pth", folder / "b.pth"),
     }
 
 
