@@ -50,10 +50,19 @@ gc.disable()  # until all tests are collected
 atexit.register(gc.freeze)  # else each process of pytest goes through all of torch once more when it ends
 
 
-def pytest_collection_finish() -> None:
+_modules = 0  # that were imported when the garbage collector was told to leave them alone
+
+
+def _freeze() -> None:
     """Keep the garbage collector from walking through libraries and tests: a tenth of the processor time."""
+    global _modules
     gc.collect()
     gc.freeze()
+    _modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
     gc.enable()
 
 
@@ -67,6 +76,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test draws numbers of its own, and the same ones every time, in whatever order the tests run."""
     import torch
 
+    if len(sys.modules) > _modules + 200:  # a test has imported another library
+        _freeze()
     torch.manual_seed(zlib.crc32(item.nodeid.encode("utf-8", "surrogatepass")))
 
 
