@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptfix.core.finding import Level
 from ckptfix.core.option import REPAIR
+from ckptfix.core.options import option_words
 from ckptfix.core.plan import Plan
 from ckptfix.core.report import Report, plain, remedy_from_json
 from ckptfix.core.wording import typed
@@ -34,7 +35,7 @@ _ERROR_LENGTH = 160
 _WORTH_SHARING, _MOST_SHARED = 40, 100_000
 _SHOWN = (
     *("error", "command", "target", "container", "versions", "sha256", "output_size", "output_sha256", "output_parts"),
-    *("peak_memory", "attempts", "finished", "decisions", "dry_run", "refused", "looks_like"),
+    *("peak_memory", "attempts", "finished", "dry_run", "refused", "looks_like"),
 )
 
 
@@ -94,6 +95,7 @@ class Entries:
             "coverage": plain(record.get("coverage")),
             "smoke": plain(record.get("smoke")),
             "remarks": [*(record.get("remarks") or ())],
+            "decisions": [_decision(way) for way in record.get("decisions") or ()],
             "obstacles": folded_lines(record.get("obstacles") or (), _LINES),
         }
         shown, same = {}, {}
@@ -127,6 +129,13 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
         "evidence": list(evidence_items(plain(finding.get("evidence") or {}), _EVIDENCE_LENGTH)),
     }
     return {name: value for name, value in shown.items() if value}
+
+
+def _decision(way: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a way to settle a file. One without a command begins with its options, as a value is the user's."""
+    options = "" if way["command"] else typed(option_words(way.get("options") or {}))
+    text = ": ".join(filter(None, (options, way["text"])))
+    return {"text": text, "command": way["command"], "price": way.get("price")}
 
 
 @lru_cache(maxsize=512)

@@ -330,6 +330,14 @@ def test_findings_are_in_order_of_their_level_and_lead_to_the_manual(browser, sh
     assert "NaN" in texts(browser, "#file .manual")[0]
 
 
+def test_only_all_files_are_100_per_cent(browser, show):
+    show([undecided("a.pth"), *(record(f"{number}.pth") for number in range(299))])
+    assert [text.partition("< 1 %")[1] or text[-6:] for text in texts(browser, "#outcome-chips button")] == [
+        "< 1 %",
+        "> 99 %",
+    ]
+
+
 def test_the_commands_of_all_decisions_are_copied_together(browser, show):
     show([*(undecided(f"{one}.pth") | {"command": f"ckptfix migrate {one}"} for one in "ab"), record("c")])
     assert texts(browser, "#decisions pre") == ["ckptfix migrate a\nckptfix migrate b"]

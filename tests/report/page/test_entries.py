@@ -75,6 +75,19 @@ def test_no_file_is_accepted_along_with_others():
     assert entries.commands == {"a.pth": "repair"}
 
 
+def test_a_decision_with_a_value_of_the_users_names_its_options():
+    ways = [
+        {"options": {"replace": ["VAL101"], "fill": "FILE"}, "text": "takes them from another copy", "command": None},
+        {"options": {}, "text": "train it again", "command": None},
+        {"options": {"accept": ["VAL101"]}, "text": "keeps it", "command": "ckptfix migrate a --accept VAL101"},
+    ]
+    shown = Entries().details(0, record("a.pth", decisions=ways))["decisions"]
+    texts = ["--fill FILE --replace VAL101: takes them from another copy", "train it again", "keeps it"]
+    assert [(way["text"], way["command"]) for way in shown] == [
+        *zip(texts, (None, None, ways[2]["command"]), strict=True)
+    ]
+
+
 def test_what_files_have_in_common_is_written_once():
     entries = Entries()
     first, second = entries.details(0, repaired("a.pth")), entries.details(1, repaired("b.pth"))

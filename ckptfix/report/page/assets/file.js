@@ -55,9 +55,8 @@ function decisionsSection(row, details) {
   const ways = details.decisions || (details.command ? [{ text: "", command: details.command }] : []);
   if (!ways.length) return null;
   const title = row.outcome === "can be repaired" ? "The command that repairs it" : ways.length > 1 ? "Decisions, the recommended one first" : "A decision, as a command";
-  const words = (way) => way.text || (way.command ? "" : Object.entries(way.options || {}).map(([option, value]) => `${option} = ${value}`).join(", "));
   return el("section", { "aria-labelledby": "command-title" }, el("h3", { id: "command-title" }, title),
-    ways.map((way) => [words(way) ? el("p", {}, shown(words(way))) : null, way.command ? commandBox(way.command) : null, way.price ? el("p", { className: "price" }, shown(way.price)) : null]));
+    ways.map((way) => [way.text ? el("p", {}, shown(way.text)) : null, way.command ? commandBox(way.command) : null, way.price ? el("p", { className: "price" }, shown(way.price)) : null]));
 }
 
 function editsSection(details) {

@@ -24,7 +24,7 @@ function leadText() {
   ].filter(Boolean).join(" · ");
 }
 
-const rounded = (share) => (share < 0.005 ? "< 1 %" : `${Math.round(share * 100)} %`);
+const rounded = (share) => (share < 0.005 ? "< 1 %" : share > 0.995 && share < 1 ? "> 99 %" : `${Math.round(share * 100)} %`);
 
 function showOutcomes(filter) {
   const counts = [...tally(rows.map((row) => row.outcome))].sort(([a], [b]) => rank(a) - rank(b));

@@ -53,7 +53,7 @@ function duration(seconds) {
 function percent(share) {
   if (share >= 1) return "100 %";
   if (share <= 0) return "0 %";
-  const hundredths = Math.floor(share * 10000);
+  const hundredths = Math.min(Math.round(share * 10000), 9999);
   return hundredths === 0 ? "< 0.01 %" : `${hundredths / 100} %`;
 }
 
