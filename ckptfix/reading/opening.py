@@ -23,7 +23,7 @@ from ckptfix.core.settings import SOURCE, Settings
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
 from ckptfix.reading import sniffing
-from ckptfix.reading.folders.rank_shards import may_be_rank
+from ckptfix.reading.folders.rank_shards import COMMON, may_be_rank
 from ckptfix.reading.formats import open_content, read_document
 from ckptfix.reading.weights.containers import LazyTensors, open_document
 from ckptfix.reading.weights.document import Document
@@ -158,7 +158,7 @@ def open_file(
     picks one of several files in an archive. ``salvage`` keeps what is whole of a damaged file; the rest is named in
     ``Checkpoint.lost``. Raises ``UnreadableError`` with the true cause if there is nothing to open, ``HostileError`` if
     the file is built to do harm."""
-    if path.endswith((".distcp", ".metadata")) and Path(path).with_name(".metadata").is_file():
+    if path.endswith((".distcp", ".metadata", *COMMON)) and Path(path).with_name(".metadata").is_file():
         path = str(Path(path).parent)  # of torch.distributed.checkpoint, which is a folder
     if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
         from ckptfix.reading.folders.folders import read_folder, weights_file

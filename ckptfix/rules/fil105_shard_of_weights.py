@@ -39,13 +39,16 @@ https://pytorch.org/docs/stable/fsdp.html, https://pytorch.org/docs/stable/distr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import MODEL, Blocks, Finding, Level, Remedy, advise, counted
+from ckptfix.core.objects import Opaque
+from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, named_part, rank_shard
 from ckptfix.rules.rule import Context, Rule
 
@@ -57,13 +60,17 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if checkpoint.format == FSDP:
         yield from _flattened(rule, context)
     elif shard is not None:
+        parts = [checkpoint.entries.get(key) for key in shard.keys]
+        ranks = _sharers(parts)
+        are_hollow = any(not isinstance(part, TensorSpec) or not part.numel for part in parts)
         yield rule.finding(
             Level.ERROR,
-            f"the file is a part of a distributed checkpoint: it {shard.what}",
+            f"the file is a part of a distributed checkpoint: it {shard.what}"
+            f"{f', which {ranks} ranks share' if ranks else ''}",
             keys=shard.keys,
             evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
             remedies=advise(shard.remedy),
-            blocks=Blocks.FILLING,
+            blocks=Blocks.FILLING | (Blocks.WRITING if are_hollow else Blocks.NOTHING),
         )
     if empty := tuple(key for key, spec in checkpoint.specs.items() if not spec.has_data):
         yield rule.finding(
@@ -88,6 +95,17 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
             remedies=advise(f"name the folder that holds all of {numbering}, or the index beside them"),
         )
+
+
+def _sharers(parts: Sequence[Any]) -> int:
+    """Return how many ranks have a part of a sharded tensor; 0 if it does not say it."""
+    from ckptfix.reading.folders.ranks.divided import divided
+    from ckptfix.reading.folders.ranks.files import MALFORMED
+
+    try:
+        return max((divided(part).world for part in parts if isinstance(part, Opaque)), default=0)
+    except MALFORMED:
+        return 0
 
 
 def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:

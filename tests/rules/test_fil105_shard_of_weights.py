@@ -67,8 +67,9 @@ def test_model_states_of_zero_3(tmp_path: Path) -> None:
     module = {"a.weight": torch.empty(0), "norm.weight": torch.ones(4), "head.weight": torch.empty(0)}
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": module, "ds_version": "0.14.0", "param_shapes": []}, path)
-    report = ckptfix.check(path, select=(CODE,))
-    (finding,) = report.findings
+    report = ckptfix.repair(path, output=tmp_path / "fixed.pt").report
+    (finding,) = [found for found in report.findings if found.code == CODE]
+    assert not (tmp_path / "fixed.pt").exists()
     assert finding.keys == ("a.weight", "head.weight")
     assert "files of all ranks" in remedies_text(finding.remedies)
     assert report.exit_code == 1

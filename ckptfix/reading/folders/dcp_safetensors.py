@@ -28,12 +28,12 @@ from ckptfix.reading.weights.document import Document
 
 NAME = "dcp-safetensors"
 NOTE = "DCP_SHARDING_INFO"
-_SHARD = re.compile(r"shard-(\d{1,9})-model-\d{1,9}-of-\d{1,9}\.safetensors")
+SHARD = re.compile(r"shard-(\d{1,9})-model-\d{1,9}-of-\d{1,9}\.safetensors")
 
 
 def looks_like(folder: Path) -> bool:
     """Return whether a folder holds the shards of such a save."""
-    return any(_SHARD.fullmatch(path.name) for path in folder.iterdir())
+    return any(SHARD.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read_folder(folder: Path) -> Document:
@@ -41,8 +41,8 @@ def read_folder(folder: Path) -> Document:
     are read.
 
     A tensor that lacks a chunk is torn. Raises ``UnreadableError`` if none is whole."""
-    names = sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
-    ranks = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+    names = sorted(path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    ranks = {int(match[1]) for name in names if (match := SHARD.fullmatch(name))}
     missing = sorted(set(range(1, max(ranks) + 1)) - ranks)
     damage = [Fact.of(Kind.RANKS_MISSING, ranks=len(missing), first=missing[0])] if missing else []
     chunks: dict[str, dict[Box, list[TensorSpec]]] = {}

@@ -16,6 +16,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
+from ckptfix.reading.folders.rank_shards import COMMON, TORCH_DIST
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
@@ -34,10 +35,6 @@ FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 # `document(files)`: the merged document, None if the files are something else after all.
 # What its files are called is in `ranks/names.py`.
 FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fsdp)
-
-# What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
-TORCH_DIST = "common.pt"
-COMMON = ("meta.pt", TORCH_DIST)
 
 # How names of checkpoints end; looked at only to say which file of a folder may be meant.
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
@@ -133,6 +130,8 @@ def has_ranks(folder: Path) -> bool:
 
 def read_siblings(file: Path, salvage: bool) -> Document | None:
     """Return the document of all ranks beside a file that is one of them; None for any other file."""
+    if dcp_safetensors.SHARD.fullmatch(file.name) and file.is_file():
+        return dcp_safetensors.read_folder(file.parent)
     for form in FRAMEWORKS:
         if (folder := form.folder_of(file)) is not None:
             return _merged(form, RankFiles(folder, salvage, named=file))

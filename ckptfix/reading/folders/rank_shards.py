@@ -40,9 +40,14 @@ _SHARDED = ("ShardedTensor", "DTensor")
 _MOST_RANKS = 1 << 20
 _LEAST_SHARE = 0.2
 
-RANKS_REMEDY = "put the files of all ranks into one folder, as the training left them, and name that folder"
+# What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
+TORCH_DIST = "common.pt"
+COMMON = ("meta.pt", TORCH_DIST)
+
+_GATHER = "put the files of all ranks into one folder, as the training left them: ckptfix repair FOLDER {}-o model.pth"
+RANKS_REMEDY = _GATHER.format("")
 FLAT_REMEDY = (
-    f"{RANKS_REMEDY}, with the model that was trained; or save the whole from the training run:"
+    f"{_GATHER.format('--model PKG.MOD:FACTORY ')}; or save the whole from the training run:"
     " get_model_state_dict with StateDictOptions(full_state_dict=True), or torch.distributed.checkpoint"
 )
 

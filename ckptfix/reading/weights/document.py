@@ -44,6 +44,9 @@ class Document(Struct):
     copies: Mapping[str, TensorSpec] = field(default_factory=dict)
 
 
+_ABSENT = (Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING)
+
+
 def split_entries(
     document: Document, entries: Mapping[str, Any], salvage: bool
 ) -> tuple[dict[str, Any], dict[str, TensorSpec | None]]:
@@ -65,7 +68,8 @@ def split_entries(
         back = f"all {counted(tensors, 'tensor')}"
         if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
-        what = f"{document.path}: {causes}: fetch the file again, or take {back} with "
+        again = "the missing files" if any(fact.kind in _ABSENT for fact in document.damage) else "the file again"
+        what = f"{document.path}: {causes}: fetch {again}, or take {back} with "
         raise UnreadableError(what, Opt("salvage", True))
     return whole, lost
 

@@ -120,6 +120,7 @@ def test_what_lightning_and_megatron_save_beside_the_chunks_is_in_the_container(
     assert (one["global_step"], one["epoch"]) == (7, 3)
     assert torch.equal(one["rng"], torch.arange(3))
     assert_same(one["model"], STATE)
+    assert ckptfix.open_checkpoint(saved / name).path == str(saved)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(saved: Path) -> None:

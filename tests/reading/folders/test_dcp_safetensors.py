@@ -54,10 +54,10 @@ def test_what_torch_wrote_comes_back(distributed: bool, tmp_path: Path) -> None:
     assert_same({key: checkpoint.read(key) for key in sorted(checkpoint.keys())}, WHOLE)
 
 
-@pytest.mark.usefixtures("shards")
-def test_chunks_are_put_together(tmp_path: Path) -> None:
-    checkpoint = ckptfix.open_checkpoint(tmp_path)
-    assert_same({key: checkpoint.read(key) for key in sorted(checkpoint.keys())}, WHOLE)
+def test_chunks_are_put_together(shards: tuple[Path, Path], tmp_path: Path) -> None:
+    for given in (tmp_path, *shards):  # a shard has parts under the names of the whole
+        checkpoint = ckptfix.open_checkpoint(given)
+        assert_same({key: checkpoint.read(key) for key in sorted(checkpoint.keys())}, WHOLE)
     report = ckptfix.repair(tmp_path, output=tmp_path / "one.safetensors").report
     assert [(finding.code, finding.level) for finding in report.findings] == [("FIL203", Level.NOTE)]
     assert report.exit_code == 0

@@ -229,10 +229,10 @@ def _models(every: Mapping[_Key, RankSet]) -> list[RankSet]:
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return the folder of a file of one rank, if there are others of its set."""
+    """Return the folder of a file of one rank, if there are others of its set, or should be by its name."""
     match = NUMBERED.fullmatch(file.name)
     found = rank_sets(file.parent).get(_key(match)) if match else None
-    return file.parent if found is not None and len(found.files) > 1 else None
+    return file.parent if found is not None and max(len(found.files), found.world) > 1 else None
 
 
 class _Collected(Struct):

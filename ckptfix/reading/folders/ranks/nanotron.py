@@ -44,8 +44,11 @@ def find(folder: Path) -> Path | None:
 
 
 def folder_of(file: Path) -> Path | None:
-    """Return None: one of thousands of files is opened by itself, and says what it is a part of (FIL105)."""
-    return None
+    """Return the folder of the save that a file of one parameter and rank is in."""
+    if (match := NANOTRON_PART.fullmatch(file.name)) is None or match["rank"] is None:
+        return None
+    above = (place for place in file.parents if place.name == NANOTRON_MODEL)
+    return next((place.parent for place in above if (place.parent / NANOTRON_METADATA).is_file()), None)
 
 
 def document(files: RankFiles) -> Document:

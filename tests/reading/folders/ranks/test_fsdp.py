@@ -311,9 +311,16 @@ def test_a_file_of_one_rank_stands_for_all_of_its_set(tmp_path: Path) -> None:
 def test_one_rank_alone_says_what_it_is(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path, "fsdp1_mesh_w2")
     rank_file(folder, 0).unlink()
-    (finding,) = [found for found in ckptfix.check(rank_file(folder, 1)).findings if found.code == "FIL105"]
-    assert "one rank's part of 14 sharded tensors" in finding.message
-    assert "put the files of all ranks into one folder" in remedies_text(finding.remedies)
+    with pytest.raises(
+        UnreadableError, match=r"lacks 1 rank of 2: model_world_size_2_rank_0\.pt: fetch the missing file"
+    ):
+        ckptfix.open_checkpoint(rank_file(folder, 1))
+    alone = rank_file(folder, 1).rename(folder / "rank_1.pt")  # a name that does not say how many there are
+    report = ckptfix.repair(alone, output=tmp_path / "fixed.pt").report
+    (finding,) = [found for found in report.findings if found.code == "FIL105"]
+    assert "one rank's part of 14 sharded tensors, which 2 ranks share" in finding.message
+    assert "ckptfix repair FOLDER -o" in remedies_text(finding.remedies)
+    assert not (tmp_path / "fixed.pt").exists()
 
 
 def test_a_check_reads_every_rank_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
