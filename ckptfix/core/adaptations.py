@@ -22,6 +22,8 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
         "timm": "resamples them (bicubic, antialiased), as timm and open_clip",
         "plain": "without antialiasing, as ViT and DINO in transformers",
         "dinov2": "without antialiasing and in float32, as DINOv2 in transformers",
+        "siglip2": "resamples them (bilinear, antialiased), as SigLIP2 in transformers",
+        "dpt": "resamples them (bilinear), as DPT in transformers",
         "torchvision": "with aligned corners",
         "linear": "stretches the positions",
         "cut": "keeps the first positions",

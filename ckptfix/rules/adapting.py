@@ -92,8 +92,15 @@ _MOST_TOKENS = 16
 _MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
 _MOST_SIGNALS = 12  # the same over time only, where more are the bands of a spectrum and have an order
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
-# Modules of transformers that resample their positions in float32, whatever their dtype.
-_IN_FLOAT32 = ("Dinov2Embeddings", "PixioEmbeddings")
+# Modules of transformers that resample their positions otherwise than most.
+_BY_MODULE = {
+    **dict.fromkeys(("Dinov2Embeddings", "PixioEmbeddings"), "dinov2"),
+    "DeepseekOcr2SamVisionEncoder": "timm",
+    **dict.fromkeys(("UnlimitedOcrSamVisionEncoder", "UnlimitedOcrVisionEmbeddings"), "timm"),
+    **dict.fromkeys(("Siglip2VisionEmbeddings", "Cosmos3EdgeVisionEmbeddings", "Tipsv2VisionEmbeddings"), "siglip2"),
+    "VideoPrismSpatialEmbeddings": "siglip2",
+    **dict.fromkeys(("DPTViTEmbeddings", "DPTViTHybridEmbeddings", "Step3p7VisionEmbeddings"), "dpt"),
+}
 # The recipe for position embeddings of each library, by its package, or by the keys that it writes.
 _BY_NAME = (
     (re.compile(r"(?:^|\.)encoder\.pos_embedding$"), "torchvision"),
@@ -391,10 +398,12 @@ class _Table(Struct, frozen=True, dict=True):
             is_trained = self.key not in self.among.fixed and self.key not in self.target.frozen
             return ("cut",) * is_shorter + ("linear",) * is_trained, ""
         own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
-        if f"{self.key.rpartition('.')[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
+        path = self.key.rpartition(".")[0]  # of an embedding the module around it says so
+        kinds = ((self.target.modules or {}).get(each, "") for each in (path, path.rpartition(".")[0]))
+        if recipe := next((_BY_MODULE[kind] for kind in kinds if kind in _BY_MODULE), ""):
+            own = recipe
+        elif f"{path}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
             own = "timm"
-        elif (self.target.modules or {}).get(self.key.rpartition(".")[0]) in _IN_FLOAT32:
-            own = "dinov2"
         first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(self.key)), "timm")
         return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
 

@@ -161,23 +161,20 @@ def _new_rows(
 # ---- formulas
 
 
-def _antialiased(grid: Tensor, size: tuple[int, ...]) -> Tensor:
-    """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py (open_clip: the same)"""
-    from torch.nn.functional import interpolate
-
-    return interpolate(grid.float(), size, mode="bicubic", antialias=True, align_corners=False).to(grid.dtype)
-
-
 def _interpolated(
-    mode: str, *, align_corners: bool, in_float32: bool = False
+    mode: str, *, align_corners: bool = False, in_float32: bool = False, antialias: bool = False
 ) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
     def resize(grid: Tensor, size: tuple[int, ...]) -> Tensor:
         from torch.nn.functional import interpolate
 
-        values = grid.float() if in_float32 else grid
-        return interpolate(values, size, mode=mode, align_corners=align_corners).to(grid.dtype)
+        values = grid.float() if in_float32 or antialias else grid
+        return interpolate(values, size, mode=mode, align_corners=align_corners, antialias=antialias).to(grid.dtype)
 
     return resize
+
+
+# https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed.py (open_clip: the same)
+_antialiased = _interpolated("bicubic", antialias=True)
 
 
 def _geometric(grid: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -340,15 +337,19 @@ FORMULAS: Mapping[str, Formula] = {
     NORM: _norm,
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/vit/modeling_vit.py
-    "pos_embed=plain": _resized(_interpolated("bicubic", align_corners=False), tokens_first=True),
+    "pos_embed=plain": _resized(_interpolated("bicubic"), tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/dinov2/modeling_dinov2.py
-    "pos_embed=dinov2": _resized(_interpolated("bicubic", align_corners=False, in_float32=True), tokens_first=True),
+    "pos_embed=dinov2": _resized(_interpolated("bicubic", in_float32=True), tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/siglip2/modeling_siglip2.py
+    "pos_embed=siglip2": _resized(_interpolated("bilinear", antialias=True), tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/dpt/modeling_dpt.py
+    "pos_embed=dpt": _resized(_interpolated("bilinear"), tokens_first=True),
     # https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py
     "pos_embed=torchvision": _resized(_interpolated("bicubic", align_corners=True), tokens_first=True),
     # https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)
-    "pos_embed=linear": _resized(_interpolated("linear", align_corners=False), tokens_first=True),
+    "pos_embed=linear": _resized(_interpolated("linear"), tokens_first=True),
     # https://github.com/microsoft/Swin-Transformer/blob/main/utils.py
-    "window_bias=swin": _resized(_interpolated("bicubic", align_corners=False), tokens_first=False),
+    "window_bias=swin": _resized(_interpolated("bicubic"), tokens_first=False),
     "window_bias=beit": _resized(_geometric, tokens_first=False),
     "window_bias=levit": _heads_first,
     "patch_embed=timm": _patch_embed,

@@ -339,6 +339,23 @@ def test_dinov2_of_transformers_computes_in_float32():
         propose(shape_mismatch, transformers_vit(64).state_dict(), transformers_vit(96), adapt=("pos_embed=dinov2",))
 
 
+@pytest.mark.parametrize(
+    ("model", "size", "recipe"),
+    [("Siglip2VisionModel", "num_patches", "siglip2"), ("DPTModel", "image_size", "dpt")],
+    ids=["SigLIP2, of which the module around the embedding says so", "DPT"],
+)
+def test_models_of_transformers_with_a_formula_of_their_own(model, size, recipe):
+    import transformers
+
+    kind = getattr(transformers, model)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    own = {"is_hybrid": False, "backbone_out_indices": [0] * 4} if recipe == "dpt" else {}
+    old, new = (kind(kind.config_class(**sizes, **own, **{"patch_size": 8, size: number})) for number in (16, 64))
+    (finding,) = propose(shape_mismatch, old.state_dict(), new)
+    assert finding.remedies[0].options == (("adapt", (f"pos_embed={recipe}",)),)
+    assert "the model is one of transformers; pos_embed=timm and pos_embed=plain" in finding.remedies[0].text
+
+
 @pytest.mark.parametrize(("old", "new"), [((6, 6), (8, 8)), ((6, 4), (8, 10))], ids=["square", "not square"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)], ids=["channels before the grid", "channels last"])
 def test_a_table_that_is_a_grid_shows_its_sides(order, old, new):

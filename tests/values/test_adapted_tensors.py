@@ -146,6 +146,28 @@ def test_positions_as_dinov2_of_transformers(dtype, new):
     assert_same(adapted(table, "pos_embed=dinov2", tuple(expected.shape), (14, 14, *new)), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("new", [(24, 24), (7, 7), (12, 20)], ids=str)
+def test_positions_as_siglip2_of_transformers(dtype, new):
+    from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
+
+    table = torch.randn(196, 12).to(dtype)
+    made = Siglip2VisionEmbeddings.resize_positional_embeddings(
+        table.reshape(14, 14, 12), torch.tensor([new]), new[0] * new[1]
+    )
+    assert_same(adapted(table, "pos_embed=siglip2", tuple(made.shape[1:]), (14, 14, *new)), made[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("new", [(24, 24), (7, 7), (12, 20)], ids=str)
+def test_positions_as_dpt_of_transformers(dtype, new):
+    from transformers.models.dpt.modeling_dpt import DPTViTEmbeddings
+
+    table = torch.randn(1, 197, 12).to(dtype)
+    expected = DPTViTEmbeddings._resize_pos_embed(None, table, *new)
+    assert_same(adapted(table, "pos_embed=dpt", tuple(expected.shape), (14, 14, *new)), expected)
+
+
 def swins_own(table: torch.Tensor, side: int) -> torch.Tensor:
     """What ``load_pretrained`` of Swin's own repository does to a table, which no package ships."""
     rows, heads = table.shape
