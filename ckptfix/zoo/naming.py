@@ -51,7 +51,8 @@ def output_name(name: str, form: str | None = None, template: str = MIRRORED, *,
     if form == "safetensors":
         suffix = ".safetensors"
     elif not suffix or suffix.lower() == ".safetensors":
-        suffix = ".pth" if form == "pth" or (is_folder and not suffix) else suffix
+        becomes_file = is_folder or stem != own
+        suffix = ".pth" if form == "pth" or (becomes_file and not suffix) else suffix
     made = normpath(template.format(folder=folder, stem=stem, suffix=suffix, name=own).lstrip("/"))
     if made in ("", ".", "..") or made.startswith("../"):
         raise UsageError(f"output = {template!r} names no file below the destination for {name}; write {MIRRORED!r}")

@@ -33,6 +33,8 @@ from ckptfix.zoo.naming import (
         pytest.param("c.pth.tar", None, "c.pth.tar", id="two suffixes stay"),
         pytest.param("c.pth.tar", "safetensors", "c.safetensors", id="and go together"),
         pytest.param("c.pth.gz", None, "c.pth", id="unpacked"),
+        pytest.param("ppo.zip", None, "ppo.pth", id="unpacked, and a suffix for what is in it"),
+        pytest.param("c.gz", "safetensors", "c.safetensors", id="of the format"),
         pytest.param("v1.5", "safetensors", "v1.5.safetensors", id="a version is no suffix"),
         pytest.param("resnet50-19c8e357.pth", None, "resnet50-19c8e357.pth", id="a hash is left to others"),
     ],
