@@ -75,14 +75,13 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     numel = sum(checkpoint.specs[key].numel for key in unexpected if key in checkpoint.specs)
     evidence = {"numel": numel, "of": sum(spec.numel for spec in checkpoint.specs.values())}
     if len(unexpected) == len(checkpoint.entries):
+        others = (Remedy.of("takes another state_dict of the file", weights=NAME),) if checkpoint.candidates[1:] else ()
         yield rule.finding(
             Level.ERROR,
             f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
             keys=unexpected,
             evidence=evidence,
-            remedies=_of_adapter(unexpected)
-            or choice(sets_of(checkpoint.specs))
-            or (*NAME_THE_MODEL, Remedy.of("takes another state_dict of the file", weights=NAME)),
+            remedies=_of_adapter(unexpected) or choice(sets_of(checkpoint.specs)) or (*NAME_THE_MODEL, *others),
             blocks=Blocks.FILLING,
         )
         return

@@ -57,6 +57,14 @@ def test_nothing_is_offered_for_the_wrong_model():
     (finding,) = propose(unexpected_key, {"a": torch.zeros(1), "b": torch.zeros(2)}, nn.Linear(2, 2))
     assert finding.fix is None
     assert finding.evidence == {"numel": 3, "of": 3}
+    assert "--weights" not in remedies_text(finding.remedies)
+
+
+def test_another_state_dict_is_offered_if_the_file_has_one(tmp_path):
+    sets = {name: {f"{name}.weight": torch.ones(2, 3), f"{name}.bias": torch.ones(3)} for name in ("g", "d")}
+    torch.save(sets, tmp_path / "gan.pth")
+    report = ckptfix.check(tmp_path / "gan.pth", nn.Linear(2, 2))
+    (finding,) = (finding for finding in report.findings if finding.code == "FIT102")
     assert "--weights" in remedies_text(finding.remedies)
 
 
