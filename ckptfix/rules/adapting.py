@@ -396,7 +396,8 @@ class _Table(Struct, frozen=True, dict=True):
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
             is_trained = self.key not in self.among.fixed and self.key not in self.target.frozen
-            return ("cut",) * is_shorter + ("linear",) * is_trained, ""
+            fitting = ("cut",) * is_shorter + ("linear",) * is_trained
+            return (fitting[::-1], library) if library == "open_clip" else (fitting, "")
         own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
         path = self.key.rpartition(".")[0]  # of an embedding the module around it says so
         kinds = ((self.target.modules or {}).get(each, "") for each in (path, path.rpartition(".")[0]))

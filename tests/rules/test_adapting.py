@@ -297,6 +297,15 @@ def test_two_tables_of_positions_have_a_recipe_each():
     assert adapted.fix is not None
 
 
+def test_open_clip_stretches_shorter_texts_too_and_others_cut_them():
+    (of_open_clip,), (of_others,) = (
+        propose(shape_mismatch, make(224, 77).state_dict(), make(224, 64)) for make in (open_clip, clip)
+    )
+    assert of_open_clip.remedies[0].options == (("adapt", ("pos_embed=linear",)),)
+    assert "the model is one of open_clip; pos_embed=cut fits too" in of_open_clip.remedies[0].text
+    assert of_others.remedies[0].options == (("adapt", ("pos_embed=cut",)),)
+
+
 def test_keys_name_what_a_recipe_is_for():
     file, model = open_clip(224), open_clip(384, 100)
     adapted, left = propose(shape_mismatch, file.state_dict(), model, adapt=("pos_embed@visual.*=timm",))[::-1]
