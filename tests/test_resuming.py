@@ -555,9 +555,9 @@ def follow_at_random(
     marks: dict[str, torch.Tensor] = {}
     for number, (name, one) in enumerate(model.named_parameters()):
         marks[name] = (1000.0 * number + torch.arange(one.numel())).view(one.shape)
-        optimizer.state[one] = {key: marks[name].clone() for key in ("exp_avg", "exp_avg_sq")} | {
-            "step": torch.tensor(2.0)
-        }
+        optimizer.state[one] = {
+            "exp_avg": marks[name].clone(), "exp_avg_sq": marks[name].square(), "step": torch.tensor(2.0)
+        }  # fmt: skip
     source = saved.save(folder, model, optimizer)
     (folder / "out").mkdir()
     output = folder / "out" / source.name
