@@ -7,8 +7,9 @@ of a larger one (ShardedTensor, DTensor), or it is one rank of a Megatron model.
 if vLLM, TensorRT-LLM or NeMo named it so, and wrote others beside it. So are tensors of the meta device, which have no
 values. A single empty tensor, and the empty ranges of quantisation observers, are not reported.
 
-A note: a file with the name of one of several numbered shards (`model-00002-of-00005.safetensors`) that was given
-alone. Its tensors are sound and few.
+Notes: a file with the name of one of several numbered shards (`model-00002-of-00005.safetensors`) that was given
+alone, whose tensors are sound and few; and weights beside the ranks of the training that wrote them, as the trainer of
+transformers leaves them under DeepSpeed (`checkpoint-100/model.safetensors`, `checkpoint-100/global_step100`).
 
 Of a folder whose ranks were merged, notes say what was chosen: that the weights are fp32 masters, which copies differ
 between ranks, what was computed of several ranks (the biases that GPT-NeoX adds up, and norms that differ), and what
@@ -81,6 +82,16 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     yield from _strange_masters(rule, context)
     yield from _merged(rule, checkpoint)
+    path = Path(checkpoint.path)
+    if (path / "latest").is_file() or path.with_name("latest").is_file():
+        from ckptfix.reading.folders.ranks.zero import beside  # for few files
+
+        if (found := beside(path)) is not None:
+            yield rule.finding(
+                Level.NOTE,
+                "the ranks of the training that wrote these weights are beside them; name their folder for the masters"
+                f" and the optimizer: {found}",
+            )
     name = Path(checkpoint.member or checkpoint.path).name
     if "-of-" not in name:
         return

@@ -22,6 +22,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
 from ckptfix.reading.folders.ranks.universal import GROUPS, LATEST, MASTER, PARAMETERS
+from ckptfix.reading.folders.ranks.zero import beside
 from ckptfix.writing.atomic import temporary_folder_beside, unwritten
 from ckptfix.writing.output import Written, without_state_dict, write_to
 from ckptfix.writing.torch_files import write_zip
@@ -42,6 +43,11 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     found = [(key, value) for key, value in root.items() if _is_by_name(value, checkpoint.specs)]
     if len(found) != 1:
+        if not found and (ranks := beside(Path(checkpoint.path))) is not None:
+            raise WriteError(
+                f"{checkpoint.path}: has no optimizer, which a universal checkpoint needs; the ranks of its training"
+                f" have it: name {ranks}"
+            )
         raise WriteError(
             f"{checkpoint.path}: a universal checkpoint needs one optimizer whose state is given by the names of the"
             f" parameters, and there {'is none' if not found else f'are {len(found)}'}; write a file with ",

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptfix
+from ckptfix.core.finding import Level
+from ckptfix.errors import WriteError
 from ckptfix.report.advice import remedies_text
 from tests.checks import check_noop
+from tests.reading.folders.ranks.genuine import unpacked
 
 CODE = "FIL105"
 
@@ -121,3 +124,21 @@ def test_plain_tensors_of_one_rank(tmp_path: Path, names: list[str], count: int)
     findings = ckptfix.check(tmp_path / names[0], select=(CODE,)).findings
     assert len(findings) == count
     assert all("divided, under the names of whole ones" in finding.message for finding in findings)
+
+
+def test_ranks_beside_the_weights_that_a_trainer_wrote(tmp_path: Path) -> None:
+    """As the trainer of transformers does under DeepSpeed: the file has no optimizer, and no masters."""
+    folder, truth = unpacked("zero2_w2_bf16_g2", tmp_path)
+    names = {"model": folder / "model.safetensors", "another": tmp_path / "latest" / "model.safetensors"}
+    for path in names.values():
+        path.parent.mkdir(exist_ok=True)
+        save_file({"l1.weight": truth["l1.weight"].bfloat16()}, path)
+    (names["another"].parent / "latest").write_text("global_step2")  # of ranks that are not there
+    assert ckptfix.check(names["another"], select=(CODE,)).findings == ()
+    for given in (folder, names["model"]):
+        (finding,) = ckptfix.check(given, select=(CODE,)).findings
+        assert (finding.level, str(folder / "global_step2") in finding.message) == (Level.NOTE, True)
+        with pytest.raises(WriteError, match=r"name .*global_step2$"):
+            ckptfix.repair(given, output=tmp_path / "universal", format="universal")
+    said = [finding.message for finding in ckptfix.check(folder / "global_step2", select=(CODE,)).findings]
+    assert said == ["the weights are the fp32 masters of a training in bfloat16"]

@@ -21,6 +21,7 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError, damaged
+from ckptfix.errors import CkptfixError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
 from ckptfix.reading.folders.ranks.files import (
@@ -89,6 +90,16 @@ def folder_of(file: Path) -> Path | None:
     else:
         is_one = ZERO_EXPERT.fullmatch(file.name) is not None
     return file.parent if is_one else None
+
+
+def beside(path: Path) -> Path | None:
+    """Return the folder of the ranks beside weights that a trainer wrote, such as transformers; None if there is
+    none."""
+    folder = path if path.is_dir() else path.parent
+    with suppress(CkptfixError, OSError):
+        found = find(folder) if path.exists() and (folder / LATEST).is_file() else None
+        return found if found != folder else None
+    return None
 
 
 def _has_states(folder: Path) -> bool:
