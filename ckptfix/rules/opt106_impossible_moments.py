@@ -1,8 +1,8 @@
 """OPT106 impossible-moments: the optimizer's averages are of values that no training leaves in them.
 
 ## What it finds
-- An error: averages of squared gradients (`exp_avg_sq`, `square_avg`) that are negative.
-- A warning: an `exp_avg` of Adam that is larger than any gradients make it beside the `exp_avg_sq` of the same
+- A warning: averages of squared gradients (`exp_avg_sq`, `square_avg`) that are negative.
+- A note: an `exp_avg` of Adam that is larger than any gradients make it beside the `exp_avg_sq` of the same
   parameter. With the betas b1 and b2, its square is at most (1 - b1)² / ((1 - b2)(1 - b1² / b2)) times `exp_avg_sq`, by
   the inequality of Cauchy and Schwarz. Four times as much is reported, since betas may change during a training.
 
@@ -14,8 +14,8 @@ The files of the two averages were exchanged, or those of different parameters o
 all shapes fit. The root of a negative average is NaN, and an average that is too small makes the first steps too large.
 
 ## Fix safety
-Unsafe: the state of these parameters is left out, and starts anew as for a new parameter. Better fetch the files again.
-`--drop-optimizer` leaves the whole optimizer out, and `--keep-optimizer` keeps it as it is.
+There is no fix: which of the two averages is right is not in the file. Fetch the files again. `--drop-optimizer` leaves
+the whole optimizer out, and `--keep-optimizer` keeps it as it is.
 
 ## Example
 `exp_avg.pt` and `exp_avg_sq.pt` of one parameter of a universal checkpoint have each other's name.
@@ -29,11 +29,10 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptfix.core.finding import Finding, Level, Remedy, advise, counted
+from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.maps.optimizer_states import optimizers_of
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
-from ckptfix.rules.opt103_non_finite_moments import without
 from ckptfix.rules.rule import Context, Rule
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
@@ -65,8 +64,8 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
             elif (limit := limits[number]) and _are_alike(row) and _exceeds(own["exp_avg"], own["exp_avg_sq"], limit):
                 large.append(number)
         for level, bad, what in (
-            (Level.ERROR, negative, "negative averages of squared gradients for {}, whose weights become NaN"),
-            (Level.WARNING, large, "a larger average of the gradients for {} than those of their squares allow"),
+            (Level.WARNING, negative, "negative averages of squared gradients for {}, whose weights become NaN"),
+            (Level.NOTE, large, "a larger average of the gradients for {} than those of their squares allow"),
         ):
             if bad:
                 yield rule.finding(
@@ -74,13 +73,7 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
                     f"{optimizer.label} has {what.format(counted(len(bad), 'parameter'))}: its tensors were exchanged,"
                     " or are of different saves",
                     evidence={"parameters": [str(number) for number in bad]},
-                    fix=without(optimizer, bad),
-                    remedies=(
-                        *advise("fetch its files again"),
-                        Remedy.of("starts these anew", unsafe_fixes=True),
-                        DROP,
-                        KEEP,
-                    ),
+                    remedies=(*advise("fetch its files again"), DROP, KEEP),
                     is_accepted=context.settings.keep_optimizer,
                 )
 

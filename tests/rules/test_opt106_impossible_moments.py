@@ -66,12 +66,11 @@ def test_the_averages_of_one_parameter_were_exchanged(tmp_path):
     row = made["optimizer"]["state"][1]
     row["exp_avg"], row["exp_avg_sq"] = row["exp_avg_sq"], row["exp_avg"]
     (finding,) = findings(made, path := tmp_path / "run.pth")
-    assert (finding.level, finding.evidence) == (Level.ERROR, {"parameters": ["1"]})
+    assert (finding.level, finding.evidence) == (Level.WARNING, {"parameters": ["1"]})
     assert found(ckptfix.check(path, values=False), "OPT106") == []
-    report = ckptfix.repair(path, output=tmp_path / "out.pth", unsafe_fixes=True).report
-    assert report.exit_code == 0
-    assert list(torch.load(tmp_path / "out.pth")["optimizer"]["state"]) == [0, 2, 3]
+    assert ckptfix.repair(path).report.exit_code == 1
     assert ckptfix.repair(path, keep_optimizer=True).report.exit_code == 0
+    assert ckptfix.repair(path, drop_optimizer=True).report.exit_code == 0
 
 
 @pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
@@ -81,7 +80,7 @@ def test_an_average_is_that_of_another_parameter(tmp_path, field):
     one, other = made["optimizer"]["state"][0], made["optimizer"]["state"][2]
     one[field], other[field] = other[field], one[field]
     (finding,) = findings(made, tmp_path / "run.pth")
-    assert (finding.level, finding.evidence["parameters"]) == (Level.WARNING, ["0", "2"])
+    assert (finding.level, finding.evidence["parameters"]) == (Level.NOTE, ["0", "2"])
 
 
 @pytest.mark.parametrize("sample", ["universal_zero2", "universal_zero3", "zero1_w3_bf16_g2", "zero3_w3_bf16_g2"])
@@ -91,4 +90,4 @@ def test_files_of_a_universal_checkpoint_were_exchanged(tmp_path, sample):
     for field in sorted(saved.glob("*/zero/*/exp_avg.pt"))[:1]:
         swap(field, field.with_name("exp_avg_sq.pt"))
         (finding,) = found(ckptfix.check(saved), "OPT106")
-        assert (finding.level, finding.evidence["parameters"]) == (Level.ERROR, [field.parent.name])
+        assert (finding.level, finding.evidence["parameters"]) == (Level.WARNING, [field.parent.name])
