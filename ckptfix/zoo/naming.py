@@ -47,6 +47,7 @@ def output_name(name: str, form: str | None = None, template: str = MIRRORED, *,
     unpacked, and the shards of an index, or a folder, become one file. Raises ``UsageError`` if the template leads out
     of the root."""
     folder, _, own = name.rpartition("/")
+    own = "model" if own == "." else own  # a folder that is the whole zoo
     stem, suffix = split_suffix(own, is_folder=is_folder)
     if form == "safetensors":
         suffix = ".safetensors"

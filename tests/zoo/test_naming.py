@@ -49,6 +49,7 @@ def test_the_tree_is_mirrored(name, form, expected):
         ("runs/dcp", None, "runs/dcp.pth"),
         ("runs/v1.5", "pth", "runs/v1.5.pth"),
         ("runs/dcp", "safetensors", "runs/dcp.safetensors"),
+        (".", None, "model.pth"),
         ("llama/model.safetensors.index.json", None, "llama/model.safetensors"),
         ("llama/pytorch_model.bin.index.json", "pth", "llama/pytorch_model.bin"),
     ],

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, product
 from operator import mul
 from pathlib import Path
@@ -175,7 +176,7 @@ class _Joined:
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         grid = self._grid(found, sizes)
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
-        self._check_complete(by_place, grid)
+        self._check_complete(by_place, grid, partial(_folder_name, found[min(found)].parent.name, sizes))
         if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):
             raise UnreadableError(
                 f"{self.path}: experts that are divided otherwise than the other layers are not merged"
@@ -196,14 +197,19 @@ class _Joined:
         kinds = ", ".join(f"{kind} {size}" for kind, size in zip(("TP", "PP", "EP"), grid, strict=True) if size > 1)
         return self.files.document(NAME, root, f"Megatron, {kinds}")
 
-    def _check_complete(self, roots: Mapping[tuple[int, int, int], Any], grid: tuple[int, int, int]) -> None:
+    def _check_complete(
+        self,
+        roots: Mapping[tuple[int, int, int], Any],
+        grid: tuple[int, int, int],
+        named: Callable[[tuple[int, int, int]], str],
+    ) -> None:
         """Raise ``UnreadableError`` naming the ranks that are missing, or note them if what is whole is to be salvaged:
         of a stage without any rank, not even the number of its layers is known."""
         wanted = math.prod(grid)
         missing = [*islice((place for place in _places(grid) if place not in roots), 4)]
         if not missing and len(roots) == wanted:
             return
-        names = [f"tensor {t} pipeline {p} expert {e}" for t, p, e in missing]
+        names = [named(place) for place in missing]
         lines = product(range(grid[1]), range(grid[2]))
         if self.files.salvage and missing and all(any(place[1:] == line for place in roots) for line in lines):
             fact = Fact.of(Kind.RANKS_LACKING, absent=wanted - len(roots), ranks=wanted, names=tuple(names))
@@ -350,6 +356,17 @@ def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, in
         return numbers[0], 0, numbers[1]
     tensor, pipeline, expert = (*numbers, 0, 0)[:3]
     return tensor, pipeline, expert
+
+
+def _folder_name(like: str, sizes: Sequence[Any], place: tuple[int, int, int]) -> str:
+    """Return what the folder of a rank is called, where that of another rank is called ``like`` that."""
+    tensor, pipeline, expert = place
+    words = re.split(r"(\d+)", like)  # every second one is a number
+    for numbers in ((tensor,), (tensor, pipeline), (tensor, expert), place):
+        if len(numbers) == len(words) // 2 and _place(numbers, sizes) == place:
+            words[1::2] = (f"{number:0{len(word)}}" for number, word in zip(numbers, words[1::2], strict=True))
+            return "".join(words)
+    return f"tensor {tensor} pipeline {pipeline} expert {expert}"  # which the names have no number for
 
 
 def _places(grid: tuple[int, int, int]) -> Iterator[tuple[int, int, int]]:

@@ -114,7 +114,8 @@ def _check_layers(path: str, layers: Sequence[int], stages: Sequence[Mapping[str
     named = {name.partition(".")[0] for states in stages for name in _shapes(states)}
     absent = sorted(int(layer) for layer in named if layer.isdecimal() and int(layer) not in layers)
     if absent:
-        raise UnreadableError(f"{path}: has no file of the layers {first_names(absent)}, which its model states name")
+        names = first_names([f"layer_{layer:02d}" for layer in absent])
+        raise UnreadableError(f"{path}: has no file of {names}, which its model states name; fetch it")
     degree = (stages[0].get("checkpoint_parallel_dimensions") or {}).get("pp_degree") if stages else None
     if type(degree) is int and degree != len(stages):
         raise UnreadableError(
