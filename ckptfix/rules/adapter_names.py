@@ -83,9 +83,9 @@ class BaseNames:
         return best
 
     @property
-    def has_shapes(self) -> bool:
-        """Return whether the layers that were found have the inputs and outputs of the adapter's."""
-        return self._has_shapes(self.found)
+    def fits(self) -> bool:
+        """Whether every layer has its tensor, with the inputs and outputs of the adapter's."""
+        return self.is_complete and self._has_shapes(self.found)
 
     def _has_shapes(self, found: Mapping[str, str]) -> bool:
         for layer in self.layers:
@@ -101,11 +101,9 @@ class BaseNames:
 
     def key_of(self, layer: AdapterLayer) -> str:
         """Return the tensor that a layer changes. Raises ``AdapterError`` if it may be one of several."""
-        keys = self.known[self.found[layer.module]]
-        one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
-        if len(keys) > 1 and one is not None and two is not None:
-            sizes = {one.shape[-1], two.shape[0]} if one.shape and two.shape else set()
-            keys = [key for key in keys if set(self.checkpoint.specs[key].shape[-2:]) == sizes] or keys
+        keys, sizes = self.known[self.found[layer.module]], self.adapter.sizes(layer)
+        if len(keys) > 1:
+            keys = [key for key in keys if {*self.checkpoint.specs[key].shape[-2:]} == sizes] or keys
         if len(keys) > 1:
             raise AdapterError(
                 f"{self.adapter.path}: the layer {layer.module} may be {_either(keys)} of {self.checkpoint.path}; "
@@ -203,11 +201,9 @@ class BaseNames:
 
     def _may_be_tied(self, module: str) -> bool:
         """Return whether a layer is a head, by its name or by having the shape of the embedding."""
-        layer = next(layer for layer in self.layers if layer.module == module)
-        one, two = self.adapter.spec(layer, "A"), self.adapter.spec(layer, "B")
-        shape = (*two.shape[:1], *one.shape[1:]) if one is not None and two is not None else ()
-        words = (spec.shape for key, spec in self.checkpoint.specs.items() if is_of_words(key))
-        return is_of_words(f"{module}.weight") or shape in words
+        sizes = next(self.adapter.sizes(layer) for layer in self.layers if layer.module == module)
+        words = (frozenset(spec.shape) for key, spec in self.checkpoint.specs.items() if is_of_words(key))
+        return is_of_words(f"{module}.weight") or sizes in words
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:

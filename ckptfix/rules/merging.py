@@ -169,7 +169,7 @@ def _deltas(
     if not any(each.found for each in names.values()):
         raise max(names.values(), key=lambda each: len(each.layers)).mismatch()
     # Text encoders have the same names: one that another component of the adapter fits is not for this one.
-    fitting = [component for component, each in names.items() if each.is_complete and each.has_shapes]
+    fitting = [component for component, each in names.items() if each.fits]
     taken = Counter(name for component in fitting for name in names[component].found.values())
     if max(taken.values(), default=1) > 1:
         own = [component for component in fitting if component in Path(checkpoint.path).parts[-2:]]
