@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -21,7 +21,9 @@ from ckptfix.core.settings import PTH, SAFETENSORS
 from ckptfix.core.wording import first_names, typed
 from ckptfix.errors import Opt
 from ckptfix.report.style import Line, Span, percent
-from ckptfix.writing.atomic import OwnFile
+
+if TYPE_CHECKING:
+    from ckptfix.writing.atomic import OwnFile
 
 
 class Presentation(Struct, frozen=True):

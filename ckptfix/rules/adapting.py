@@ -293,10 +293,18 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         len(old) >= 3
         and differing == [1]
         and old[1] <= _MOST_CHANNELS
+        and not _is_of_pixels(old[1], new[1])
         and (named == IN_CHANS or (_is_input(new, target) and (len(old) > 3 or max(old[1], new[1]) <= _MOST_SIGNALS)))
     ):
         return IN_CHANS
     return ""
+
+
+def _is_of_pixels(stored: int, wanted: int) -> bool:
+    """Return whether inputs are the colours of neighbouring pixels, in threes, and more of each pixel are wanted, which
+    timm refuses: `adapt_input_conv`."""
+    pixels = stored // 3
+    return wanted > stored == 3 * pixels and pixels > 1 and _is_square(pixels) and wanted % pixels == 0
 
 
 def _is_input(shape: Shape, target: Target) -> bool:

@@ -528,6 +528,11 @@ def test_what_means_nothing(text, said):
             {"conv1.weight": torch.zeros(8, 80, 3)}, {"conv1.weight": torch.zeros(8, 128, 3)}, id="bands of a spectrum"
         ),
         pytest.param(
+            {"conv1.weight": torch.zeros(8, 48, 3, 3)},
+            {"conv1.weight": torch.zeros(8, 64, 3, 3)},
+            id="the colours of 4x4 pixels, as in TResNet, one more each",
+        ),
+        pytest.param(
             {"pos_embed": torch.zeros(1, 30, 8), "det_token": torch.zeros(1, 5, 8)},
             {"pos_embed": torch.zeros(1, 42, 8), "det_token": torch.zeros(1, 5, 8)},
             id="tokens after the patches, as in YOLOS",
