@@ -1,3 +1,5 @@
+from typing import Any
+
 from ckptfix.report.page.entries import COLUMNS, Entries
 from tests.report.page.samples import NAN, PREFIX, VERSIONS, record, repaired, undecided, unreadable
 
@@ -76,7 +78,7 @@ def test_no_file_is_accepted_along_with_others():
 
 
 def test_a_decision_with_a_value_of_the_users_names_its_options():
-    ways = [
+    ways: list[dict[str, Any]] = [
         {"options": {"replace": ["VAL101"], "fill": "FILE"}, "text": "takes them from another copy", "command": None},
         {"options": {}, "text": "train it again", "command": None},
         {"options": {"accept": ["VAL101"]}, "text": "keeps it", "command": "ckptfix migrate a --accept VAL101"},
