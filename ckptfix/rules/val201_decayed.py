@@ -25,8 +25,7 @@ steps predict. The message says whether that agrees.
   warning if less than a tenth is predicted, and no more than that is left.
 - A tiny matrix that did get gradients, and whose size decay does not explain, started so: a note.
 - If it has no moments (plain SGD) or there is no optimizer, a tiny matrix is a note too if it is not called a weight or
-  kernel (a hash grid, a gate), if the optimizer had no weight decay, or if it is a last layer of which one direction
-  holds most, as few steps leave one that started at zero: decay keeps a random start random.
+  kernel (a hash grid, a gate), or if the optimizer had no weight decay.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
@@ -58,7 +57,6 @@ from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule, StatisticsByKey
@@ -74,7 +72,6 @@ from ckptfix.values.roles import (
     norms_after,
     usual_rms,
 )
-from ckptfix.values.scan import first_numbers
 
 SMALLEST = 64  # elements below which an RMS says little
 OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
@@ -105,9 +102,6 @@ LARGEST_INPUT = 1e5
 # smaller than what anybody starts with.
 ROUND, TINIEST = 0.999, 1e-6
 
-# The share of a matrix's squares that one direction has which no chance explains, how often chance would have to be
-# wrong, and the numbers that are looked at.
-LOPSIDED, BEYOND_CHANCE, LOOK = 0.3, 1.4, 1 << 15
 BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # where the start's RMS comes from
 EPS = 1e-5  # the default eps of the norms; a running variance above it carries the scale
 
@@ -150,30 +144,13 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _started_so(matrix: _Matrix, witness: Witness) -> bool:
     """Return whether a matrix may have started as small as it is: gradients arrived and decay does not explain it. If
-    no moments say whether any arrived: it is not a layer's own weight (hash grids, gates), there was no decay, or it is
-    what a few gradients make of zeros."""
+    no moments say whether any arrived: it is not a layer's own weight (hash grids, gates), or there was no decay."""
     said = witness.on(matrix.key, matrix.share)
     if said.saw_no_gradient is not None or said.alignment is not None:
         return not said.is_untouched and not said.agrees
     if matrix.reference == BY_MODEL or not is_layers_own(matrix.key):
         return matrix.reference == BY_FAN_IN
-    return matrix.share >= NOTHING_LEFT and (said.weight_decay == 0 or _is_lopsided(matrix, witness.context))
-
-
-def _is_lopsided(matrix: _Matrix, context: Context) -> bool:
-    """Return whether one direction holds most of a last layer, as of the gradients of few steps. What was drawn by
-    chance has none, and decay keeps the shape of that; in Adam's gradients, it gives a layer one, too."""
-    if matrix.key != [*context.matrices][-1] and not is_head(matrix.key):
-        return False
-    spec = context.checkpoint.specs[matrix.key]
-    columns = math.prod(spec.shape[1:])
-    rows = min(spec.shape[0], max(LOOK // columns, 1))
-    if 1 in (rows, columns):
-        return matrix.figures.mean**2 > LOPSIDED * matrix.figures.rms**2
-    numbers = first_numbers(spec, rows * columns).reshape(rows, columns) / matrix.figures.absmax
-    by_chance = (math.sqrt(rows) + math.sqrt(columns)) ** 2 / (rows * columns)  # the law of Marchenko and Pastur
-    share = float(np.linalg.norm(numbers, 2) ** 2 / np.sum(numbers**2))
-    return share > max(LOPSIDED, BEYOND_CHANCE * by_chance)
+    return matrix.share >= NOTHING_LEFT and said.weight_decay == 0
 
 
 class _Matrix(Struct, frozen=True):
