@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import BinaryIO, NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from ckptfix.bytes.checksums import crc32
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import FileBytes, located, ranges_of, stream
+from ckptfix.bytes.threads import background
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import ByteSource
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 WINDOW = 512 << 10  # bytes that are written, and read back, at a time: few enough to be in the processor's cache still
 
@@ -57,6 +62,7 @@ class Copier:
     _begin: int  # of the window in the file
     _filled: int
     _room: int
+    _flusher: Executor | None  # a thread that tells the disk to begin
 
     def __init__(self, file: BinaryIO, task: Task | None = None) -> None:
         self.copied: list[Copied] = []
@@ -70,6 +76,7 @@ class Copier:
             self._window, self._written = bytearray(WINDOW), bytearray(WINDOW)
         self._view = memoryview(self._window)
         self._ranges: list[Copied] = []  # those in the window, the last one perhaps in part
+        self._threads, self._flusher = ExitStack(), None
         self._begin_at(file.tell())
         self._task = task or Task("", 0)
 
@@ -77,8 +84,9 @@ class Copier:
         return self
 
     def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
-        if raised is None:
-            self.seek(self.tell())
+        with self._threads:
+            if raised is None:
+                self.seek(self.tell())
         _BUFFERS.append((self._window, self._written))
 
     def tell(self) -> int:
@@ -188,8 +196,11 @@ class Copier:
         start = self._begin // FLUSHED * FLUSHED
         if start + FLUSHED <= end and self._descriptor is not None and hasattr(os, "posix_fadvise"):  # macOS has none
             # Let the disk begin with these bytes: a repair of 1 GB takes 13 to 16 % longer if all of them are left for
-            # the end. Linux begins to write what it is told to forget, and keeps it as long as it is not written.
-            os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+            # the end. Linux begins to write what it is told to forget, and keeps it as long as it is not written. The
+            # call waits for the disk now and then: in this thread, a rename of all keys of 1.7 GB takes 10 % longer.
+            if self._flusher is None:
+                self._flusher = self._threads.enter_context(background())
+            self._flusher.submit(os.posix_fadvise, self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         self._begin_at(end)
 
     def _write_window(self, window: memoryview) -> None:

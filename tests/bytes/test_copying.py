@@ -328,3 +328,19 @@ def test_nothing_more_is_written_after_an_error(tmp_path):
     with pytest.raises(KeyError):
         fail()
     assert (tmp_path / "file").read_bytes() == b""
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="macOS has none")
+def test_the_disk_begins_before_the_end_and_what_it_refuses_is_no_error(place, tmp_path, monkeypatch):
+    asked: list[tuple[int, int]] = []
+
+    def refuse(descriptor: int, start: int, count: int, advice: int) -> None:
+        os.fstat(descriptor)  # the file is still open
+        asked.append((start, count))
+        raise OSError(errno.EINVAL, "no advice is taken here")
+
+    monkeypatch.setattr(copying, "FLUSHED", WINDOW)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert copied(place, 0, len(DATA), tmp_path) == (DATA, len(DATA))
+    assert all(start % WINDOW == 0 for start, _ in asked)
+    assert asked
