@@ -242,6 +242,7 @@ class Kind(Enum):
         "ranks-strange",
         "has files of other ranks than the {ranks} that saved it: {names:names}",
     )
+    RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks of another save than most: {names:names}")
     ITEM_DAMAGED = ("item-damaged", _item_damaged)
     RANKS_DIFFER = ("ranks-differ", _ranks_differ)
     # What rules look at beside the damage.

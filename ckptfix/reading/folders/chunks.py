@@ -27,7 +27,9 @@ def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str) -> Non
     try:
         check_cover(name, [*boxes], shape)
     except PartsError as error:
-        raise UnreadableError(f"the chunks of {name} do not fill it: {error.problem}") from error
+        raise UnreadableError(
+            f"the chunks of {name} do not fill it: {error.problem}; put the files of one save together"
+        ) from error
 
 
 def _plain(part: TensorSpec, path: str) -> TensorSpec:

@@ -219,6 +219,21 @@ class RankFiles:
             first = tuple(next(names) for _ in range(min(absent, _LISTED)))
             self.damage.append(Fact.of(Kind.RANKS_LACKING, absent=absent, ranks=world, names=first))
 
+    def of_another_save(self, of_rank: Mapping[_Rank, object], names: Mapping[_Rank, str], what: str) -> list[_Rank]:
+        """Return the ranks of another save than most, which are damage if what is whole is to be salvaged.
+
+        Raises ``UnreadableError`` naming them if not, and if most are of no save."""
+        odd = unlike_most(of_rank)
+        named = tuple(names[rank] for rank in odd)
+        if odd and not (self.salvage and 2 * len(odd) < len(of_rank)):
+            raise UnreadableError(
+                f"{self.folder}: its ranks are of different saves: {first_names(named)}, unlike the other"
+                f" {len(of_rank) - len(odd)}, by the {what}; put the files of one save together"
+            )
+        if odd:
+            self.damage.append(Fact.of(Kind.RANKS_OF_ANOTHER_SAVE, names=named))
+        return odd
+
     def note_repeated(self, held: Mapping[str, Any]) -> None:
         """Note files whose tensors are those of another one, by their checksums: one was copied over the other."""
         seen: dict[tuple[object, ...], str] = {}

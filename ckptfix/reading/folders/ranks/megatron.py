@@ -38,7 +38,6 @@ from ckptfix.reading.folders.ranks.files import (
     note_copies,
     sums_of,
     tagged,
-    unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
 from ckptfix.reading.folders.ranks.partition import (
@@ -163,11 +162,11 @@ class _Joined:
         if is_nemo := found[min(found)].name == NEMO:
             sizes_of = _nemo_sizes(self.files.folder)
             roots = {n: {"model": root, "checkpoint_version": 3.0, "args": sizes_of} for n, root in roots.items()}
+        steps = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
+        for numbers in self.files.of_another_save(steps, {n: found[n].parent.name for n in steps}, "iteration"):
+            del roots[numbers], found[numbers]
         first = roots[min(roots)]
         args = _arguments(first)
-        steps = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
-        if odd := [found[numbers].parent.name for numbers in unlike_most(steps)]:
-            raise UnreadableError(f"{self.path}: {first_names(odd)} are of another iteration than the other ranks")
         settings = {
             found[numbers].parent.name: {key: root.get(key) for key in _SETTINGS} for numbers, root in roots.items()
         }
@@ -347,7 +346,10 @@ class _Joined:
             is_embedding = isinstance(spec, TensorSpec) and ".".join(path).endswith("word_embeddings.weight")
             if is_embedding and type(rows) is int and spec.shape[0] != rows:
                 name = ".".join(path)
-                raise UnreadableError(f"{self.path}: {name} has {spec.shape[0]} rows, and its arguments say {rows}")
+                raise UnreadableError(
+                    f"{self.path}: {name} has {spec.shape[0]} rows, and its arguments say {rows}; put the files of one"
+                    " save together"
+                )
 
 
 def _place(numbers: tuple[int, ...], sizes: Sequence[Any]) -> tuple[int, int, int]:

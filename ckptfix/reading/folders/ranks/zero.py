@@ -45,7 +45,6 @@ from ckptfix.reading.folders.ranks.files import (
     by_rank,
     note_copies,
     tagged,
-    unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
@@ -344,7 +343,7 @@ class Merging:
 
     def masters(self, root: Any) -> Masters:
         """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
-        self._check_alike()
+        self._leave_out_others()
         named = {self.present[rank].name: made for rank, made in self.states.items()}
         self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
         settings = {name: made.settings for name, made in named.items()}
@@ -384,15 +383,13 @@ class Merging:
         except MALFORMED as error:
             raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
 
-    def _check_alike(self) -> None:
-        """Raise ``UnreadableError`` naming a rank that is of another stage, number of ranks or step than most."""
+    def _leave_out_others(self) -> None:
+        """Leave out the ranks of another stage, number of ranks or step than most."""
         facts = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in self.states.items()}
-        odd = [self.present[rank].name for rank in unlike_most(facts)]
-        if odd:
-            raise UnreadableError(
-                f"{self.path}: its ranks are of different saves: {first_names(odd)} differ from the other"
-                f" {len(facts) - len(odd)} in stage, number of ranks or step; put the files of one save together"
-            )
+        names = {rank: file.name for rank, file in self.present.items()}
+        for rank in self.files.of_another_save(facts, names, "stage, number of ranks or step"):
+            del self.states[rank], self.present[rank]
+        self.first = self.states[min(self.states)]
 
     def _partitions(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stages 1 and 2: each run is cut into equal partitions. None if those are not flat."""
@@ -511,11 +508,12 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
         raise UnreadableError(
             f"{files.folder}: has no model states of rank 0, which say the names and shapes of the weights; fetch them"
         )
-    if odd := [found[rank].name for rank in unlike_most(steps)]:
-        raise UnreadableError(f"{files.folder}: its ranks are of different saves: {first_names(odd)} have other steps")
+    odd = files.of_another_save(steps, {rank: found[rank].name for rank in steps}, "step")
+    if 0 in odd:
+        raise UnreadableError(f"{found[0]}: is of another save than most; put the files of one save together")
     files.note_foreign(settings)
     files.note_repeated(fragments)
-    return roots
+    return {rank: root for rank, root in roots.items() if rank not in odd}
 
 
 def note_masters(files: RankFiles, module: Mapping[str, Any], masters: Mapping[str, TensorSpec]) -> None:

@@ -272,8 +272,12 @@ def test_a_rank_of_another_iteration_is_named(tmp_path: Path) -> None:
     write_megatron(tmp_path, 4)
     file = tmp_path / "iter_0000007" / "mp_rank_02" / "model_optim_rng.pt"
     torch.save({**torch.load(file, weights_only=False), "iteration": 8}, file)
-    with pytest.raises(UnreadableError, match="mp_rank_02 are of another iteration"):
+    with pytest.raises(UnreadableError, match="different saves: mp_rank_02, unlike the other 3, by the iteration; put"):
         ckptfix.open_checkpoint(tmp_path)
+    file.unlink()
+    without = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    torch.save({"iteration": 8, "model": {}}, file)
+    assert ckptfix.open_checkpoint(tmp_path, salvage=True).keys() == without.keys()
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

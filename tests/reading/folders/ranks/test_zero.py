@@ -285,14 +285,20 @@ def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
         states["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
 
     _change(tmp_path / _optim(2), train_on)
-    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(2)} differ"):
+    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(2)}, unlike the other 2"):
         ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert [each.kind for each in salvaged.damage][:1] == [Kind.RANKS_OF_ANOTHER_SAVE]
+    (tmp_path / _optim(2)).unlink()
+    without = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert salvaged.keys() == without.keys() != []
+    assert salvaged.lost.keys() == without.lost.keys() != set()
 
 
 def test_a_rank_of_another_world_is_named(tmp_path: Path) -> None:
     write_zero(tmp_path, TENSORS, world=3)
     _change(tmp_path / _optim(1), lambda states: states["optimizer_state_dict"].update(partition_count=[4]))
-    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(1)} differ"):
+    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(1)}, unlike the other 2"):
         ckptfix.open_checkpoint(tmp_path)
 
 
