@@ -6,8 +6,8 @@ bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`q
 compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), Quanto
 (`weight._data`), MLX (whole numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of
 gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and
-8-bit weights beside any other key that is called a scale. An error if the model wants plain floats there; a note
-without a model.
+8-bit weights beside any other key that is called a scale. An error if the model wants plain floats there, or `--dtype`
+does and the formula is known; else a note without a model.
 
 ## Why it matters
 The codes often have the shape of the weights: `load_state_dict` converts them to floats without a word, and the layer
@@ -27,6 +27,7 @@ dequantise, and save the result. Scales follow their codes to other names; nothi
 ## Example
     ckptfix repair int8.pth --model my_models:net --unsafe-fixes
     # multiply the codes of 224 keys by their scales (bitsandbytes int8)
+    ckptfix repair fp8_folder --dtype bfloat16 --unsafe-fixes -o model.safetensors
 
 ## Sources
 - https://arxiv.org/abs/2208.07339 and `bitsandbytes/functional.py` (`int8_vectorwise_dequant`)
@@ -41,7 +42,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.core.target import Target
+from ckptfix.core.target import PARAMETER, Slot, Target
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import BLOCKS, INT8, MXFP4, MXFP4_TURNED, scale_steps, unpacked_shape
@@ -55,16 +56,10 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if not layers:
         return
     schemes = ", ".join(dict.fromkeys(layer.scheme for layer in layers.values()))
-    if context.target is None:
-        yield rule.finding(
-            Level.NOTE,
-            f"the weights of {counted(len(layers), 'layer')} are quantised ({schemes}): a model has to be prepared by "
-            "the library that wrote them",
-            keys=[key for layer in layers.values() for key in layer.parts.values()],
-        )
-        return
-    cures = {path: _cure(path, layer, context, context.target) for path, layer in layers.items()}
-    cures.update(_unpacked(layers, specs, context.target))
+    target = context.target or _as_asked(layers, context)
+    cures = {path: _cure(path, layer, context, target) if target else () for path, layer in layers.items()}
+    if context.target is not None:
+        cures.update(_unpacked(layers, specs, context.target))
     known = [path for path in layers if cures[path]]
     other = [path for path in layers if not cures[path]]
     if known:
@@ -74,10 +69,17 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=[key for path in known for key in layers[path].parts.values()],
             evidence={"formats": schemes},
             fix=Fix.unsafe(edit for path in known for edit in cures[path]),
-            remedies=(Remedy.of("multiplies them, which rounds to the model's dtype", unsafe_fixes=True),),
+            remedies=(Remedy.of("multiplies them, which rounds to the dtype that is wanted", unsafe_fixes=True),),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )
-    if other:
+    if other and context.target is None:
+        yield rule.finding(
+            Level.NOTE,
+            f"the weights of {counted(len(other), 'layer')} are quantised ({schemes}): a model has to be prepared by "
+            "the library that wrote them",
+            keys=[key for path in other for key in layers[path].parts.values()],
+        )
+    elif other:
         yield rule.finding(
             Level.ERROR,
             f"the weights of {counted(len(other), 'layer')} are quantised ({schemes}), and the file does not have all "
@@ -86,6 +88,15 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=advise(DEQUANTISE),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )
+
+
+def _as_asked(layers: Mapping[str, QuantisedLayer], context: Context) -> Target | None:
+    """Return the weights in the dtype of ``--dtype`` as a target, if no model says what it wants."""
+    dtype, specs = context.settings.dtype, context.checkpoint.specs
+    if dtype is None or DTYPES[dtype].itemsize == 1:
+        return None
+    keys = (layer.parts["weight"] for layer in layers.values() if "weight" in layer.parts)
+    return Target("--dtype", {key: Slot(dtype, specs[key].shape, PARAMETER) for key in keys})
 
 
 def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) -> tuple[Edit, ...]:

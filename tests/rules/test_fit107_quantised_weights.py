@@ -176,6 +176,27 @@ def test_a_quantised_file_alone_is_a_note(name):
     assert [finding.level for finding in report.findings] == [Level.NOTE]
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_noop_a_dtype_makes_no_floats_where_the_formula_is_not_known(name):
+    made, report = ckptfix.repair_state_dict(_packed(net(), REFUSED[name]), select=("FIT107",), dtype="float32")
+    assert [finding.level for finding in report.findings] == [Level.NOTE]
+    assert made.keys() == _packed(net(), REFUSED[name]).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dtype_says_what_is_wanted_where_no_model_does(dtype):
+    scale = torch.tensor([[0.5, 2.0], [0.25, 8.0]])
+    codes = torch.randn(256, 256).to(torch.float8_e4m3fn)
+    state_dict = {"a.weight": codes, "a.weight_scale_inv": scale, "b.weight": torch.ones(3)}
+    asked: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "accept": ("VAL102",)}
+    _, report = ckptfix.repair_state_dict(state_dict, **asked)
+    assert [finding.code for finding in report.remaining if finding.level] == ["FIT107"]
+    made, report = ckptfix.repair_state_dict(state_dict, **asked, unsafe_fixes=True)
+    assert (report.exit_code, [*made]) == (0, ["a.weight", "b.weight"])
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(made["a.weight"], (codes.float() * spread).to(dtype))
+
+
 class Quantised(nn.Module):
     """A model that has the codes and their scales itself."""
 
