@@ -158,7 +158,8 @@ def open_file(
     picks one of several files in an archive. ``salvage`` keeps what is whole of a damaged file; the rest is named in
     ``Checkpoint.lost``. Raises ``UnreadableError`` with the true cause if there is nothing to open, ``HostileError`` if
     the file is built to do harm."""
-    if path.endswith((".distcp", ".metadata", *COMMON)) and Path(path).with_name(".metadata").is_file():
+    is_part = path.endswith((".distcp", ".metadata")) or Path(path).name in COMMON
+    if is_part and Path(path).with_name(".metadata").is_file():
         path = str(Path(path).parent)  # of torch.distributed.checkpoint, which is a folder
     if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
         from ckptfix.reading.folders.folders import read_folder, weights_file

@@ -112,6 +112,11 @@ def test_a_repair_writes_one_file(saved: Path, tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "one.pth")["model"], STATE)
 
 
+def test_noop_a_file_whose_name_only_ends_so_is_opened_by_itself(saved):
+    torch.save({"fc.weight": torch.ones(2, 2)}, saved / "my_meta.pt")
+    assert ckptfix.open_checkpoint(saved / "my_meta.pt").keys() == ["fc.weight"]
+
+
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
 def test_what_lightning_and_megatron_save_beside_the_chunks_is_in_the_container(saved: Path, name: str) -> None:
     torch.save({"global_step": 7, "epoch": 99, "rng": torch.arange(3)}, saved / name)
