@@ -350,6 +350,9 @@ def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
 # What is wrong beside tensors that are whole, and right once the file is written again.
 BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 
+# After these the files that are there are whole, and others have to be fetched.
+ABSENT = frozenset({Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING})
+
 # After these a tensor may be another one than was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})
 

@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import BESIDE, Kind, clause, clauses
+from ckptfix.core.facts import ABSENT, BESIDE, Kind, clause, clauses
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.rules.rule import Context, Rule
@@ -97,6 +97,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         )
     left = {key: spec for key, spec in checkpoint.lost.items() if key not in fills}
     if left:
+        again = "the missing files" if any(fact.kind in ABSENT for fact in damage) else "the file again"
         yield rule.finding(
             # With a target, what is missing of it is the finding of another rule, and may be filled there.
             Level.ERROR if context.target is None else Level.NOTE,
@@ -104,7 +105,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
             keys=left,
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
             remedies=(
-                *advise("fetch the file again"),
+                *advise(f"fetch {again}"),
                 Remedy.of("completes it from another checkpoint", salvage=True, fill=FILE),
             ),
         )

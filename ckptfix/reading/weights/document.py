@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.checkpoint import PathPart
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import ABSENT, Fact, Kind, clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.spec import ByteSource, TensorSpec
@@ -44,9 +44,6 @@ class Document(Struct):
     copies: Mapping[str, TensorSpec] = field(default_factory=dict)
 
 
-_ABSENT = (Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING)
-
-
 def split_entries(
     document: Document, entries: Mapping[str, Any], salvage: bool
 ) -> tuple[dict[str, Any], dict[str, TensorSpec | None]]:
@@ -68,7 +65,7 @@ def split_entries(
         back = f"all {counted(tensors, 'tensor')}"
         if lost:
             back = f"{tensors} of {counted(tensors + len(lost), 'tensor')}{share_text(whole, lost)}"
-        again = "the missing files" if any(fact.kind in _ABSENT for fact in document.damage) else "the file again"
+        again = "the missing files" if any(fact.kind in ABSENT for fact in document.damage) else "the file again"
         what = f"{document.path}: {causes}: fetch {again}, or take {back} with "
         raise UnreadableError(what, Opt("salvage", True))
     return whole, lost
