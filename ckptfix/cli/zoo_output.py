@@ -75,7 +75,8 @@ def progress_text(summary: Summary) -> str:
         f"{size(summary.done_bytes)} of {size(summary.bytes)}",
     ]
     if (pace := summary.pace()) is not None:
-        parts += [f"{size(round(pace[0]))}/s", f"{time_text(pace[1])} left"]
+        rate, seconds_left = pace
+        parts += [f"{size(round(rate))}/s", f"{time_text(seconds_left)} left"]
     counts = [f"{summary.outcomes[outcome]} {_SHOWN[outcome][0]}" for outcome in Outcome if summary.outcomes[outcome]]
     return ", ".join(parts) + (f": {', '.join(counts)}" if counts else "")
 

@@ -28,10 +28,10 @@ from ckptfix.core.lazy import torch
 from ckptfix.core.likeness import SIZE_ARGUMENTS
 from ckptfix.errors import CkptfixError, Opt, TargetError
 
-Build = Callable[..., Any]  # what builds a model from keyword arguments
+ModelBuilder = Callable[..., Any]  # what builds a model from keyword arguments
 
 
-def timm(name: str) -> Build:
+def timm(name: str) -> ModelBuilder:
     """``timm:NAME``, or ``timm:FOLDER`` with the config.json that timm writes."""
     library = importlib.import_module("timm")
     if Path(name).is_dir():
@@ -40,7 +40,7 @@ def timm(name: str) -> Build:
     return _without_weights(library.create_model, name, pretrained=False)
 
 
-def torchvision(name: str) -> Build:
+def torchvision(name: str) -> ModelBuilder:
     """``torchvision:NAME``, with or without the module that it is in: ``detection.ssd300_vgg16``."""
     library = importlib.import_module("torchvision.models")
     module, _, own = name.removeprefix("models.").rpartition(".")
@@ -50,12 +50,12 @@ def torchvision(name: str) -> Build:
     return _without_weights(build, **{key: None for key in ("weights", "weights_backbone") if key in accepted})
 
 
-def _without_weights(build: Build, *words: Any, **without: Any) -> Build:
+def _without_weights(build: ModelBuilder, *words: Any, **without: Any) -> ModelBuilder:
     """Return what builds a model and fetches no weights, also if its arguments ask for some: the file has them."""
     return lambda **options: build(*words, **{**options, **without})
 
 
-def transformers(name: str) -> Build:
+def transformers(name: str) -> ModelBuilder:
     """``transformers:FOLDER`` with a config.json, which names the class; or ``transformers:CLASS``, with the fields of
     its configuration, ``config=FOLDER``, or both."""
     library = importlib.import_module("transformers")
@@ -87,7 +87,7 @@ def _of_transformers(made: Any, config: str | None = None, **fields: Any) -> Any
     return made.from_config(found, trust_remote_code=False)
 
 
-def diffusers(name: str) -> Build:
+def diffusers(name: str) -> ModelBuilder:
     """``diffusers:FOLDER`` with the config.json of one model, such as the unet of a pipeline; or ``diffusers:CLASS``,
     with its arguments, ``config=FOLDER``, or both."""
     library = importlib.import_module("diffusers")
@@ -112,7 +112,7 @@ def _of_diffusers(made: Any, config: str | None = None, **fields: Any) -> Any:
     return made.from_config({**json.loads(_config_given(config).read_text(encoding="utf-8")), **fields})
 
 
-def open_clip(name: str) -> Build:
+def open_clip(name: str) -> ModelBuilder:
     """``open_clip:NAME``."""
     library = importlib.import_module("open_clip")
     own = _known("open_clip", name.replace("/", "-"), library.list_models())
@@ -125,7 +125,7 @@ def open_clip(name: str) -> Build:
     return build
 
 
-def smp(name: str) -> Build:
+def smp(name: str) -> ModelBuilder:
     """``smp:ARCHITECTURE``, a model of segmentation_models_pytorch."""
     library = importlib.import_module("segmentation_models_pytorch")
     models = {key: made for key, made in vars(library).items() if hasattr(made, "load_state_dict")}
@@ -140,15 +140,15 @@ def smp(name: str) -> Build:
     return build
 
 
-def torchaudio(name: str) -> Build:
+def torchaudio(name: str) -> ModelBuilder:
     """``torchaudio:NAME``, a function or class of torchaudio.models."""
     library = importlib.import_module("torchaudio.models")
     own = _known("torchaudio", name.removeprefix("models."), [key for key in dir(library) if key[0] != "_"])
-    made: Build = getattr(library, own)
+    made: ModelBuilder = getattr(library, own)
     return made
 
 
-def ultralytics(name: str) -> Build:
+def ultralytics(name: str) -> ModelBuilder:
     """``ultralytics:FILE.yaml``, a file of one's own or one that the package has."""
     library = importlib.import_module("ultralytics")
     if not name.endswith((".yaml", ".yml")):
@@ -163,7 +163,7 @@ def ultralytics(name: str) -> Build:
     return partial(classes[tasks.guess_model_task(described)]["model"], name, verbose=False)
 
 
-def detectron2(name: str) -> Build:
+def detectron2(name: str) -> ModelBuilder:
     """``detectron2:CONFIG``: a YAML file, or one of detectron2's model zoo. Arguments are options of the
     configuration."""
     settings = importlib.import_module("detectron2.config")
@@ -187,7 +187,7 @@ def detectron2(name: str) -> Build:
 
 
 # The schemes of this package, each with what `pip install` calls its library.
-SCHEMES: Mapping[str, tuple[Callable[[str], Build], str]] = {
+SCHEMES: Mapping[str, tuple[Callable[[str], ModelBuilder], str]] = {
     "timm": (timm, "timm"),
     "torchvision": (torchvision, "torchvision"),
     "transformers": (transformers, "transformers"),
@@ -253,7 +253,7 @@ def configuration_files(spec: str) -> list[str]:
     return [file for place in places for file in (place, f"{place}/config.json")]
 
 
-def named_builder(spec: str) -> Build | None:
+def named_builder(spec: str) -> ModelBuilder | None:
     """Return what builds the model of this name; None if the text does not begin with a scheme.
 
     Raises ``TargetError``, which says in one line what to do, if the library is not installed, and for a name or
@@ -280,7 +280,7 @@ def named_builder(spec: str) -> Build | None:
     return partial(_built, spec, build, name.arguments)
 
 
-def _built(spec: str, build: Build, given: Mapping[str, Any], *positional: Any, **more: Any) -> Any:
+def _built(spec: str, build: ModelBuilder, given: Mapping[str, Any], *positional: Any, **more: Any) -> Any:
     if positional:
         raise TargetError(Opt("model", spec), " takes arguments by name only; give an object to ", Opt("model_args"))
     arguments = {**given, **more}

@@ -47,7 +47,7 @@ FAR = 120  # bytes of an entry of the memo outside of the row
 _ASKED = re.compile(rb"j(?=(....))|g(?=(\d{1,9}))", re.DOTALL)
 _RARELY = 16  # of how many bytes of an honest pickle at most one looks like such an opcode
 _UNASKED = object()
-Answer = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value for a call of a global with arguments
+Caller = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value for a call of a global with arguments
 
 
 class Memo:
@@ -110,7 +110,7 @@ class PickleMachine(PickleStream):
         self,
         data: Buffer,
         path: str,
-        call: Answer,
+        call: Caller,
         persistent_load: Callable[[Any], Any],
         position: int = 0,
         bounds: Bounds | None = None,
