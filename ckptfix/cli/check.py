@@ -78,10 +78,10 @@ def _checkpoints(path: str) -> Iterable[str]:
 
 def _is_readable(path: str) -> bool:
     """Return whether a file has weights, or is to be reported although it has none: it would run code."""
-    import ckptfix
+    from ckptfix.reading.opening import open_file
 
     try:
-        ckptfix.open_checkpoint(path)
+        open_file(path)
     except UnreadableError:
         return False
     except CkptfixError:
