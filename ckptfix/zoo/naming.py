@@ -22,7 +22,8 @@ MIRRORED = "{folder}/{stem}{suffix}"  # the template that mirrors the tree of th
 # one is given), and the source's own name.
 FIELDS = ("folder", "stem", "suffix", "name")
 
-_PACKING = re.compile(r"(?:\.(?:gz|bz2|xz|zip))+$", re.IGNORECASE)
+# `m.tar.gz` was an archive of files, `m.pth.tar.gz` a checkpoint that was called `m.pth.tar`.
+_PACKING = re.compile(r"(?:(?<!\.pth)(?<!\.pt)(?<!\.ckpt)\.tar(?=\.)|\.(?:t?gz|t?bz2|t?xz|t?zst|zip))+$", re.IGNORECASE)
 _INDEX = re.compile(r"\.index\.json$", re.IGNORECASE)
 _SUFFIX = re.compile(
     r"(?:\.(?:pth|pt|ckpt))?\.tar$"
