@@ -81,7 +81,9 @@ def damaged(path: object, fault: str) -> UnreadableError:
 class MissingFileError(UnreadableError, FileNotFoundError):
     """There is no file of this name."""
 
-    __str__ = CkptfixError.__str__
+
+class MissingPackageError(CkptfixError, ImportError):
+    """A package that this needs is not installed, or does not load."""
 
 
 class DamageWarning(UserWarning):
@@ -90,8 +92,6 @@ class DamageWarning(UserWarning):
 
 class UnknownKeyError(CkptfixError, KeyError):
     """The checkpoint has no tensor under this key."""
-
-    __str__ = CkptfixError.__str__  # that of KeyError puts the message in quotes
 
 
 class HostileError(CkptfixError):

@@ -7,6 +7,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ckptfix.errors import MissingPackageError
+
 __all__ = ["nn", "np", "torch"]
 
 if TYPE_CHECKING:
@@ -21,7 +23,13 @@ else:
 
         def __getattr__(self, attribute):
             if self._module is None:
-                self._module = import_module(self._name)  # waits for a thread that is at it
+                package = self._name.partition(".")[0]
+                try:
+                    self._module = import_module(self._name)  # waits for a thread that is at it
+                except ImportError as error:
+                    raise MissingPackageError(
+                        f"this needs {package}, which cannot be imported ({error}); pip install {package}"
+                    ) from error
             return getattr(self._module, attribute)
 
     np, torch, nn = map(_Lazy, ("numpy", "torch", "torch.nn"))
