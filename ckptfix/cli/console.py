@@ -4,6 +4,7 @@ The report goes to stdout, everything else to stderr. An error is one line there
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -206,12 +207,16 @@ class Console(Struct):
             self._fail(_naming(names, _too_little(error) or _bug(error)))
 
     @contextmanager
-    def guarding(self, source: str = "") -> Iterator[None]:
-        """Show an error about ``source`` and end the program with exit code 2."""
+    def guarding(self, source: str = "", form: str = "full") -> Iterator[None]:
+        """Show an error about ``source``, in the form ``json`` on stdout, too, and end the program with exit code 2."""
         failed_before = len(self.failures)
         with self.surviving(source):
             yield
         if len(self.failures) > failed_before:
+            if form == "json":
+                from ckptfix.core.report import error_to_json
+
+                write_output(json.dumps(error_to_json(source or None, self.failures[-1][0]), indent=2) + "\n")
             raise click.exceptions.Exit(FAILED)
 
     def report_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:

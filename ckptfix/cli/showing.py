@@ -50,12 +50,12 @@ def inspect(run: Run, path: str) -> int:
     It shows where the weights are, their names, shapes, dtypes, devices and ties, and what else the file holds. No
     tensor is read."""
     console, choices = run.console, run.choices
-    with console.guarding(path), console.watching():
+    form = choices.get("output_format", "full")
+    with console.guarding(path, form), console.watching():
         import ckptfix
         from ckptfix.report.advice import Presentation
         from ckptfix.report.inspection import inspect_checkpoint, inspection_lines, key_lines, size_on_disk
 
-        form = choices.get("output_format", "full")
         checkpoint = ckptfix.open_checkpoint(path, **library_settings(choices, INSPECT))
         size = size_on_disk(path)
         if form == "json":
@@ -75,12 +75,13 @@ def diff(run: Run, a: str, b: str) -> int:
 
     Exit codes: 0 no difference; 1 differences; 2 a file cannot be read."""
     console, choices = run.console, run.choices
-    with console.guarding(), console.watching():  # an error names which of the two files it is about
+    form = choices.get("output_format", "full")
+    with console.guarding(form=form), console.watching():  # an error names which of the two files it is about
         from ckptfix.comparison import diff as compare_files
         from ckptfix.comparison.difference import difference_lines, difference_to_json
 
         difference = compare_files(a, b, **library_settings(choices, DIFF))
-        if choices.get("output_format") == "json":
+        if form == "json":
             write_output(json.dumps(difference_to_json(difference), indent=2, allow_nan=False) + "\n")
         elif not (console.quiet and difference.is_empty):
             console.write(difference_lines(difference, console.verbose))

@@ -230,7 +230,7 @@ def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | 
     return {"version": REPORT_VERSION, "versions": dict(versions), "reports": list(reports)}
 
 
-def error_to_json(source: str, message: str) -> dict[str, Any]:
+def error_to_json(source: str | None, message: str) -> dict[str, Any]:
     return {"version": REPORT_VERSION, "source": source, "exit_code": 2, "error": message}
 
 

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from tests.cli.programs import run, run_here
 
 
@@ -18,6 +20,22 @@ def test_concise(folder):
     assert run_here("inspect", "good.pth", "--output-format", "concise", cwd=folder).stdout == (
         "weight float32[2, 3]\nbias float32[2]\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        pytest.param(["inspect", "torn.pth"], "torn.pth", id="unreadable"),
+        pytest.param(["inspect", "none.pth"], "none.pth", id="missing"),
+        pytest.param(["inspect", "good.pth", "--weights", "ema"], "good.pth", id="without such weights"),
+        pytest.param(["diff", "good.pth", "torn.pth"], None, id="one of two"),
+    ],
+)
+def test_an_error_is_data_in_json(folder, words, source):
+    done = run_here(*words, "--output-format", "json", cwd=folder)
+    data = json.loads(done.stdout)
+    assert (data["source"], data["exit_code"], done.returncode) == (source, 2, 2)
+    assert done.stderr == f"ckptfix: error: {data['error']}\n"
 
 
 def test_json(folder):

@@ -66,7 +66,7 @@ def test_an_inspection_is_as_its_schema_says(folder):
     odd = {"a": tied, "b": tied, "t": torch.zeros(3, 5).T, "s": torch.eye(3).to_sparse(), "n": 3}
     torch.save({"model": odd, "ema": {"a": tied}, "args": argparse.Namespace(lr=1.0)}, folder / "odd.pth")
     samples = [path for path in (ROOT / "sample_checkpoints").iterdir() if path.suffix in (".pth", ".safetensors")]
-    for path in (*samples, "odd.pth", "good.pth"):
+    for path in (*samples, "odd.pth", "good.pth", "torn.pth"):
         assert_valid(
             json.loads(run_here("inspect", str(path), "--output-format", "json", cwd=folder).stdout), "inspection"
         )
