@@ -15,7 +15,7 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, Opt, UnreadableError
 from ckptfix.reading.archives.zip_directory import read_header
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.formats import read_document
@@ -225,10 +225,12 @@ class RankFiles:
         Raises ``UnreadableError`` naming them if not, and if most are of no save."""
         odd = unlike_most(of_rank)
         named = tuple(names[rank] for rank in odd)
-        if odd and not (self.salvage and 2 * len(odd) < len(of_rank)):
+        is_minor = 2 * len(odd) < len(of_rank)
+        if odd and not (self.salvage and is_minor):
             raise UnreadableError(
                 f"{self.folder}: its ranks are of different saves: {first_names(named)}, unlike the other"
-                f" {len(of_rank) - len(odd)}, by the {what}; put the files of one save together"
+                f" {len(of_rank) - len(odd)}, by the {what}; put the files of one save together",
+                *((", or take what the others have whole with ", Opt("salvage", True)) if is_minor else ()),
             )
         if odd:
             self.damage.append(Fact.of(Kind.RANKS_OF_ANOTHER_SAVE, names=named))

@@ -33,7 +33,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, full, numel
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.core.wording import first_names
-from ckptfix.errors import UnreadableError
+from ckptfix.errors import UnreadableError, one_line
 from ckptfix.reading.folders import dcp
 from ckptfix.reading.folders.chunks import Flat, Spread, agree, compared, gone, merge_parts
 from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
@@ -45,7 +45,6 @@ from ckptfix.reading.folders.ranks.files import (
     RankFiles,
     add_rank,
     note_copies,
-    unlike_most,
 )
 from ckptfix.reading.folders.ranks.names import NUMBERED
 from ckptfix.reading.foreign.weightless import is_optimizer
@@ -164,7 +163,7 @@ def _with_beside(document: Document, others: Iterator[_Beside]) -> Document:
         try:
             found = read()
         except UnreadableError as error:
-            why = str(error).removeprefix(f"{document.path}: ")
+            why = one_line(str(error.args[0]).removeprefix(f"{document.path}: "))
         optimizer, root = _optimizer(found.root) if found is not None else None, document.root
         if found is not None and found.damage:
             optimizer, why = None, clauses(found.damage)
@@ -238,9 +237,11 @@ def folder_of(file: Path) -> Path | None:
 class _Collected(Struct):
     """What the ranks hold under one path: boxes of a whole tensor, stretches of it, or the same plain tensor."""
 
-    shape: tuple[int, ...] = ()
+    first: Divided | None = None
+    dtype: str = ""
     copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
     plain: TensorSpec | None = None
+    plain_in: int = 0  # the first rank that has it as a plain tensor
     differs: bool = False
     # Views of the ranks' flat parameters, each with the place of those (`LOCAL_STATE_DICT` with the names).
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
@@ -255,10 +256,12 @@ class _Merge:
     def __init__(self, files: RankFiles, ranks: RankSet) -> None:
         self.files, self.ranks, self.path = files, ranks, str(files.folder)
         self.found: dict[_Path, _Collected] = {}
-        self.counters: dict[_Path, dict[int, Any]] = {}
+        # What all ranks of one save say alike, and how those divide a tensor that do it unlike the first.
+        self.said: dict[str, dict[int, Any]] = {}
+        self.unlike: dict[_Path, dict[int, object]] = {}
         self.kinds: set[str] = set()
         self.left_out: set[_Path] = set()
-        self.settings: dict[str, Any] = {}
+        self.groups: dict[int, list[Any]] = {}  # of the optimizers of each rank that was read
         self.world = ranks.world
         self.places: dict[int, Path] = {}  # of flat parameters
 
@@ -280,7 +283,7 @@ class _Merge:
                 parts = root.values() if isinstance(root, dict) else ()
                 groups = [part["param_groups"] for part in parts if isinstance(part, dict) and "param_groups" in part]
                 leaves = [(path, _read(path, leaf, file)) for path, leaf in _leaves(root, (), set())]
-            self.settings[file.name] = {"param_groups": groups}
+            self.groups[rank] = groups
             known = len(self.found) if first is not None else None
             self._collect(rank, file, leaves)
             lacking.update(dict.fromkeys(list(self.found)[known:] if known is not None else (), file))
@@ -292,8 +295,14 @@ class _Merge:
         if not self.kinds and (not self._are_whole or lacking or any(each.differs for each in self.found.values())):
             return None
         self.kinds = self.kinds or {_DTENSOR}
-        self._check_counters()
-        self.files.note_foreign(self.settings)
+        if odd := self._of_another_save():
+            mixed = [fact for fact in self.files.damage if fact.kind is Kind.RANKS_OF_ANOTHER_SAVE]
+            self.files.damage[:] = mixed  # the rest is noted again as the others are read without those
+            rest = {rank: file for rank, file in self.ranks.files.items() if rank not in odd}
+            return _Merge(self.files, replace(self.ranks, files=rest)).document()
+        self.files.note_foreign(
+            {self.ranks.files[rank].name: {"param_groups": groups} for rank, groups in self.groups.items()}
+        )
         if self.world:
             self.files.note_missing(self.world, self.ranks.files, self.ranks.pattern)
         self._leave_out(first, lacking)
@@ -338,46 +347,54 @@ class _Merge:
                 if flat and len(leaf.shape) == 1 and (id(leaf.storage) in flat or not leaf.numel):
                     found.stretches.append((place, leaf))
                 elif found.plain is None:
-                    found.plain = leaf
+                    found.plain, found.plain_in = leaf, rank
                 elif not agree([found.plain, leaf], self.path, reads=False):
                     found.differs = True
             elif isinstance(leaf, Divided):
-                self._collect_parts(path, file, leaf)
+                self._collect_parts(path, rank, leaf)
             if path[-1] in _COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
-                self.counters.setdefault(path, {})[rank] = leaf
+                self.said.setdefault(path_name(path), {})[rank] = leaf
 
-    def _collect_parts(self, path: _Path, file: Path, leaf: Divided) -> None:
+    def _collect_parts(self, path: _Path, rank: int, leaf: Divided) -> None:
         self.kinds.add(leaf.kind)
-        found = self.found.setdefault(path, _Collected())
-        if found.copies and found.shape != leaf.shape:
-            raise UnreadableError(
-                f"{file}: the tensor {path_name(path)} is {list(leaf.shape)}, and {list(found.shape)} in another rank;"
-                " put the files of one save together"
-            )
-        found.shape = leaf.shape
         self.world = max(self.world, leaf.world)
+        if leaf.world:
+            self.said.setdefault("number of ranks", {})[rank] = leaf.world
+        found = self.found.setdefault(path, _Collected())
+        found.first = found.first or leaf
+        dtype = next((part.dtype for _, part in leaf.parts), found.dtype)
+        found.dtype = found.dtype or dtype
+        layout = (leaf.shape, leaf.splits, dtype)
+        if layout != (found.first.shape, found.first.splits, found.dtype):
+            self.unlike.setdefault(path, {})[rank] = layout
+            return
         for box, part in leaf.parts:
             found.copies.setdefault(box, []).append(part)
 
-    def _check_counters(self) -> None:
-        """Raise ``UnreadableError`` naming files that were saved at another step than most."""
-        for path, values in self.counters.items():
-            specs = [value for value in values.values() if isinstance(value, TensorSpec)]
-            if len(specs) not in (0, len(values)):
-                continue
-            odd = (
-                [rank for rank, spec in values.items() if not agree([specs[0], spec], self.path, reads=False)]
-                if specs
-                else unlike_most(values)
-            )
-            if 2 * len(odd) > len(values):  # the first one is another than most
-                odd = [rank for rank in values if rank not in odd]
-            if odd:
-                names = first_names([self.ranks.files[rank].name for rank in odd])
-                raise UnreadableError(
-                    f"{self.path}: its ranks are of different saves: {names} have another {path_name(path)} than the"
-                    " others; put the files of one save together"
-                )
+    def _of_another_save(self) -> list[int]:
+        """Return the ranks of another save than most: of other counters, or that divide a tensor otherwise."""
+        names = {rank: file.name for rank, file in self.ranks.files.items()}
+        said: dict[str, Mapping[int, object]] = {what: self._told_apart(each) for what, each in self.said.items()}
+        for path, others in self.unlike.items():
+            said[f"layout of {path_name(path)}"] = {**dict.fromkeys(self.groups), **others}
+        for path, found in self.found.items():
+            if found.plain is not None and any(map(numel, found.copies)):
+                said[f"layout of {path_name(path)}"] = {rank: rank == found.plain_in for rank in self.groups}
+        mixed = (self.files.of_another_save(values, names, what) for what, values in said.items())
+        return next(filter(None, mixed), [])
+
+    def _told_apart(self, values: Mapping[int, Any]) -> dict[int, int]:
+        """Return of each rank the first one with the same number, or tensor of one."""
+
+        def is_same(one: Any, other: Any) -> bool:
+            if isinstance(one, TensorSpec) and isinstance(other, TensorSpec):
+                return agree([one, other], self.path, reads=False)
+            return bool(one == other)
+
+        return {
+            rank: next(first for first, other in values.items() if is_same(other, value))
+            for rank, value in values.items()
+        }
 
     def _leave_out(self, root: Any, lacking: Mapping[_Path, Path]) -> None:
         """Find what cannot be merged: flat parameters whose weights are there by name, and optimizers of flat ones.
@@ -407,21 +424,22 @@ class _Merge:
             flat = Flat.joined([part for _, part in sorted(found.stretches, key=lambda each: each[0])])
             whole = Spread([flat]).tensor(name, (flat.stop,), 0, self.path)
             return gone(name, whole, self.path) if self.files.damage else whole
-        if not found.shape and not found.copies:
+        if found.first is None:
             assert found.plain is not None
             if found.differs:
                 note_copies(self.files.remarks, (name,))
             return found.plain
-        if found.plain is not None and found.plain.shape == found.shape:
+        shape = found.first.shape
+        if found.plain is not None and found.plain.shape == shape:
             # A tensor that one rank holds as a whole is read as a plain one there.
-            found.copies.setdefault(full(found.shape), []).append(found.plain)
+            found.copies.setdefault(full(shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
         if not all(agree(same, self.path, reads=self.files.salvage) for same in found.copies.values()):
             self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
         elif not self.files.salvage:
             found.copies = {box: [compared(name, same, self.path)] for box, same in found.copies.items()}
-        spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, found.shape, contiguous_strides(found.shape))
+        spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, shape, contiguous_strides(shape))
         if (held := sum(map(numel, found.copies))) < spec.numel:
             if self.files.damage:
                 return gone(name, spec, self.path)

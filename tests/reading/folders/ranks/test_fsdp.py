@@ -241,7 +241,7 @@ def test_the_rank_of_another_step_is_named(tmp_path: Path, kind: Any, odd: int) 
     for rank in range(4):
         save = {"w": dtensor(rank, torch.arange(8.0), 4), "step": kind(8 if rank == odd else 7)}
         torch.save(save, tmp_path / f"rank_{rank}.pt")
-    with pytest.raises(UnreadableError, match=rf"different saves: rank_{odd}\.pt have another step"):
+    with pytest.raises(UnreadableError, match=rf"different saves: rank_{odd}\.pt, unlike the other 3, by the step"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -270,21 +270,55 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     assert "emb.weight" in got.lost
 
 
-def test_a_rank_of_another_world_is_refused(tmp_path: Path) -> None:
-    whole = torch.arange(12.0)
-    torch.save({"w": dtensor(0, whole, 2)}, tmp_path / "rank_0.pt")
-    torch.save({"w": dtensor(1, whole, 3)}, tmp_path / "rank_1.pt")
-    with pytest.raises(UnreadableError, match=r"lacks 1 rank of 3|is outside|have 10 of the 12"):
-        ckptfix.open_checkpoint(tmp_path)
+def _other_world(rank: int) -> dict[str, Any]:
+    return {"w": dtensor(rank, torch.arange(12.0), 5)}
 
 
-def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
-    for rank in range(3):
-        torch.save(
-            {"step": 10 + (rank == 1), "model": {"w": dtensor(rank, torch.ones(6), 3)}}, tmp_path / f"rank_{rank}.pt"
-        )
-    with pytest.raises(UnreadableError, match=r"of different saves: rank_1\.pt have another step"):
+def _other_shape(rank: int) -> dict[str, Any]:
+    return {"w": dtensor(rank, torch.arange(16.0), 4)}
+
+
+def _other_dtype(rank: int) -> dict[str, Any]:
+    return {"w": dtensor(rank, torch.arange(12).half(), 4)}
+
+
+def _whole(rank: int) -> dict[str, Any]:
+    return {"w": torch.arange(12.0)}
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "odd"),
+    [
+        pytest.param(_other_world, "number of ranks", 0, id="world-first"),
+        pytest.param(_other_world, "number of ranks", 3, id="world-last"),
+        pytest.param(_other_shape, "layout of w", 0, id="shape-first"),
+        pytest.param(_other_shape, "layout of w", 1, id="shape-second"),
+        pytest.param(_other_dtype, "layout of w", 0, id="dtype-first"),
+        pytest.param(_other_dtype, "layout of w", 3, id="dtype-last"),
+        pytest.param(_whole, "layout of w", 1, id="saved-by-one-process"),
+    ],
+)
+def test_a_rank_of_another_save_is_named_and_the_rest_salvaged(tmp_path: Path, other: Any, what: str, odd: int) -> None:
+    for rank in range(4):
+        save = other(rank) if rank == odd else {"w": dtensor(rank, torch.arange(12.0), 4)}
+        torch.save({**save, "scale": torch.ones(3)}, tmp_path / f"rank_{rank}.pt")
+    said = rf"saves: rank_{odd}\.pt, unlike the other 3, by the {what}; .* whole with salvage=True"
+    with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert [fact.kind for fact in salvaged.damage] == [Kind.RANKS_OF_ANOTHER_SAVE, Kind.RANKS_LACKING]
+    (tmp_path / f"rank_{odd}.pt").unlink()
+    without = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert salvaged.keys() == without.keys() == ["scale"]
+    assert salvaged.lost.keys() == without.lost.keys() == {"w"}
+
+
+def test_of_two_halves_none_is_the_other_save(tmp_path: Path) -> None:
+    for rank in range(4):
+        torch.save({"w": dtensor(rank, torch.arange(12.0), 4), "step": rank // 2}, tmp_path / f"rank_{rank}.pt")
+    for salvage in (False, True):
+        with pytest.raises(UnreadableError, match=r"by the step; put the files of one save together$"):
+            ckptfix.open_checkpoint(tmp_path, salvage=salvage)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "fsdp1_local_w2", "fsdp1_local_names_w2"])
