@@ -24,6 +24,9 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
         "dinov2": "without antialiasing and in float32, as DINOv2 in transformers",
         "siglip2": "resamples them (bilinear, antialiased), as SigLIP2 in transformers",
         "dpt": "resamples them (bilinear), as DPT in transformers",
+        "radio": "resamples them (bilinear, in float32), as RADIO in transformers",
+        "vilt": "resamples them (bilinear, with aligned corners), as ViLT in transformers",
+        "nearest": "repeats the nearest position, as TimeSformer in transformers",
         "torchvision": "with aligned corners",
         "linear": "stretches the positions",
         "cut": "keeps the first positions",
@@ -31,6 +34,7 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
     WINDOW_BIAS: {
         "swin": "resamples them (bicubic), as Swin's own code",
         "beit": "resamples them on a geometric grid, as BEiT and timm",
+        "bilinear": "resamples them (bilinear), as BEiT and Data2Vec in transformers",
         "levit": "resamples them (bicubic, antialiased), as timm for TinyViT",
     },
     PATCH_EMBED: {

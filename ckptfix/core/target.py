@@ -52,8 +52,9 @@ class Target(Struct, frozen=True, dict=True):
     one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
     initial values, made on first use, those of non-persistent buffers too; None if there are none, as for a file.
     ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
-    modules take an image for, by their paths, and ``windows`` those of windows of attention. ``rotary`` are the shapes
-    of the frequencies of rotary embeddings. ``vocabularies`` are the sizes that configurations of its modules say.
+    modules take an image for, by their paths, and ``windows`` those of windows of attention. ``resizes`` are the
+    paths of modules that have a function for positions of another grid. ``rotary`` are the shapes of the frequencies of
+    rotary embeddings. ``vocabularies`` are the sizes that configurations of its modules say.
     ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
     copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
     make one work whose names or shapes are others. None without such.
@@ -70,8 +71,9 @@ class Target(Struct, frozen=True, dict=True):
     modules: Mapping[str, str] | None = None
     initial: Callable[[], Mapping[str, torch.Tensor]] | None = None
     library: str = ""
-    grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    resizes: frozenset[str] = frozenset()
     rotary: frozenset[tuple[int, ...]] = frozenset()
     vocabularies: frozenset[int] = frozenset()
     remarks: tuple[str, ...] = ()
@@ -122,8 +124,9 @@ def target_from_module(module: torch.nn.Module, label: str | None = None) -> Tar
         modules={path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)},
         initial=cache(lambda: _values(tensors | transient)) if has_values else None,
         library=type(module).__module__.partition(".")[0],
-        grids=_sizes(module, lambda child: grid_of(vars(child))),
+        grids=_sizes(module, _grid),
         windows=_sizes(module, lambda child: _window(getattr(child, "window_size", None))),
+        resizes=frozenset(path for path, child in module.named_modules() if _resizes(child)),
         rotary=frozenset(tuple(value.shape) for key, value in transient.items() if key.endswith("inv_freq")),
         vocabularies=frozenset(
             size
@@ -145,6 +148,15 @@ def _layers(module: torch.nn.Module) -> Callable[[], Mapping[str, int]] | None:
     )
 
 
+def _resizes(module: torch.nn.Module) -> bool:
+    """Return whether a module of transformers has a function that resizes positions of patches, or does so itself."""
+    is_known = type(module).__module__.startswith("transformers.")
+    return is_known and any(map(_RESIZING.match, (*dir(type(module)), *vars(module))))
+
+
+# `resize_position_embeddings` changes a model.
+_RESIZING = re.compile("_?(?:interpolat(?:e_pos|ion_mode)|resize_pos(?:_|itional)|get_(?:absolute_pos|pos_embed))")
+
 # What configurations of transformers call the number of words; not that of types of tokens, speakers or hashes.
 _VOCABULARY = re.compile(r"(?!num_|.*(?:type_|hash))(?:\w+_)?vocab_size")
 
@@ -156,19 +168,33 @@ def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], _Size |
     return {path: size for path, size in sizes.items() if size is not None}
 
 
-def grid_of(fields: Mapping[str, object]) -> tuple[int, int] | None:
-    """Return the rows and columns of patches that a module, or a configuration, divides images into, if it says so."""
-    for name in ("grid_size", "patches_resolution", "patch_shape"):
+def _grid(module: torch.nn.Module) -> tuple[int, ...] | None:
+    """Return the grid that a module takes an image for, or a video as its configuration says."""
+    of_config = grid_of(getattr(vars(module).get("config"), "__dict__", {})) or ()
+    return grid_of(vars(module)) or (of_config if len(of_config) > 2 else None)
+
+
+def grid_of(fields: Mapping[str, object]) -> tuple[int, ...] | None:
+    """Return the rows and columns of patches that a module, or a configuration, divides images into, if it says so.
+
+    Of videos, the number of moments is before them."""
+    for name in ("grid_size", "patches_resolution", "patch_shape", "feat_size"):
         if (grid := _pair(fields.get(name))) is not None:
             return grid
-    patch = _pair(fields.get("patch_size"))
     image = _pair(fields.get("image_size")) or _pair(fields.get("img_size"))
+    patch, tubelet, frames = (
+        _pair(fields.get("patch_size")),
+        _window(fields.get("tubelet_size")),
+        fields.get("num_frames"),
+    )
+    if image is not None and isinstance(frames, int) and tubelet is not None and len(tubelet) == 3:
+        return frames // tubelet[0], image[0] // tubelet[1], image[1] // tubelet[2]
     if patch is None or image is None:
         return None
     return image[0] // patch[0], image[1] // patch[1]
 
 
-def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[int] | None]) -> tuple[int, int] | None:
+def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[int] | None]) -> tuple[int, ...] | None:
     """Return the grid that the ``config.json`` of transformers or timm says for the images of a model.
 
     That of timm has the size of the images only; ``shapes``, those of the file's tensors, say that of the patches."""
@@ -184,8 +210,9 @@ def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[i
 
 def _window(value: object) -> tuple[int, ...] | None:
     """Return the sides of a window, of which one over images and time has three."""
-    is_of_time = isinstance(value, list | tuple) and [type(side) for side in value] == [int] * 3
-    return tuple(value) if is_of_time and isinstance(value, list | tuple) else _pair(value)
+    if isinstance(value, list | tuple) and [type(side) for side in value] == [int] * 3 and min(value) > 0:
+        return tuple(value)
+    return _pair(value)
 
 
 def _pair(value: object) -> tuple[int, int] | None:

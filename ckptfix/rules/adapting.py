@@ -48,7 +48,8 @@ _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", 
 _DISTANCES = re.compile(r"(?:^|[._])(?:rel_pos_[hwt]|(?:height|width)_rel)$")
 _HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
 _PATCHES = re.compile(
-    r"(?:^|[._])(?:patch_?(?:emb\w*|conv)|conv_proj|patchify)(?:[._]|$)|(?:visual\.conv1|embeds\.proj)\.weight$",
+    r"(?:^|[._])(?:patch_?(?:emb\w*|conv)|embed_patches|conv_proj|patchify)(?:[._]|$)"
+    r"|(?:visual\.conv1|embed(?:s|dings)\.proj(?:ection)?)\.weight$",
     re.IGNORECASE,
 )
 # What embeddings of words are called, in models whose configuration does not say the size of their vocabulary.
@@ -75,8 +76,12 @@ _NO_HEADS = re.compile(
 )
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
-# What classes around a table are called.
-_OWNERS, _OF_IMAGES = re.compile("Vision|Image|ViT|Text|Decoder|Language"), frozenset(("Vision", "Image", "ViT"))
+# Of the rows or the columns of images, or of the moments of videos.
+_ONE_AXIS = re.compile(r"(?:^|[._])(?:rows?|col(?:umn)?s?|temporal|time|frames?|mit)(?=[._])", re.IGNORECASE)
+
+# What classes around a table are called; that of a text is not named for images if its model is, as in GroupViT.
+_OWNERS = re.compile("Vision|Image|ViT(?!.*(?:Text|Decoder))|Text|Decoder|Language")
+_OF_IMAGES = frozenset(("Vision", "Image", "ViT"))
 
 # Parameters of tokens that come before the patches, and may have positions of their own, in that order.
 _TOKENS = {
@@ -88,19 +93,28 @@ _TOKENS = {
 # Those of YOLOS come after the patches, and no recipe is for them.
 _LAST_TOKENS = ("detection_tokens", "det_token")
 
+_OF_TEXTS = ("linear", "cut")  # the recipes for positions in one direction
+
 _MOST_TOKENS = 16
 _MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
 _MOST_SIGNALS = 12  # the same over time only, where more are the bands of a spectrum and have an order
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
-# Modules of transformers that resample their positions otherwise than most.
-_BY_MODULE = {
-    **dict.fromkeys(("Dinov2Embeddings", "PixioEmbeddings"), "dinov2"),
-    "DeepseekOcr2SamVisionEncoder": "timm",
-    **dict.fromkeys(("UnlimitedOcrSamVisionEncoder", "UnlimitedOcrVisionEmbeddings"), "timm"),
-    **dict.fromkeys(("Siglip2VisionEmbeddings", "Cosmos3EdgeVisionEmbeddings", "Tipsv2VisionEmbeddings"), "siglip2"),
-    "VideoPrismSpatialEmbeddings": "siglip2",
-    **dict.fromkeys(("DPTViTEmbeddings", "DPTViTHybridEmbeddings", "Step3p7VisionEmbeddings"), "dpt"),
-}
+# Modules of transformers that resample their tables otherwise than most; none for those that no recipe is like.
+_BY_MODULE = (
+    (re.compile("Dinov2Embeddings|PixioEmbeddings"), "dinov2"),
+    (
+        re.compile("DeepseekOcr2SamVisionEncoder|RfDetrDinov2Embeddings|UnlimitedOcr(SamVisionEncoder|VisionEmb\\w+)"),
+        "timm",
+    ),
+    (re.compile("(Siglip2|Cosmos3Edge|Tipsv2)VisionEmbeddings|VideoPrismSpatialEmbeddings"), "siglip2"),
+    (re.compile("DPTViT(Hybrid)?Embeddings|Step3p7VisionEmbeddings|PvtPatchEmbeddings"), "dpt"),
+    (re.compile("RadioPatchEmbeddings|HunYuanVLVisionPatchEmbed|PaddleOCRVisionEmbeddings"), "radio"),
+    (re.compile("ViltEmbeddings|(Qwen[34]|CohereCompass)\\w*Vision\\w+"), "vilt"),
+    (re.compile("TimesformerEmbeddings"), "nearest"),
+    (re.compile("LayoutLMv3Model|Glm(4v\\w*|Image)VisionEmbeddings"), "plain"),
+    (re.compile("(Muse|Inkling)\\w+"), ""),
+    (re.compile("(Beit|Data2VecVision)RelativePositionBias"), "bilinear"),
+)
 # The recipe for position embeddings of each library, by its package, or by the keys that it writes.
 _BY_NAME = (
     (re.compile(r"(?:^|\.)encoder\.pos_embedding$"), "torchvision"),
@@ -248,6 +262,9 @@ class Misfits(Struct, frozen=True):
         found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[_Table]] = {}
         for key, (old, new) in shapes.items():
             table = _Table(name, key, old, new, self)
+            if table.is_of_videos:
+                words = f"{old[-2]} positions in the file and {new[-2]} in the model, for each patch of each moment"
+                yield Case(name, {key: (old, new)}, (), f"{words}; no library has a function that resizes them")
             if not table.recipes[0]:
                 continue
             known = table.grids(chosen(name, key, table.recipes[0], self.given))
@@ -397,29 +414,59 @@ class _Table(Struct, frozen=True, dict=True):
         library = self.target.library
         if self.name == WINDOW_BIAS and _HEADS_FIRST.search(self.key):
             return ("levit",), ""
+        if self.is_of_videos:
+            return (), ""
         if self.name == WINDOW_BIAS:
             has_tokens = len(self.old) == 2 and not _is_square(self.old[0])
-            own = "beit" if library == "timm" or has_tokens else "swin"
-            return (own, "swin" if own == "beit" else "beit"), library if library == "timm" else ""
+            first = self.own or ("beit" if has_tokens else "swin")
+            return tuple(dict.fromkeys((first, "swin", "beit", "bilinear"))), library if self.own else ""
         if not self.is_of_images:
             is_shorter = self.new < self.old and not _DISTANCES.search(self.key)
             is_trained = self.key not in self.among.fixed and self.key not in self.target.frozen
             fitting = ("cut",) * is_shorter + ("linear",) * is_trained
             return (fitting[::-1], library) if library == "open_clip" else (fitting, "")
-        own = "plain" if is_of_blocks(self.old, self.new) else _BY_LIBRARY.get(library, "")
-        path = self.key.rpartition(".")[0]  # of an embedding the module around it says so
-        kinds = ((self.target.modules or {}).get(each, "") for each in (path, path.rpartition(".")[0]))
-        if recipe := next((_BY_MODULE[kind] for kind in kinds if kind in _BY_MODULE), ""):
-            own = recipe
-        elif f"{path}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
-            own = "timm"
-        first = own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(self.key)), "timm")
-        return tuple(dict.fromkeys((first, "timm", "plain", "torchvision"))), library if own else ""
+        first = self.own or next((recipe for pattern, recipe in _BY_NAME if pattern.search(self.key)), "timm")
+        recipes = dict.fromkeys((first, "timm", "plain", "torchvision", *(() if self.own else RECIPES[POS_EMBED])))
+        return tuple(each for each in recipes if each not in _OF_TEXTS), library if self.own else ""
+
+    @cached_property
+    def own(self) -> str:
+        """The recipe that the model's own library has for the table; empty if it is not known to have one."""
+        kinds = [(self.target.modules or {}).get(path, "") for path in self.around]
+        known = (recipe for kind in kinds for pattern, recipe in _BY_MODULE if pattern.fullmatch(kind))
+        if (recipe := next(known, None)) is not None:
+            return recipe
+        if self.name == WINDOW_BIAS:
+            return "beit" if self.target.library == "timm" else ""
+        if is_of_blocks(self.old, self.new):
+            return "plain"
+        if f"{self.around[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
+            return "timm"
+        is_left = self.target.library == "transformers" and self.target.resizes.isdisjoint(self.around)
+        return "" if is_left else _BY_LIBRARY.get(self.target.library, "")
+
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """The paths of the module of the table and of that around it, which resizes an embedding."""
+        path = self.key.rpartition(".")[0]
+        return path, path.rpartition(".")[0]
+
+    @property
+    def is_of_videos(self) -> bool:
+        """Whether the model has a position for each patch of each moment, which no library resizes."""
+        return self.name == POS_EMBED and len(self.grid_of_model or ()) > 2
+
+    @property
+    def _may_be_of_videos(self) -> bool:
+        """Whether the patches beside the table are of several moments, and no model says of which grid it is."""
+        patches = (shape for key, shape in self.among.tensors.items() if key.startswith(self.around[0]))
+        is_beside = any(len(shape) == 5 and shape[2] > 1 for shape in patches)
+        return self.name == POS_EMBED and self.target.modules is None and is_beside
 
     @cached_property
     def is_of_images(self) -> bool:
         """Whether the positions are those of patches of an image, and not of a text."""
-        if _DISTANCES.search(self.key):
+        if _DISTANCES.search(self.key) or (self.name == POS_EMBED and _ONE_AXIS.search(self.key)):
             return False
         if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
             return True
@@ -469,12 +516,19 @@ class _Table(Struct, frozen=True, dict=True):
         if self.name == WINDOW_BIAS and len(old) == len(new) == 2 and self.old[-1] == math.prod(old):
             return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
         if self.name == WINDOW_BIAS:
-            return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model"
+            return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model{self.remark}"
         if len(old) == 1:
             return f"{old[0]} positions in the file and {new[0]} in the model"
         tokens = 0 if len(self.old) == 4 else math.prod(self.old[:-1]) - math.prod(old)
         beside = f" (and {counted(tokens, 'token')})" if tokens else ""
-        return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model"
+        return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model{self.remark}"
+
+    @property
+    def remark(self) -> str:
+        """What to say of a library that resizes positions of some models, if it does not resize these."""
+        is_left = self.target.library == "transformers" and not self.own and self.target.modules is not None
+        is_left = is_left and self.target.resizes.isdisjoint(self.around)
+        return "; transformers has no function that resizes them" if is_left else ""
 
     def grids(self, given: Adaptation | None) -> tuple[Grid, Grid] | str:
         """Return the grid of the file and that of the model, or why they are not known."""
@@ -498,11 +552,11 @@ class _Table(Struct, frozen=True, dict=True):
             if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
                 return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, differ in number"
             return old, new
+        if hand is None and self.grid_of_model is None and self._may_be_of_videos:
+            return f"the file's {rows} positions may be those of moments too"
         own: Grid | None = None
         if self.name == WINDOW_BIAS and not is_last:
-            path = self.key.rpartition(".")[0]
-            around = (path, path.rpartition(".")[0])
-            own = next((self.target.windows[each] for each in around if each in self.target.windows), None)
+            own = next((self.target.windows[each] for each in self.around if each in self.target.windows), None)
             hand, goal, own = (tuple(2 * side - 1 for side in grid) if grid else None for grid in (hand, goal, own))
         elif not is_last:
             own = self.grid_of_model
@@ -606,6 +660,8 @@ def adapt_edits(
         if asked.recipe not in case.recipes:
             if asked in used:
                 continue
+            if not case.recipes:
+                raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}")
             right = Opt("adapt", asked.with_recipe(case.recipes[0]))
             raise UsageError(Opt("adapt", asked.text), f" is not for {key}: {case.words}; give ", right)
         if case.unclear:
@@ -624,6 +680,7 @@ def adapt_edits(
     return tuple(edits)
 
 
+_SHOWN = 4  # recipes that a message names, of all that can be given
 _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
 
 
@@ -653,10 +710,12 @@ def recipes_of(case: Case, target: Target, untrained: Mapping[str, int]) -> Iter
     if case.name == HEAD:
         yield Remedy.of("keeps the classes that both have, by a row on each line", adapt=Placeholder("head=MAP.txt"))
         return
+    if not case.recipes:
+        return
     if said := narrowed(case):
         yield Remedy.of(said)
     texts = [f"{case.name}={recipe}" for recipe in case.recipes]
-    first, *others = (text for text in texts if text != PAD_TARGET or target.initial is not None)
+    first, *others = (text for text in texts[:_SHOWN] if text != PAD_TARGET or target.initial is not None)
     if case.unclear:
         yield Remedy.of("resamples the grid of the file to the model's", adapt=Placeholder(f"{first}:{_BY_HAND}"))
     elif case.library:

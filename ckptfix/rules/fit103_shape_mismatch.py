@@ -18,13 +18,16 @@ off, safely, as no value changes its place. That makes a 1x1 convolution `[64, 1
 the values are not those that were trained, and the model should be fine-tuned. The message names the recipes that fit,
 that of the model's own library first.
 
-- `pos_embed=timm`, `plain`, `dinov2`, `siglip2`, `dpt` or `torchvision` resamples the position embeddings of images.
-  The grid of patches and the number of tokens beside it come from the model, or from the config.json beside `--like`,
-  or else from the tokens that the file has. The file's grid is that of its own config.json, or a square, or given by
-  hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for `--like`).
-- `pos_embed=linear` or `cut` stretches or cuts the positions of texts; of 514, as in RoBERTa, the first two rows stay.
-- `window_bias=swin` or `beit` resamples tables of relative positions; the index tables beside them are the model's. For
-  windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases` (TinyViT, LeViT).
+- `pos_embed=timm`, `plain`, `dinov2`, `siglip2`, `dpt`, `radio`, `vilt`, `nearest` or `torchvision` resamples the
+  position embeddings of images. The grid of patches and the number of tokens beside it come from the model, or from the
+  config.json beside `--like`, or else from the tokens that the file has. The file's grid is that of its own
+  config.json, or a square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for
+  `--like`). No recipe is for positions of patches at several moments (ViViT).
+- `pos_embed=linear` or `cut` stretches or cuts the positions of texts, of rows or columns, and of moments; of 514, as
+  in RoBERTa, the first two rows stay.
+- `window_bias=swin`, `beit` or `bilinear` resamples tables of relative positions; the index tables beside them are the
+  model's. For windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases`
+  (TinyViT, LeViT).
 - `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers.
 - `in_chans=timm` or `mean` is for images with other channels.
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.

@@ -162,7 +162,7 @@ def _new_rows(
 
 
 def _interpolated(
-    mode: str, *, align_corners: bool = False, in_float32: bool = False, antialias: bool = False
+    mode: str, *, align_corners: bool | None = False, in_float32: bool = False, antialias: bool = False
 ) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
     def resize(grid: Tensor, size: tuple[int, ...]) -> Tensor:
         from torch.nn.functional import interpolate
@@ -344,6 +344,12 @@ FORMULAS: Mapping[str, Formula] = {
     "pos_embed=siglip2": _resized(_interpolated("bilinear", antialias=True), tokens_first=True),
     # https://github.com/huggingface/transformers/blob/main/src/transformers/models/dpt/modeling_dpt.py
     "pos_embed=dpt": _resized(_interpolated("bilinear"), tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/radio/modeling_radio.py
+    "pos_embed=radio": _resized(_interpolated("bilinear", in_float32=True), tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/vilt/modeling_vilt.py
+    "pos_embed=vilt": _resized(_interpolated("bilinear", align_corners=True), tokens_first=True),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/timesformer/modeling_timesformer.py
+    "pos_embed=nearest": _resized(_interpolated("nearest", align_corners=None), tokens_first=True),
     # https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py
     "pos_embed=torchvision": _resized(_interpolated("bicubic", align_corners=True), tokens_first=True),
     # https://github.com/mlfoundations/open_clip/blob/main/src/open_clip/model.py (`resize_text_pos_embed`)
@@ -351,6 +357,8 @@ FORMULAS: Mapping[str, Formula] = {
     # https://github.com/microsoft/Swin-Transformer/blob/main/utils.py
     "window_bias=swin": _resized(_interpolated("bicubic"), tokens_first=False),
     "window_bias=beit": _resized(_geometric, tokens_first=False),
+    # https://github.com/huggingface/transformers/blob/main/src/transformers/models/beit/modeling_beit.py
+    "window_bias=bilinear": _resized(_interpolated("bilinear"), tokens_first=False),
     "window_bias=levit": _heads_first,
     "patch_embed=timm": _patch_embed,
     "in_chans=timm": _in_chans,

@@ -99,6 +99,25 @@ def dino(size: int) -> Any:
     return Dinov2Model(Dinov2Config(**NARROW, image_size=size, patch_size=16))
 
 
+def clip_resnet(size: int) -> Any:
+    import timm
+
+    return timm.create_model("resnet50_clip", num_classes=10, img_size=size)
+
+
+def beit(size: int, name: str = "Beit") -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**NARROW, image_size=size, use_relative_position_bias=True)
+    return getattr(transformers, f"{name}Model")(config)
+
+
+def transformers_model(name: str, **given: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**given))
+
+
 def siglip2(patch: int) -> Any:
     from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
@@ -164,6 +183,43 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
         "pos_embed=timm",
         "a grid of 4x4 in the file (and 1 token), of 6x6 in the model",
     ),
+    "BEiT in transformers": (
+        lambda: (beit(64), beit(96)),
+        "window_bias=bilinear",
+        "windows of 4x4 in the file and of 6x6 in the model",
+    ),
+    "Data2Vec": (
+        lambda: (beit(64, "Data2VecVision"), beit(96, "Data2VecVision")),
+        "window_bias=bilinear",
+        "windows of 4x4 in the file and of 6x6 in the model",
+    ),
+    "Swin in transformers": (
+        lambda: tuple(
+            transformers_model("Swin", embed_dim=8, depths=[1], num_heads=[2], window_size=side) for side in (7, 8)
+        ),
+        "window_bias=swin",
+        "windows of 7x7 in the file and of 8x8 in the model; transformers has no function that resizes them",
+    ),
+    "TimeSformer": (
+        lambda: tuple(transformers_model("Timesformer", **NARROW, image_size=size) for size in (64, 96)),
+        "pos_embed=nearest",
+        "4x4 in the file (and 1 token), of 6x6 in the model",
+    ),
+    "ViLT": (
+        lambda: tuple(transformers_model("Vilt", **NARROW, image_size=size, vocab_size=9) for size in (64, 96)),
+        "pos_embed=vilt",
+        "2x2 in the file (and 1 token), of 3x3 in the model",
+    ),
+    "AIMv2": (
+        lambda: tuple(transformers_model("Aimv2Vision", **NARROW, image_size=size) for size in (56, 84)),
+        "pos_embed=plain",
+        "4x4 in the file, of 6x6 in the model; transformers has no function that resizes them",
+    ),
+    "CLIP's ResNet in timm": (
+        lambda: (clip_resnet(64), clip_resnet(96)),
+        "pos_embed=timm",
+        "2x2 in the file (and 1 token), of 3x3 in the model",
+    ),
     "NesT": (
         lambda: (nest(64), nest(128)),
         "pos_embed=plain",
@@ -221,7 +277,11 @@ def test_what_is_recognised(name):
     assert finding.remedies[0].options == (("adapt", (recipe,)),)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if name != "Swin in timm"])
+# What only the classes of a model say.
+BY_CLASS = {"Swin in timm", "Swin in transformers", "BEiT in transformers", "Data2Vec", "TimeSformer", "ViLT", "AIMv2"}
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in {*BY_CLASS, "CLIP's ResNet in timm"}])
 def test_the_same_with_a_file_to_fit(name):
     """Then the grids follow from the tokens whose parameters are in the files, or are not known."""
     (file, model), (_, recipe, words) = pair(name), KNOWN[name]
@@ -244,6 +304,48 @@ def test_what_is_adapted_fits(name):
         {k: v for k, v in after.items() if k not in finding.keys},
         {k: v for k, v in before.items() if k not in finding.keys},
     )
+
+
+@pytest.mark.parametrize("name", sorted(BY_CLASS - {"AIMv2"}))
+def test_recipes_of_classes_can_be_given_for_a_file_to_fit(name):
+    (file, model), (_, recipe, _) = pair(name), KNOWN[name]
+    target = target_from_checkpoint(open_state_dict(model.state_dict()))
+    after = repaired(shape_mismatch, file.state_dict(), target, adapt=(recipe,))
+    assert {key: value.shape for key, value in after.items()} == {k: v.shape for k, v in model.state_dict().items()}
+
+
+def test_positions_over_time_are_not_those_of_an_image():
+    """16 moments of 14x14 patches are 56x56, too, and transformers' own function takes them for that."""
+    file, model = (transformers_model("Vivit", **NARROW, image_size=size) for size in (224, 448))
+    state = file.state_dict()
+    (finding,) = propose(shape_mismatch, state, model)
+    assert "for each patch of each moment; no library has a function that resizes them" in finding.message
+    assert not any(name == "adapt" for remedy in finding.remedies for name, _ in remedy.options)
+    with pytest.raises(UsageError, match=r"is not for embeddings\.position_embeddings: 3137 positions"):
+        propose(shape_mismatch, state, model, adapt=("pos_embed=plain",))
+    like = open_state_dict(model.state_dict())
+    (finding,) = propose(shape_mismatch, state, target_from_checkpoint(like))
+    assert "may be those of moments too" in finding.message
+    config = json.loads(model.config.to_json_string())
+    (finding,) = propose(shape_mismatch, state, target_from_checkpoint(like, config))
+    assert "for each patch of each moment" in finding.message
+
+
+@pytest.mark.parametrize("key", ["temporal_embed.pos_embed", "image_pos_embed.row_embeddings.weight", "time.pos_embed"])
+def test_positions_of_one_axis_are_not_those_of_a_grid(key):
+    file, like = ({key: torch.randn(1, number, 8)} for number in (16, 36))
+    (finding,) = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(like)))
+    assert finding.message.endswith("16 positions in the file and 36 in the model")
+    assert finding.remedies[0].options == (("adapt", ("pos_embed=linear",)),)
+
+
+def test_positions_of_the_text_of_a_model_named_for_images():
+    from transformers import GroupViTTextConfig, GroupViTTextModel
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    file, model = (GroupViTTextModel(GroupViTTextConfig(**small, max_position_embeddings=n)) for n in (64, 100))
+    (finding,) = propose(shape_mismatch, file.state_dict(), model)
+    assert finding.remedies[0].options == (("adapt", ("pos_embed=linear",)),)
 
 
 def test_initial_values_are_offered_where_there_are_some():
@@ -833,7 +935,7 @@ def test_tables_of_distances_are_never_cut():
     found = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(model)))
     options = [[each.options for each in one.remedies if "adapt" in dict(each.options)] for one in found]
     assert options[0] == [(("adapt", ("pos_embed=linear",)),)]
-    assert options[1] == [(("adapt", (f"window_bias={name}",)),) for name in ("swin", "beit")]
+    assert options[1] == [(("adapt", (f"window_bias={name}",)),) for name in ("swin", "beit", "bilinear")]
     assert "windows of 7x7 in the file and of 4x5 in the model" in found[1].message
 
 

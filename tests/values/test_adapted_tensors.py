@@ -168,6 +168,68 @@ def test_positions_as_dpt_of_transformers(dtype, new):
     assert_same(adapted(table, "pos_embed=dpt", tuple(expected.shape), (14, 14, *new)), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("new", [(24, 24), (7, 7), (12, 20)], ids=str)
+@pytest.mark.parametrize("model", ["nearest", "vilt", "radio"])
+def test_positions_as_other_models_of_transformers(model, dtype, new, monkeypatch):
+    """TimeSformer and ViLT have no function for it: what their forward pass gives ``interpolate`` is recorded."""
+    import transformers
+
+    made, resize = [], torch.nn.functional.interpolate
+
+    def recorded(*given, **named):
+        made.append(resize(*given, **named))
+        return made[-1]
+
+    sizes = {"hidden_size": 12, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 12}
+    image, grid = torch.zeros(1, 3, 16 * new[0], 16 * new[1], dtype=dtype), (14, 14, *new)
+    monkeypatch.setattr(torch.nn.functional, "interpolate", recorded)
+    if model == "radio":
+        from transformers.models.radio.modeling_radio import RadioPatchEmbeddings
+
+        radio: Any = RadioPatchEmbeddings(transformers.RadioConfig(**sizes, max_img_size=224)).to(dtype)
+        table = radio.position_embedding.data = torch.randn(1, 196, 12).to(dtype)
+        if new[0] == new[1]:  # of others it cuts out a part
+            want = radio._interpolate_position_embedding(new, dtype)
+            assert_same(adapted(table, "pos_embed=radio", tuple(want.shape), grid), want)
+        return
+    if model == "vilt":
+        from transformers.models.vilt.modeling_vilt import ViltEmbeddings
+
+        config = transformers.ViltConfig(**sizes, image_size=224, patch_size=16, max_image_length=-1)
+        embeddings: Any = ViltEmbeddings(config).to(dtype)
+    else:
+        from transformers.models.timesformer.modeling_timesformer import TimesformerEmbeddings
+
+        embeddings = TimesformerEmbeddings(transformers.TimesformerConfig(**sizes, image_size=224)).to(dtype)
+    table = embeddings.position_embeddings.data = torch.randn(1, 197, 12).to(dtype)
+    if model == "vilt":
+        embeddings.visual_embed(image, torch.ones(1, *image.shape[2:]), -1)
+    else:
+        embeddings(image[:, None].expand(1, 8, -1, -1, -1))
+    (grown,) = (each for each in made if each.shape[1] == 12)
+    want = torch.cat((table[:, :1], grown.flatten(2).mT), 1)
+    assert_same(adapted(table, f"pos_embed={model}", tuple(want.shape), grid), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("side", [24, 7])
+def test_window_biases_as_beit_of_transformers(dtype, side):
+    """Resized, a table gives a model of that size the biases that its own layer computes for larger images."""
+    from transformers import BeitConfig
+    from transformers.models.beit.modeling_beit import BeitRelativePositionBias
+
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "patch_size": 16}
+    small, large = (BeitRelativePositionBias(BeitConfig(**sizes, image_size=16 * n)).to(dtype) for n in (14, side))
+    table = small.relative_position_bias_table.data = torch.randn(732, 3).to(dtype)
+    with torch.no_grad():
+        want = small((side, side))
+        shape = ((2 * side - 1) ** 2 + 3, 3)
+        grids = (27, 27, 2 * side - 1, 2 * side - 1)
+        large.relative_position_bias_table.data = adapted(table, "window_bias=bilinear", shape, grids)
+        assert_same(large((side, side)), want)
+
+
 def swins_own(table: torch.Tensor, side: int) -> torch.Tensor:
     """What ``load_pretrained`` of Swin's own repository does to a table, which no package ships."""
     rows, heads = table.shape
