@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
@@ -229,7 +228,7 @@ class Files:
         return [self.own[name] for name in self._names[bisect_left(self._names, first) : bisect_left(self._names, end)]]
 
 
-def whole_folders(place: Place, files: Files) -> Iterator[Item]:
+def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
     """Yield the folders that are one checkpoint by the names in them: of torch.distributed.checkpoint, unpacked torch
     files, saves of nanotron, and the shards of ranks."""
     ranks = _ranks(place, files)
@@ -257,9 +256,7 @@ def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
 
 def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
     """Return the folders in which the ranks of a training saved a part each, with their files."""
-    kinds: defaultdict[str, defaultdict[RankNames, list[tuple[Hashable, Entry]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    kinds: dict[str, dict[RankNames, list[tuple[Hashable, Entry]]]] = defaultdict(lambda: defaultdict(list))
     for name in filter(may_be_rank, files.own):
         parts = name.split("/")
         for kind in RANK_NAMES:
@@ -299,39 +296,33 @@ def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
     return files.below(folder) if is_unpacked else []
 
 
-def indexed(place: Place, index: Entry, files: Files) -> Item | None:
-    """Return the index with those of its shards that are there; None if it is not an index after all."""
-    folder = index.name.rpartition("/")[0]
-    content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
+def _indexed(place: Place, index: Entry, files: Files) -> Item | None:
+    """Return an index with those of its shards that are there; None if it is not an index after all. To one that cannot
+    be fetched belong the numbered shards that its own name implies: else they would pass for another checkpoint."""
+    folder, _, last = index.name.rpartition("/")
+    named: Iterable[str] = ()
+    fault = None
     try:
+        content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
         named = parse_index(content).files
+        sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
     except (UnreadableError, HostileError):
         return None
-    sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
+    except PlaceError as error:
+        fault = _fault(place, index, error)
+        sets = {each for each in files.shards[folder] if each.stem + each.suffix == last.removesuffix(".index.json")}
     paths = (posixpath.normpath(posixpath.join(folder, name)) for name in named)  # one may lead out of the zoo
     parts = {index.name: index} | {path: files.own[path] for path in paths if path in files.own}
-    parts |= {entry.name: entry for numbering in sets for entry in files.shards[folder].get(numbering, ())}
-    return _group(index.name, parts.values())
+    parts |= {entry.name: entry for each in sets for entry in files.shards[folder].get(each, ())}
+    return replace(_with_trainer(_group(index.name, parts.values()), files), fault=fault)
 
 
-def unread(index: Entry, files: Files, fault: str) -> Item:
-    """Return an index that could not be fetched, with the numbered shards that its own name implies: without it they
-    would pass for another checkpoint."""
-    folder, _, last = index.name.rpartition("/")
-    whole = last.removesuffix(".index.json")
-    sets = [
-        entries for numbering, entries in files.shards[folder].items() if numbering.stem + numbering.suffix == whole
-    ]
-    return replace(_group(index.name, [index, *chain.from_iterable(sets)]), fault=fault)
-
-
-def numbered(files: Files) -> Iterator[Item]:
+def _numbered(files: Files) -> Iterator[Item]:
     """Yield the folders with numbered shards and no index, if opening them would give nothing else of them."""
     for folder, sets in sorted(files.shards.items()):
         # Data sets are numbered in the same way.
-        named = chain.from_iterable(sets.values())
-        shards = [entry for entry in named if files.looks.get(entry.name) is Looks.CHECKPOINT]
-        if shards and not any(entry.name in files.parts for entry in files.folders[folder]):
+        shards = [e for entries in sets.values() for e in entries if files.looks.get(e.name) is Looks.CHECKPOINT]
+        if shards and files.parts.isdisjoint(entry.name for entry in files.folders[folder]):
             yield _group(folder or ROOT, shards)
 
 
@@ -400,27 +391,20 @@ def list_zoo(place: Place, patterns: Sequence[str] = (), listed: Sequence[str] |
 def _groups(place: Place, files: Files, chosen: Callable[[str], bool]) -> Iterator[Item]:
     """Yield the checkpoints in several files. What is part of none is then looked at, as far as it matters."""
 
-    def taken(group: Item) -> Item:
-        files.parts.update(part.name for part in group.parts)
-        return group
+    def taken(groups: Iterable[Item | None]) -> Iterator[Item]:
+        for group in filter(None, groups):
+            files.parts.update(part.name for part in group.parts)
+            yield group
 
-    yield from map(taken, whole_folders(place, files))
-    whole = frozenset(files.parts)
+    yield from taken(_whole_folders(place, files))
     _look_at(place, files, chosen)
-    for name in sorted(name for name, looks in files.looks.items() if looks is Looks.INDEX and name not in whole):
-        entry = files.own[name]
-        try:
-            found = indexed(place, entry, files)
-        except PlaceError as error:
-            found = unread(entry, files, _fault(place, entry, error))
-        if found is not None:
-            yield taken(_with_trainer(found, files))
-    yield from map(taken, list(numbered(files)))
-    for name in sorted(name for name in files.own if _last(name) in MODELS and name not in files.parts):
-        entry = files.own[name]
-        model = Item(name, entry.size, entry.stamp, ItemKind.FILE, (entry,))
-        if (found := _with_trainer(model, files)) is not model and files.looks.get(name) is Looks.CHECKPOINT:
-            yield taken(found)
+    indexes = sorted(name for name, looks in files.looks.items() if looks is Looks.INDEX and name not in files.parts)
+    yield from taken(_indexed(place, files.own[name], files) for name in indexes)
+    yield from taken(list(_numbered(files)))
+    checkpoints = (files.own[name] for name, looks in sorted(files.looks.items()) if looks is Looks.CHECKPOINT)
+    models = [each for each in checkpoints if _last(each.name) in MODELS and each.name not in files.parts]
+    items = (_with_trainer(Item(each.name, each.size, each.stamp, ItemKind.FILE, (each,)), files) for each in models)
+    yield from taken(item for item in items if item.beside)
 
 
 def read_list(text: str) -> list[str]:
@@ -449,30 +433,23 @@ def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
 def _look_at(place: Place, files: Files, chosen: Callable[[str], bool]) -> None:
     """Read the first bytes of files whose names say nothing, if they are chosen, or may be part of what is chosen."""
     shards = {entry.name for sets in files.shards.values() for entries in sets.values() for entry in entries}
+
+    def look(entry: Entry) -> None:
+        try:
+            files.looks[entry.name] = by_bytes(entry.name, _head(place, entry))
+        except PlaceError as error:
+            files.entries[entry.name] = replace(entry, fault=_fault(place, entry, error))
+
     unclear = [
         entry
         for name, entry in files.own.items()
         if entry.size and not (name in files.looks or name in files.parts) and (name in shards or chosen(name))
     ]
-    look = partial(_look, place)
     if place.root is not None:
-        found = [look(entry) for entry in unclear]
+        list(map(look, unclear))
     else:
-        unclear = [entry for entry in unclear if not is_surely_other(entry.name)]
         with ThreadPoolExecutor(THREADS) as pool:
-            found = list(pool.map(look, unclear))
-    for entry, looks in zip(unclear, found, strict=True):
-        if isinstance(looks, Looks):
-            files.looks[entry.name] = looks
-        else:
-            files.entries[entry.name] = Entry(entry.name, entry.size, entry.stamp, looks)
-
-
-def _look(place: Place, entry: Entry) -> Looks | str:
-    try:
-        return by_bytes(entry.name, place.head(entry.name, min(HEAD, entry.size)))
-    except PlaceError as error:
-        return _fault(place, entry, error)
+            list(pool.map(look, (entry for entry in unclear if not is_surely_other(entry.name))))
 
 
 def _fault(place: Place, entry: Entry, error: PlaceError) -> str:
