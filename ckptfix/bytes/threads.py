@@ -68,7 +68,7 @@ def side_by_side(work: Callable[[T], Result], batches: Sequence[T]) -> Iterator[
     """Yield the results of ``work`` on each batch, in their order, from threads if they can help.
 
     At most ``AHEAD`` results wait to be taken, so that large ones do not fill the memory."""
-    if len(batches) < 2 or _processors() < 2 or _alone.get():
+    if len(batches) < 2 or processors() < 2 or _alone.get():
         yield from map(work, batches)
         return
     with background(THREADS) as pool:
@@ -82,7 +82,8 @@ def side_by_side(work: Callable[[T], Result], batches: Sequence[T]) -> Iterator[
 
 
 @cache
-def _processors() -> int:
+def processors() -> int:
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

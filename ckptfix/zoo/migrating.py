@@ -12,7 +12,6 @@ same tree."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ckptfix.bytes.threads import processors
 from ckptfix.errors import UsageError
 from ckptfix.zoo.committing import Committer
 from ckptfix.zoo.engine import Engine, LocalEngine, check_models
@@ -162,10 +162,11 @@ def migrate(
         check_models(table.models() | (decided.models() if decided is not None else {}))
     summary = Summary(files=len(items), bytes=sum(item.size for item in items))
     with opened(new, dry_run) as workspace:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         budget = Budget(memory or memory_at_hand(), temporary or room_at(workspace.scratch))
         runs = (
-            engine(workspace.scratch) if engine else LocalEngine(workspace.scratch, count=jobs or cores, budget=budget)
+            engine(workspace.scratch)
+            if engine
+            else LocalEngine(workspace.scratch, count=jobs or processors(), budget=budget)
         )
         known = {record.source: record for record in read_manifest(workspace.manifest)}
         workspace.weights.index()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ckptfix.bytes.remote import file_system, read_range, stamp_of
 from ckptfix.bytes.transfers import AbsentError, NoSpaceError, PlaceError, TransferError, explained, persistently
@@ -81,15 +81,15 @@ class LocalPlace(Struct, frozen=True):
         Links are followed, each folder once: a circle, or a second way into a folder, becomes an entry with a fault."""
         root = os.fspath(self.root)
         try:
-            real = os.stat(root)  # noqa: PTH116 - as fast as it goes
+            os.stat(root)  # noqa: PTH116 - a text, as below, where it has to be fast
         except OSError as error:
             raise explained(error, self.name, "listed") from error
-        yield from _Walk(root, {(real.st_dev, real.st_ino): "."}).files()
+        yield from _files_below(root)
 
     def entry(self, name: str) -> Entry | None:
         """Return the file of a name; None if there is none, or it is not a regular file."""
         try:
-            status = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - as above
+            status = os.stat(f"{self.root}/{name}")  # noqa: PTH116 - as fast as it goes
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -152,70 +152,53 @@ def _local_entry(name: str, status: os.stat_result) -> Entry:
     return Entry(name, status.st_size, str(status.st_mtime_ns))
 
 
-class _Walk(Struct):
-    """One walk: the path of its root, and each folder that it has entered, with the name under which it did."""
-
-    root: str
-    entered: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def files(self) -> Iterator[Entry]:
-        """Yield the files below the root, in the order of their names."""
-        open_folders = [self._children("")]  # no recursion: a path has room for 2,000 nested folders
-        while open_folders:
-            name, child = next(open_folders[-1], ("", None))
-            if child is None:
-                open_folders.pop()
-            elif isinstance(child, Entry):
-                yield child
-            elif not name.endswith("/"):
-                if not TEMPORARY.fullmatch(child.name):
-                    yield self._file(name, child)
-            elif (fault := self._enter(name, child)) is not None:
-                yield fault
-            else:
-                open_folders.append(self._children(name))
-
-    def _children(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str] | Entry]]:
-        """Return what is in a folder by name, folders with ``/`` at the end; or one entry that says why not."""
+def _files_below(root: str) -> Iterator[Entry]:
+    """Yield the files below a folder in the order of their names, and what is no file with a fault."""
+    entered: dict[tuple[int, int], str] = {}  # each folder with the name under which it was entered
+    pending: list[tuple[str, os.DirEntry[str] | None]] = [("", None)]  # the next one last; folders have no entry
+    while pending:  # no recursion: a path has room for 2,000 nested folders
+        name, child = pending.pop()
+        if child is not None:
+            if not TEMPORARY.fullmatch(child.name):
+                yield _found(name, child)
+            continue
+        path, shown, verb = f"{root}/{name}", name[:-1] or ".", "entered"
         try:
-            with os.scandir(f"{self.root}/{folder}") as found:
+            status = os.stat(path)  # noqa: PTH116 - as above
+            key = (status.st_dev, status.st_ino)
+            if (known := entered.get(key) or _place_inside(path[:-1], root)) is not None:
+                yield Entry(shown, 0, "", f"a link to the folder {known}, which is listed by that name", special=True)
+                continue
+            entered[key], verb = shown, "listed"
+            with os.scandir(path) as children:
                 # A folder sorts as its files do, whose names go on with a slash.
-                named = ((folder + child.name + "/" * _is_folder(child), child) for child in found)
-                return iter(sorted(named, key=lambda pair: pair[0]))
+                inside = [
+                    (f"{name}{each.name}/", None) if _is_folder(each) else (name + each.name, each) for each in children
+                ]
         except OSError as error:
-            closed = f"the folder cannot be listed: {error.strerror or error}"
-            return iter([(folder, Entry(folder.rstrip("/") or ".", 0, "", closed))])
+            yield Entry(shown, 0, "", f"the folder cannot be {verb}: {error.strerror or error}")
+        else:
+            pending += sorted(inside, key=lambda pair: pair[0], reverse=True)
 
-    def _enter(self, name: str, child: os.DirEntry[str]) -> Entry | None:
-        """Note that a folder is entered; or return the entry that says why it is not."""
-        try:
-            status = child.stat()
-        except OSError as error:
-            return Entry(name[:-1], 0, "", f"the folder cannot be entered: {error.strerror or error}")
-        key = (status.st_dev, status.st_ino)
-        known = self.entered.get(key) or (self._target_inside(child) if child.is_symlink() else None)
-        if known is not None:
-            return Entry(name[:-1], 0, "", f"a link to the folder {known}, which is listed by that name", special=True)
-        self.entered[key] = name[:-1]
+
+def _place_inside(folder: str, root: str) -> str | None:
+    """Return where below the root a link leads: that folder is walked under its own name, now or later."""
+    if folder == root or not os.path.islink(folder):  # noqa: PTH114
         return None
+    real, root = os.path.realpath(folder), os.path.realpath(root)
+    return os.path.relpath(real, root) if os.path.commonpath((real, root)) == root else None
 
-    def _target_inside(self, child: os.DirEntry[str]) -> str | None:
-        """Return where below the root a link leads: that folder is walked under its own name, now or later."""
-        real, root = os.path.realpath(child.path), os.path.realpath(self.root)
-        return os.path.relpath(real, root) if os.path.commonpath((real, root)) == root else None
 
-    def _file(self, name: str, child: os.DirEntry[str]) -> Entry:
-        try:
-            status = child.stat()
-        except OSError as error:
-            what = "a link that leads nowhere" if child.is_symlink() else "cannot be looked at"
-            return Entry(name, 0, "", f"{what}: {error.strerror or error}")
-        if stat.S_ISREG(status.st_mode):
-            return _local_entry(name, status)
-        what = (
-            "a socket" if stat.S_ISSOCK(status.st_mode) else "a pipe" if stat.S_ISFIFO(status.st_mode) else "a device"
-        )
-        return Entry(name, 0, "", f"{what}, not a file", special=True)
+def _found(name: str, child: os.DirEntry[str]) -> Entry:
+    try:
+        status = child.stat()
+    except OSError as error:
+        what = "a link that leads nowhere" if child.is_symlink() else "cannot be looked at"
+        return Entry(name, 0, "", f"{what}: {error.strerror or error}")
+    if stat.S_ISREG(status.st_mode):
+        return _local_entry(name, status)
+    what = "a socket" if stat.S_ISSOCK(status.st_mode) else "a pipe" if stat.S_ISFIFO(status.st_mode) else "a device"
+    return Entry(name, 0, "", f"{what}, not a file", special=True)
 
 
 def _is_folder(child: os.DirEntry[str]) -> bool:

@@ -14,20 +14,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from msgspec import Struct
 
 from ckptfix.errors import UsageError, WriteError
-from ckptfix.writing.atomic import atomic_file, flush_file, remove_leftovers
+from ckptfix.writing.atomic import atomic_file, flush_file, remove_leftovers, temporary_folder_beside
 from ckptfix.zoo.manifest import MANIFEST, OWN_NAMES, RENAMES, WEIGHTS, Journal
 from ckptfix.zoo.places import Place, walk_if_there
 
 # The folder for temporary files in a local destination. The next run removes what a killed run left in it.
 SCRATCH = ".ckptfix-tmp"
-AWAY = "ckptfix-zoo-"  # the prefix of a temporary folder of this machine
-_YOUNG = 60.0  # seconds for which a folder that no process holds may be one that is just being made
 _SHARE = 20  # sending the journals may take one part in this many of the time, however large they become
 
 
@@ -99,20 +97,9 @@ def opened(destination: Place, dry_run: bool) -> Iterator[Workspace]:
         yield workspace
 
 
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder() -> AbstractContextManager[Path]:
     """Provide a temporary folder of this machine, gone at the end; with it go those of migrations that were killed."""
-    for other in Path(tempfile.gettempdir()).glob(f"{AWAY}*"):
-        with suppress(OSError, UsageError):  # it is another user's, in use, or gone meanwhile
-            if time.time() - other.stat().st_mtime > _YOUNG:
-                with _held(other):
-                    shutil.rmtree(other)
-    folder = Path(tempfile.mkdtemp(prefix=AWAY))
-    with _held(folder):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    return temporary_folder_beside(Path(tempfile.gettempdir(), "zoo"))
 
 
 def _check_kind(destination: Place) -> None:

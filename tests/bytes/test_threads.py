@@ -31,23 +31,23 @@ def slow_when_small(number: int) -> tuple[int, bool]:
 
 @pytest.mark.parametrize(("count", "processors"), [(0, 2), (1, 2), (9, 1)])
 def test_nothing_is_handed_to_a_thread_that_would_work_alone(monkeypatch, count, processors):
-    monkeypatch.setattr(module, "_processors", lambda: processors)
+    monkeypatch.setattr(module, "processors", lambda: processors)
     assert list(side_by_side(slow_when_small, range(count))) == [(number, True) for number in range(count)]
 
 
 def test_results_come_in_their_order(monkeypatch):
-    monkeypatch.setattr(module, "_processors", lambda: 2)
+    monkeypatch.setattr(module, "processors", lambda: 2)
     assert list(side_by_side(slow_when_small, range(9))) == [(number, False) for number in range(9)]
 
 
 def test_threads_start_no_others(monkeypatch):
-    monkeypatch.setattr(module, "_processors", lambda: 2)
+    monkeypatch.setattr(module, "processors", lambda: 2)
     for inner in side_by_side(lambda _: [get_ident(), *side_by_side(lambda _: get_ident(), range(3))], range(4)):
         assert len(set(inner)) == 1
 
 
 def test_only_a_few_results_wait(monkeypatch):
-    monkeypatch.setattr(module, "_processors", lambda: 2)
+    monkeypatch.setattr(module, "processors", lambda: 2)
     begun: list[int] = []
     results = side_by_side(begun.append, range(99))
     next(results)
@@ -56,7 +56,7 @@ def test_only_a_few_results_wait(monkeypatch):
 
 
 def test_what_work_raises_is_raised(monkeypatch):
-    monkeypatch.setattr(module, "_processors", lambda: 2)
+    monkeypatch.setattr(module, "processors", lambda: 2)
     with pytest.raises(ZeroDivisionError):
         list(side_by_side(lambda number: 1 // number, [1, 0, 2]))
 

@@ -172,7 +172,7 @@ def test_experts_of_transformers_4_and_5(make, dtype, tmp_path, monkeypatch):
 
 
 def test_matrices_of_all_experts_are_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptfix.bytes.threads._processors", lambda: 1)
+    monkeypatch.setattr("ckptfix.bytes.threads.processors", lambda: 1)
     mixtral().save_pretrained(tmp_path / "base")
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapter = trained(LORA(r=4, target_modules=[], target_parameters=names), tmp_path / "new", make=mixtral)

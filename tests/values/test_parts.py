@@ -69,7 +69,7 @@ def test_the_number_of_threads_changes_no_bit(file, monkeypatch):
     assert (several["nan"].nan, several["nan"].pos_inf) == (1, 1)
     monkeypatch.setattr(threads, "THREADS", 1)
     assert all_figures(file) == several
-    monkeypatch.setattr(threads, "_processors", lambda: 1)
+    monkeypatch.setattr(threads, "processors", lambda: 1)
     assert all_figures(file) == several
     checkpoint = ckptfix.open_checkpoint(file)
     assert {key: tensor_statistics(spec_in(checkpoint, key)) for key in several} == several
