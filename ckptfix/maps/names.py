@@ -1,8 +1,8 @@
 """What the names of layers say: segments taken apart into words, and words into the concepts of the field.
 
 Two libraries write ``blocks.3.attn.qkv.weight`` and ``encoder.layer.3.attention.self.query.weight``. The table
-``CONCEPTS`` is data: a line for each concept, with the words that libraries use for it. A word that is not in the table
-is its own concept."""
+``CONCEPTS`` is data: a line for each concept, with the words that libraries use for it, and for what is fused one for
+several. A word that is not in the table is its own concept."""
 
 from __future__ import annotations
 
@@ -65,124 +65,57 @@ relative: relative rel
 depthwise: dw depthwise
 pointwise: pw pointwise
 modulation: modulation mod adaln ada film
+query key value: qkv wqkv
+key value: kv wkv
+query key: qk
+gate query key value: gqkv
 """
 
-PHRASES = {
-    # the whole segment, lower case without its digits, underscores kept: the concepts it means
-    "wte": ("word", "embed"),
-    "wpe": ("position", "embed"),
-    "tok_embeddings": ("word", "embed"),
-    "tok_embedding": ("word", "embed"),
-    "embed_tokens": ("word", "embed"),
-    "token_embedding": ("word", "embed"),
-    "token_embeddings": ("word", "embed"),
-    "token_embd": ("word", "embed"),
-    "tok": ("word", "embed"),
-    "token_type_embeddings": ("segment", "embed"),
-    "token_type_embedding": ("segment", "embed"),
-    "cls_token": ("class", "token"),
-    "class_token": ("class", "token"),
-    "class_embedding": ("class", "token"),
-    "in_proj": ("query", "key", "value"),
-    "c_attn": ("query", "key", "value"),
-    "w1": ("gate",),
-    "w2": ("down",),
-    "w3": ("up",),
-    "w12": ("gate", "up"),
-    "w13": ("gate", "up"),
-    "fc11": ("up",),
-    "fc12": ("gate",),
-    "c_fc": ("mlp", "up"),
-    "fc1": ("mlp", "up"),
-    "linear1": ("mlp", "up"),
-    "lin1": ("mlp", "up"),
-    "intermediate": ("mlp", "up"),
-    "dense_h_to_4h": ("mlp", "up"),
-    "fc2": ("mlp", "down"),
-    "linear2": ("mlp", "down"),
-    "lin2": ("mlp", "down"),
-    "dense_4h_to_h": ("mlp", "down"),
-    "wi": ("mlp", "up"),
-    "input_layernorm": ("norm", "attention"),
-    "layernorm_before": ("norm", "attention"),
-    "norm_before": ("norm", "attention"),
-    "before_norm": ("norm", "attention"),
-    "attention_norm": ("norm", "attention"),
-    "attn_norm": ("norm", "attention"),
-    "attn_ln": ("norm", "attention"),
-    "norm_attn": ("norm", "attention"),
-    "self_attn_layer_norm": ("norm", "attention"),
-    "sa_norm": ("norm", "attention"),
-    "ln_1": ("norm", "attention"),
-    "ln1": ("norm", "attention"),
-    "norm1": ("norm", "attention"),
-    "norm_1": ("norm", "attention"),
-    "layer_norm1": ("norm", "attention"),
-    "layer_norm_1": ("norm", "attention"),
-    "layernorm1": ("norm", "attention"),
-    "post_attention_layernorm": ("norm", "after", "attention"),
-    "layernorm_after": ("norm", "mlp"),
-    "norm_after": ("norm", "mlp"),
-    "after_norm": ("norm", "mlp"),
-    "ffn_norm": ("norm", "mlp"),
-    "mlp_norm": ("norm", "mlp"),
-    "mlp_ln": ("norm", "mlp"),
-    "ln_2": ("norm", "mlp"),
-    "ln2": ("norm", "mlp"),
-    "norm2": ("norm", "mlp"),
-    "norm_2": ("norm", "mlp"),
-    "layer_norm2": ("norm", "mlp"),
-    "layer_norm_2": ("norm", "mlp"),
-    "layernorm2": ("norm", "mlp"),
-    "norm_cross": ("norm", "cross"),
-    "norm_mlp": ("norm", "mlp"),
-    "encoder_attn": ("cross", "attention"),
-    "encoder_attn_layer_norm": ("norm", "cross"),
-    "multihead_attn": ("cross", "attention"),
-    "context_attn": ("cross", "attention"),
-    "src_attn": ("cross", "attention"),
-    "enc_attn": ("cross", "attention"),
-    "ln_f": ("norm", "final"),
-    "ln_post": ("norm", "final"),
-    "ln_pre": ("norm", "first"),
-    "pre_layrnorm": ("norm", "first"),
-    "logit_scale": ("temperature",),
-    # what the transformers of diffusers do with the text beside the image
-    "context_block": ("text", "layer"),
-    "context_embedder": ("text", "embed"),
-    "add_q_proj": ("text", "query"),
-    "add_k_proj": ("text", "key"),
-    "add_v_proj": ("text", "value"),
-    "to_add_out": ("text", "out"),
-    "norm_added_q": ("text", "norm", "query"),
-    "norm_added_k": ("text", "norm", "key"),
-    "norm1_context": ("text", "norm", "attention"),
-    "norm2_context": ("text", "norm", "mlp"),
-    "ff_context": ("text", "mlp"),
-    "x_block": ("image", "layer"),
-    "encoder_q": ("encoder", "trained"),
-    "query_encoder": ("question", "encoder"),
-    "query_tower": ("question", "encoder"),
-    "context_encoder": ("passage", "encoder"),
-    "encoder_k": ("encoder", "averaged"),
-    "feed_forward1": ("mlp", "first"),
-    "ffn1": ("mlp", "first"),
-    "ff1": ("mlp", "first"),
-}
+# Whole segments in lower case, perhaps without the digits at their ends, after the concepts that they mean together.
+PHRASES = """
+word embed: wte tok_embeddings tok_embedding embed_tokens token_embedding token_embeddings token_embd tok
+position embed: wpe
+segment embed: token_type_embeddings token_type_embedding
+class token: cls_token class_token class_embedding
+query key value: in_proj c_attn
+gate: w1 fc12
+down: w2
+up: w3 fc11
+gate up: w12 w13
+mlp up: c_fc fc1 linear1 lin1 intermediate dense_h_to_4h wi
+mlp down: fc2 linear2 lin2 dense_4h_to_h
+norm attention: input_layernorm layernorm_before norm_before before_norm attention_norm attn_norm attn_ln norm_attn
+norm attention: self_attn_layer_norm sa_norm ln_1 ln1 norm1 norm_1 layer_norm1 layer_norm_1 layernorm1
+norm after attention: post_attention_layernorm
+norm mlp: layernorm_after norm_after after_norm ffn_norm mlp_norm mlp_ln ln_2 ln2 norm2 norm_2 layer_norm2 layer_norm_2
+norm mlp: layernorm2 norm_mlp
+norm cross: norm_cross encoder_attn_layer_norm
+cross attention: encoder_attn multihead_attn context_attn src_attn enc_attn
+norm final: ln_f ln_post
+norm first: ln_pre pre_layrnorm
+temperature: logit_scale
+text layer: context_block
+text embed: context_embedder
+text query: add_q_proj
+text key: add_k_proj
+text value: add_v_proj
+text out: to_add_out
+text norm query: norm_added_q
+text norm key: norm_added_k
+text norm attention: norm1_context
+text norm mlp: norm2_context
+text mlp: ff_context
+image layer: x_block
+encoder trained: encoder_q
+question encoder: query_encoder query_tower
+passage encoder: context_encoder
+encoder averaged: encoder_k
+mlp first: feed_forward1 ffn1 ff1
+"""
 
 ROLES = frozenset({"query", "key", "value", "gate", "up"})  # concepts that are stored apart or fused into one tensor
 
 GATED = {"fc1": "w1", "fc2": "w2", "fc3": "w3"}  # side by side, they have the order of Meta's Llama
-
-# Words that name several concepts.
-FUSED = {
-    "qkv": ("query", "key", "value"),
-    "wqkv": ("query", "key", "value"),
-    "kv": ("key", "value"),
-    "wkv": ("key", "value"),
-    "qk": ("query", "key"),
-    "gqkv": ("gate", "query", "key", "value"),
-}
 
 # The places of the layers in attention and in an MLP.
 PLACES = (frozenset({"query", "key", "value", "out"}), frozenset({"gate", "up", "down"}))
@@ -203,11 +136,13 @@ FROM_THE_TOP = "refinenet"  # MiDaS runs the last of them first, and all others 
 
 STATISTICS = {"running_mean": "mean", "running_var": "variance"}
 
-_CONCEPT = {
-    word: concept
-    for concept, _, words in (line.partition(":") for line in CONCEPTS.strip().splitlines())
-    for word in words.split()
-}
+
+def _meanings(table: str) -> dict[str, tuple[str, ...]]:
+    lines = (line.partition(":") for line in table.strip().splitlines())
+    return {word: tuple(meant.split()) for meant, _, words in lines for word in words.split()}
+
+
+_OF_WORDS, _OF_PHRASES = _meanings(CONCEPTS), _meanings(PHRASES)
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
@@ -224,11 +159,11 @@ def segments(key: str) -> tuple[str, ...]:
 @lru_cache(maxsize=65536)
 def concepts(segment: str) -> tuple[str, ...]:
     """Return the concepts that one segment of a key names, without its numbers."""
-    phrase = PHRASES.get(segment.lower()) or PHRASES.get(segment.lower().strip("_0123456789"))
+    phrase = _OF_PHRASES.get(segment.lower()) or _OF_PHRASES.get(segment.lower().strip("_0123456789"))
     if phrase:
         return phrase
     words = [word.lower() for word in _WORD.findall(segment) if not word.isdigit()]
-    return tuple(concept for word in words for concept in FUSED.get(word, (_CONCEPT.get(word, word),)))
+    return tuple(concept for word in words for concept in _OF_WORDS.get(word, (word,)))
 
 
 def roles(path: tuple[str, ...]) -> tuple[str, ...]:
