@@ -54,6 +54,7 @@ NO_FIT = "no derived input suits the model"
 _NOT_RUN = "the model did not run"
 
 Tried = list[tuple[Guess, Pass]]
+Anatomy = Mapping[str, tuple[int, ...] | None]
 
 
 class Exam(Struct, frozen=True):
@@ -71,84 +72,153 @@ class Exam(Struct, frozen=True):
     reference: Reference | None = None
 
 
-class Progress:
-    """How far the test is: reported to the caller as it goes, and kept for the report of an error.
+def examine(job: Exam, tell: Callable[[str, ExamOutcome], None] = lambda stage, so_far: None) -> ExamOutcome:
+    """Run the whole test; an error of the user's code is part of the outcome and never raised."""
+    examination = _Examination(job, tell)
+    try:
+        examination.run()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything, and that is the finding
+        examination.fail(error)
+    return examination.so_far
 
-    ``stage`` is what is running, ``so_far`` the outcome up to there."""
 
-    def __init__(self, tell: Callable[[str, ExamOutcome], None]) -> None:
-        self.stage = "start"
-        self.so_far = ExamOutcome()
-        self._tell = tell
+class _Examination:
+    """One run of the test. ``stage`` is what is running, and ``so_far`` what is known: told to the caller as it goes,
+    and kept for the report of an error."""
 
-    def enter(self, stage: str) -> None:
-        """Say that this stage begins."""
+    subject: LoadedModel
+    _anatomy: Anatomy
+
+    def __init__(self, job: Exam, tell: Callable[[str, ExamOutcome], None]) -> None:
+        self.job, self._tell, self.stage = job, tell, "start"
+        self.so_far = ExamOutcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
+
+    def _enter(self, stage: str) -> None:
         self.stage = stage
         self._tell(stage, self.so_far)
 
-    def learn(self, **facts: Any) -> None:
-        """Add to the outcome."""
+    def _learn(self, **facts: Any) -> None:
         self.so_far = replace(self.so_far, **facts)
 
+    def fail(self, error: BaseException) -> None:
+        """Add an error to the outcome."""
+        if self.stage in AFTERTHOUGHTS:  # what the control does says nothing of the checkpoint
+            return
+        failure = diagnose(self.stage, error)
+        if self.stage == "training":
+            self._learn(training=ExamOutcome(device=self.so_far.device, failure=failure))
+        else:
+            self._learn(failure=failure)
 
-def examine(job: Exam, tell: Callable[[str, ExamOutcome], None] = lambda stage, so_far: None) -> ExamOutcome:
-    """Run the whole test; an error of the user's code is part of the outcome and never raised."""
-    progress = Progress(tell)
-    try:
-        return _examine(job, progress)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything, and that is the finding
-        if progress.stage in AFTERTHOUGHTS:  # what the control does says nothing of the checkpoint
-            return progress.so_far
-        failure = diagnose(progress.stage, error)
-        if progress.stage == "training":
-            return replace(progress.so_far, training=ExamOutcome(device=progress.so_far.device, failure=failure))
-        return replace(progress.so_far, failure=failure)
+    def run(self) -> None:
+        job, subject = self.job, self._load()
+        self._enter("input")
+        guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(subject.model)
+        with torch.no_grad():
+            tried = self._try_in_turn(guesses)
+            run = _deciding(tried) or redraw(subject, tried, self.so_far)
+            if run is not None and run.outcome.derived and run.outcome.non_finite:
+                run = redraw(subject, tried[-1:], self.so_far) or run
+            if run is None:
+                self._end_without_verdict(tried)
+                return
+            ran = run if job.reference is None else run.detached()
+            self.so_far = recheck_in_float32(run, subject)
+            self._look_further(run)
+            if _may_be_innocent(self.so_far) and (other := self._control(run.setting)) is not None:
+                self.so_far = compare_non_finite(other, replace(run, outcome=self.so_far), self.so_far)
+            if job.reference is not None and self.so_far.failure is None:
+                self._compare(job.reference, ran)
 
+    def _load(self) -> LoadedModel:
+        """Return the model with the values of the file, on its device, in eval mode."""
+        job = self.job
+        self._enter("device")
+        device, notes = choose_device(job.device)
+        compared = None if job.reference is None else Comparison(job.reference.label, unlike=_NOT_RUN)
+        self._learn(device=str(device), notes=notes, compared=compared)
+        self._enter("build")
+        model = self._build()
+        self._enter("read")
+        state_dict = read_state_dict(job.file, job.weights)
+        self._enter("load")
+        load_strictly(model, state_dict)
+        del state_dict
+        self._enter("move")
+        self.subject, more = Setting(device, job.seed).prepare(model)
+        self._learn(notes=notes + more)
+        self._anatomy = _anatomy(model)
+        return self.subject
 
-def _examine(job: Exam, progress: Progress) -> ExamOutcome:
-    subject = _load(job, progress)
-    control = control_of(job.factory, job.factory_args, subject)
-    progress.enter("input")
-    guesses = [parse_inputs(job.inputs)] if job.inputs else derive_inputs(subject.model)
-    with torch.no_grad():
-        tried = _try_in_turn(subject, guesses, progress)
-        run = _deciding(tried) or redraw(subject, tried, progress.so_far)
-        if run is not None and run.outcome.derived and run.outcome.non_finite:
-            run = redraw(subject, tried[-1:], progress.so_far) or run
-        if run is None:
-            return _without_verdict(tried, subject, control, progress)
-        ran = run if job.reference is None else run.detached()
-        progress.so_far = recheck_in_float32(run, subject)
-        _look_further(run, subject, job, progress)
-        if _may_be_innocent(progress.so_far):
-            progress.enter("control")
-            subject.release()
-            if (other := control(run.setting)) is not None:
-                known = progress.so_far
-                progress.so_far = compare_non_finite(other, replace(run, outcome=known), known)
-        if job.reference is not None and progress.so_far.failure is None:
-            _compare(job, job.reference, ran, subject, progress)
-        return progress.so_far
+    def _build(self) -> nn.Module:
+        return build_module(self.job.factory, self.job.factory_args, self.job.seed)
 
+    def _try_in_turn(self, guesses: list[Guess]) -> Tried:
+        """Try these inputs, up to the first that the model takes or that shows that no other can help."""
+        tried: Tried = []
+        for guess in guesses:
+            self._enter("input")
+            arguments = self.subject.arguments(guess)
+            given = next(iter((*arguments.args, *arguments.kwargs.values())), None)
+            self._enter("forward")
+            with scale_check(self.subject.model, None if self.so_far.derived else given) as warned:
+                run = attempt(self.subject, arguments, self.so_far)
+            run = replace(run, outcome=replace(run.outcome, warnings=(*run.outcome.warnings, *warned)))
+            tried.append((guess, run))
+            failure = run.outcome.failure
+            if failure is None or is_sticky(failure.error):
+                break
+            if holds_for_any_input(failure) and failure.blame != ENVIRONMENT:
+                break  # a smaller guess may still find the memory, or an operator that exists
+        return tried
 
-def _load(job: Exam, progress: Progress) -> LoadedModel:
-    """Return the model with the values of the file, on its device, in eval mode."""
-    progress.so_far = ExamOutcome(device="" if job.device == "auto" else job.device, derived=not job.inputs)
-    progress.enter("device")
-    device, notes = choose_device(job.device)
-    compared = None if job.reference is None else Comparison(job.reference.label, unlike=_NOT_RUN)
-    progress.so_far = ExamOutcome(device=str(device), notes=notes, derived=not job.inputs, compared=compared)
-    progress.enter("build")
-    model = build_module(job.factory, job.factory_args, job.seed)
-    progress.enter("read")
-    state_dict = read_state_dict(job.file, job.weights)
-    progress.enter("load")
-    load_strictly(model, state_dict)
-    del state_dict
-    progress.enter("move")
-    subject, notes = Setting(device, job.seed).prepare(model)
-    progress.learn(notes=progress.so_far.notes + notes)
-    return subject
+    def _look_further(self, run: Pass) -> None:
+        """Training mode where it was asked for, and the CPU where the model ran elsewhere."""
+        job, failure = self.job, run.outcome.failure
+        if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
+            self._enter("training")
+            self._learn(training=train(self.subject, run.arguments, job.backward, self.so_far))
+        if run.outcome.is_good and self.subject.device.type != "cpu":
+            self._enter("devices")
+            self._learn(devices=compare_with_cpu(self.subject, run, self.so_far))
+
+    def _control(self, setting: Setting) -> LoadedModel | None:
+        """Return a second model, which runs as the first did, once that is gone: two need not be in memory at once.
+
+        None if the factory gives the first model again, or one of other shapes (lazy layers take any input), or does
+        not run twice: then nothing can be compared."""
+        self._enter("control")
+        first = weakref.ref(self.subject.model)
+        self.subject.release()
+        gc.collect()
+        try:
+            second = self._build()
+        except TargetError:
+            return None
+        return None if second is first() or _anatomy(second) != self._anatomy else setting.prepare(second)[0]
+
+    def _compare(self, reference: Reference, run: Pass) -> None:
+        """Run the same pass with the weights of another file. Until that is done, the outcome says that it is not."""
+        if not self.so_far.is_good:
+            self._learn(compared=Comparison(reference.label, unlike="the output is not finite"))
+            return
+        self._learn(compared=Comparison(reference.label, unlike="the model crashed or hung with its weights"))
+        self._enter("compare")
+        self.subject.release()
+        tested = open_file(self.job.file, self.job.weights)
+        self._learn(compared=compare_with_reference(reference, tested, self._build, run, self.so_far))
+
+    def _end_without_verdict(self, tried: Tried) -> None:
+        """No input runs; what is left to find out is whether the model runs without the file."""
+        failed = tried[0][1].outcome if tried else self.so_far
+        undecided = NO_GUESS
+        if failed.failure is not None:
+            undecided = f"{NO_FIT} ({' and '.join(failed.inputs)} gave {failed.failure.error}{failed.failure.place})"
+        self._learn(undecided=undecided, notes=failed.notes)
+        if tried and (other := self._control(tried[-1][1].setting)) is not None:
+            passes = (forward(other, other.arguments(guess), self.so_far) for guess, _ in tried)
+            if any(run.outcome.failure is None for run in passes):
+                self._learn(undecided=f"{undecided}; {CONTRAST}")
 
 
 def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
@@ -175,26 +245,6 @@ def read_state_dict(file: str, weights: str | None = None) -> Mapping[str, Any]:
     return checkpoint.state_dict()
 
 
-def _try_in_turn(subject: LoadedModel, guesses: list[Guess], progress: Progress) -> Tried:
-    """These inputs, up to the first that the model takes or that shows that no other can help."""
-    tried: Tried = []
-    for guess in guesses:
-        progress.enter("input")
-        arguments = subject.arguments(guess)
-        given = next(iter((*arguments.args, *arguments.kwargs.values())), None)
-        progress.enter("forward")
-        with scale_check(subject.model, None if progress.so_far.derived else given) as warned:
-            run = attempt(subject, arguments, progress.so_far)
-        run = replace(run, outcome=replace(run.outcome, warnings=(*run.outcome.warnings, *warned)))
-        tried.append((guess, run))
-        failure = run.outcome.failure
-        if failure is None or is_sticky(failure.error):
-            break
-        if holds_for_any_input(failure) and failure.blame != ENVIRONMENT:
-            break  # a smaller guess may still find the memory, or an operator that exists
-    return tried
-
-
 def _deciding(tried: Tried) -> Pass | None:
     """Return the pass that counts: the model ran, or failed on the input that was given, or as it would on any input.
 
@@ -214,57 +264,11 @@ def recheck_in_float32(run: Pass, subject: LoadedModel) -> ExamOutcome:
     return replace(run.outcome, finite_in_float32=wide.outcome.is_good)
 
 
-def _look_further(run: Pass, subject: LoadedModel, job: Exam, progress: Progress) -> None:
-    """Training mode where it was asked for, and the CPU where the model ran elsewhere."""
-    failure = run.outcome.failure
-    if (job.train_mode or job.backward) and (failure is None or failure.origin is not None):
-        progress.enter("training")
-        progress.learn(training=train(subject, run.arguments, job.backward, progress.so_far))
-    if run.outcome.is_good and subject.device.type != "cpu":
-        progress.enter("devices")
-        progress.learn(devices=compare_with_cpu(subject, run, progress.so_far))
-
-
 def _may_be_innocent(outcome: ExamOutcome) -> bool:
     """Return whether values that are not finite may be the model's own, or the input's: no weight shows a defect."""
     if outcome.failure is not None:
         return outcome.failure.origin is not None and outcome.failure.blame == MODEL
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
-
-
-def _compare(job: Exam, reference: Reference, run: Pass, subject: LoadedModel, progress: Progress) -> None:
-    """Run the same pass with the weights of another file. Until that is done, the outcome says that it is not."""
-    if not progress.so_far.is_good:
-        progress.learn(compared=Comparison(reference.label, unlike="the output is not finite"))
-        return
-    progress.learn(compared=Comparison(reference.label, unlike="the model crashed or hung with its weights"))
-    progress.enter("compare")
-    subject.release()
-    seen = compare_with_reference(
-        reference,
-        open_file(job.file, job.weights),
-        lambda: build_module(job.factory, job.factory_args, job.seed),
-        run,
-        progress.so_far,
-    )
-    progress.learn(compared=seen)
-
-
-def _without_verdict(tried: Tried, subject: LoadedModel, control: Control, progress: Progress) -> ExamOutcome:
-    """No input runs; what is left to find out is whether the model runs without the file."""
-    failed = tried[0][1].outcome if tried else progress.so_far
-    undecided = NO_GUESS
-    if failed.failure is not None:
-        undecided = f"{NO_FIT} ({' and '.join(failed.inputs)} gave {failed.failure.error}{failed.failure.place})"
-    progress.learn(undecided=undecided, notes=failed.notes)
-    if tried:
-        progress.enter("control")
-        subject.release()
-        other = control(tried[-1][1].setting)
-        passes = (forward(other, other.arguments(guess), progress.so_far) for guess, _ in tried if other is not None)
-        if any(run.outcome.failure is None for run in passes):
-            progress.learn(undecided=f"{undecided}; {CONTRAST}")
-    return progress.so_far
 
 
 CONTRAST = "with its own initial weights the model runs on the same input: a trained one may reject noise"
@@ -276,10 +280,8 @@ _DRAWS: Mapping[Draw, str] = {
 }
 _MOST_REDRAWN = 2  # guesses that a model rejects in its own words, and not for their shape
 
-Anatomy = Mapping[str, tuple[int, ...] | None]
 
-
-def redraw(subject: LoadedModel, tried: list[tuple[Guess, Pass]], base: ExamOutcome) -> Pass | None:
+def redraw(subject: LoadedModel, tried: Tried, base: ExamOutcome) -> Pass | None:
     """Return the first pass that is good once other numbers stand in an input of the same shape; None without one.
 
     Random noise is not an image: its negative values make NaN in a root or logarithm, and a detector finds nothing.
@@ -307,27 +309,6 @@ def _may_be_the_numbers(outcome: ExamOutcome) -> bool:
 def has_sound_weights(outcome: ExamOutcome) -> bool:
     """Return whether the first module to make a value that is not finite has weights that can be right."""
     return outcome.origin is None or not outcome.origin.broken
-
-
-Control = Callable[[Setting], LoadedModel | None]
-
-
-def control_of(factory: str, factory_args: Any, first: LoadedModel) -> Control:
-    """Return what builds a second model, to run as the first did, once that is gone: two need not be in memory at once.
-
-    It gives None if the factory gives the first model again, or one of other shapes (lazy layers take any input), or
-    does not run twice: then nothing can be compared."""
-    model, anatomy, seed = weakref.ref(first.model), _anatomy(first.model), first.seed
-
-    def build(setting: Setting) -> LoadedModel | None:
-        gc.collect()
-        try:
-            second = build_module(factory, factory_args, seed)
-        except TargetError:
-            return None
-        return None if second is model() or _anatomy(second) != anatomy else setting.prepare(second)[0]
-
-    return build
 
 
 def compare_non_finite(control: LoadedModel, run: Pass, base: ExamOutcome) -> ExamOutcome:

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,20 +52,16 @@ def choose_device(name: str) -> tuple[torch.device, tuple[str, ...]]:
 
     ``CUDA_VISIBLE_DEVICES`` counts as torch counts it: ``cuda:0`` is the first that it shows. Raises ``DeviceError``
     where another device was asked for by name and does not work."""
-    if name != "auto":
-        device = torch.device(name)
-        fault = _fault(device)
-        if fault:
-            shown = _visible() if device.type == "cuda" else ""
-            raise DeviceError(f"the device {name} does not work here: {fault}{f' ({shown})' if shown else ''}")
-        return device, ()
-    if not torch.cuda.is_available():
+    is_auto = name == "auto"
+    if is_auto and not torch.cuda.is_available():
         return torch.device("cpu"), (" as ".join(filter(None, ("there is no CUDA device", _visible()))),)
-    device = torch.device("cuda", torch.cuda.current_device())
-    fault = _fault(device)
-    if fault:
+    device = torch.device("cuda", torch.cuda.current_device()) if is_auto else torch.device(name)
+    if not (fault := _fault(device)):
+        return device, ()
+    if is_auto:
         return torch.device("cpu"), (f"the CUDA environment is broken: {fault}",)
-    return device, ()
+    shown = _visible() if device.type == "cuda" else ""
+    raise DeviceError(f"the device {name} does not work here: {fault}{f' ({shown})' if shown else ''}")
 
 
 def _visible() -> str:
@@ -148,19 +145,16 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 def unloaded_parameters(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parameters that hold more NaN than the file gives them under any of their names."""
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if _can_be_nan(parameter):
-            names.setdefault(id(parameter), []).append(name)
-            parameters[id(parameter)] = parameter
+            names[parameter].append(name)
     missing = []
-    for identity, parameter in parameters.items():
-        nan = int(parameter.isnan().sum())
-        tensors = [state_dict[name] for name in names[identity] if name in state_dict]
+    for parameter, own in names.items():
+        tensors = (state_dict[name] for name in own if name in state_dict)
         given = (int(tensor.isnan().sum()) for tensor in tensors if isinstance(tensor, torch.Tensor))
-        if nan > max(given, default=0):
-            missing.append(names[identity][0])
+        if int(parameter.isnan().sum()) > max(given, default=0):
+            missing.append(own[0])
     return tuple(missing)
 
 
@@ -356,15 +350,14 @@ def forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pa
             return Pass(replace(base, failure=failure), arguments, subject.setting)
     seconds = time.perf_counter() - started
     tensors = tuple(tensors_in(output))
-    bad = [
-        figures for figures in (figures_of(name or "output", tensor) for name, tensor in tensors) if figures.non_finite
-    ]
+    figures = (figures_of(name or "output", tensor) for name, tensor in tensors)
+    bad = tuple(each for each in figures if each.non_finite)
     outcome = replace(
         base,
         outputs=tuple(describe(name, tensor) for name, tensor in tensors),
         seconds=seconds,
         notes=base.notes if tensors else (*base.notes, "the output holds no tensor to look at"),
-        non_finite=tuple(bad),
+        non_finite=bad,
         origin=trace.origin if bad else None,
     )
     return Pass(outcome, arguments, subject.setting, tensors)
