@@ -152,21 +152,17 @@ def explain(text: str, subject: MessageContext | None = None) -> Explanation | N
     known = [(number, recognise(message)) for number, message in enumerate(parts)]
     chosen = _choose(parts, {number: found for number, found in known if found})
     if chosen is None or known[chosen][1][0][0].general:
-        by_frames = _by_frames(text, parts, subject)
+        by_frames = _by_frames(text, parts, subject, by_file=chosen is None and subject.file is not None)
         if chosen is None or by_frames is not None:
             return by_frames
     others = tuple(dict.fromkeys(record.name for number, found in known for record, _ in found if number != chosen))
     return _explanation(parts[chosen], known[chosen][1], _place_in_chain(parts, chosen), others, subject)
 
 
-def _by_frames(text: str, parts: list[Message], subject: MessageContext) -> Explanation | None:
+def _by_frames(text: str, parts: list[Message], subject: MessageContext, by_file: bool) -> Explanation | None:
     """Return what is known of a message by the lines of code that it came through, or by the file that it is about."""
     whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
-    found = [
-        (record, said)
-        for record in RECORDS
-        if (said := record.match_frames(whole, subject.file is not None)) is not None
-    ]
+    found = [(record, said) for record in RECORDS if (said := record.match_frames(whole, by_file)) is not None]
     return _explanation(parts[-1], found, "", (), subject) if found else None
 
 

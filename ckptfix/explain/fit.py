@@ -28,7 +28,7 @@ from ckptfix.rules.adapting import POSITIONS, Case, Misfits, differ_by_ones, nar
 from ckptfix.rules.quantised_layers import keys_of_codes
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
-_CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "module", "ema", "params")
+_CONTAINERS = tuple("state_dict model_state_dict model net network weights module ema params teacher".split())
 # Beside one of those, these tell a training's file where the message names no missing key (`strict=False`).
 _TRAINING = frozenset({"epoch", "global_step", "iteration", "optimizer", "optimizer_states", "optimizer_state_dict"})
 
@@ -369,12 +369,12 @@ def _shape_causes(mismatch: Mismatch) -> Iterator[Cause]:
 
 
 _EMPTY = (
-    "nothing in the file (shape [0]): it is one part of a model that ZeRO or FSDP had divided, and the weights are in"
+    "nothing in the file (a size of 0): it is one part of a model that ZeRO or FSDP had divided, and the weights are in"
     " the other files"
 )
 _UNGATHERED = (
-    "nothing in the model (shape [0]): ZeRO-3 divided it when it was built, so load the file before that, or inside of"
-    " deepspeed.zero.GatheredParameters"
+    "nothing in the model (a size of 0): ZeRO-3 divided it when it was built, so load the file before that, or inside"
+    " of deepspeed.zero.GatheredParameters"
 )
 _ONES = "axes of one element too many or too few, on which no value depends"
 _CODES = "quantised weights with other bits or another group size, or of another release of the quantiser"
@@ -395,9 +395,9 @@ def _by_reason(
     others: dict[str, tuple[Shape, Shape]] = {}
     codes = keys_of_codes(shapes)
     for key, (stored, wanted) in shapes.items():
-        if stored == (0,):
+        if 0 in stored:
             reason = _EMPTY
-        elif wanted == (0,):
+        elif 0 in wanted:
             reason = _UNGATHERED
         elif differ_by_ones(stored, wanted):
             reason = _ONES

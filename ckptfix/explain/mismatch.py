@@ -151,7 +151,8 @@ def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
         if row[3] is not None:
             yield key, (_shape(row[3]), _shape(row[4]))
     for match in _WHILE_COPYING.finditer(text):
-        yield match["key"], (_shape(match[3]), _shape(match[2]))
+        if match[2] != match[3]:  # else the copy failed for another reason
+            yield match["key"], (_shape(match[3]), _shape(match[2]))
 
 
 def _shape(text: str) -> Shape:

@@ -48,6 +48,7 @@ _RULE = re.compile(r"[\s╭╮╰╯─━=\-_~^*+`]*")
 
 _NAME = r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
 _EXCEPTION = re.compile(rf"\s?{_NAME}(?:Error|Exception|Interrupt|Fault|Failure|Warning|RaisedError)\w*(?::|$)")
+_RAISE = re.compile(r"\s+raise \w")  # a line of source code, which has the message's words and not what they are about
 _HEADER = re.compile(r"^.*Traceback \(most recent call last\).*$", re.MULTILINE)
 
 
@@ -147,10 +148,10 @@ def _end(log: str) -> str:
 
 
 def _message_lines(part: str) -> list[str]:
-    """Return the lines from the exception on; all lines if there is no traceback."""
+    """Return the lines from the exception on; all lines but those of code that raise if there is no traceback."""
     lines = part.split("\n")
     if not _HEADER.search(part):
-        return lines
+        return [line for line in lines if not _RAISE.match(line)]
     later = list(enumerate(lines))[1:]
     begins = [number for number, line in later if _EXCEPTION.match(line)]
     # An exception whose class has another kind of name is on the first line that is not indented.

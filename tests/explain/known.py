@@ -61,6 +61,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "names-of-an-engine": (
         "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.qweight'",
+        "KeyError: 'layers.0.mlp.down_proj.weight.absmax'",
+        "llama_model_load: error loading model: missing tensor 'token_embd.weight'",
+        "llama_model_load: error loading model: check_tensor_dims: tensor 'token_embd.weight' has wrong shape; expected"
+        " 2048, 32002, got 2048, 32000, 1, 1",
         "ValueError: Following weights were not initialized from checkpoint: {'model.layers.0.attn.q_norm.weight'}",
         "KeyError: 'layers.0.mlp.experts.gate_up_proj'",
         "AssertionError: Checkpoint does not contain key: model.embed_tokens.weight",
@@ -94,6 +98,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " usage, see https://github.com/pytorch/pytorch/pull/103001",
     ),
     "newly-initialized": (
+        "WARNING:root:A <class 'LlamaForCausalLM'> model is loaded from './sft', and no v_head weight is found. This IS"
+        " expected if you are not resuming PPO training.",
         "LlamaForCausalLM LOAD REPORT from: out\nKey | Status |\nlm_head.weight | MISSING |",
         "Some weights of the model checkpoint at bert-base-uncased were not used when initializing BertModel:"
         " ['cls.predictions.bias', 'cls.predictions.transform.dense.weight']",
@@ -256,11 +262,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "ValueError: Incompatible keys detected: lora_unet_x.alpha",
         "ValueError: The state_dict at hand has these keys which couldn't be parsed: ['a.lora_A.weight']",
     ),
+    "copying-failed": (),
+    "not-an-optimizer": (),
     "weights-without-optimizer": (
         "KeyError: 'meta'",
         "KeyError: 'optimizer'",
         "KeyError: 'optimizer_states'",
-        "KeyError: 'param_groups'",
         "KeyError: 'epoch'",
         "KeyError: 'Trying to restore training state but checkpoint contains only the model. This is prob"
         "ably due to `ModelCheckpoint.save_weights_only` being set to `True`.'",

@@ -125,6 +125,8 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
             "a grid of 14x14 in the file (and 1 token), of 24x24",
         ),
         (text(None, None, size("a.weight", [0], [4, 4])), "ZeRO or FSDP"),
+        (text(None, None, size("a.weight", [0, 17], [1, 17])), "ZeRO or FSDP"),
+        (text(["a.weight", "b.weight"], ["teacher"]), "the weights stand in it under 'teacher'"),
         (text(None, None, size("a.weight", [4, 4], [0]), size("pos_embed", [9, 4], [0])), "GatheredParameters"),
         (text(None, None, size("pos_embed", [1, 9, 9, 8], [1, 9, 9, 4])), "a model of another size"),
         (text(None, None, size("embeddings.position_ids", [1, 512], [1, 514])), "position embeddings"),

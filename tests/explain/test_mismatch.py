@@ -32,6 +32,13 @@ def test_the_two_shapes_in_every_wording(sentence: str):
     assert read_mismatch(message).shapes == {"fc.weight": ((10, 5), (2, 5))}
 
 
+def test_no_mismatch_of_shapes_that_agree():
+    sizes = "torch.Size([5, 2]) and whose dimensions in the checkpoint are torch.Size([5, 2])"
+    sentence = f'While copying the parameter named "fc.weight", whose dimensions in the model are {sizes}, an exception'
+    (message,) = messages(f"{sentence} occurred : ('got mixed torch.Tensor and DTensor',).")
+    assert read_mismatch(message).shapes == {}
+
+
 def test_the_load_report_of_transformers_5():
     rows = """
 LlamaForCausalLM LOAD REPORT from: out

@@ -139,6 +139,13 @@ def test_which_exception_matters(text: str, name: str | None):
     assert (explanation and explanation.name) == name
 
 
+def test_a_line_that_raises_is_not_the_message():
+    source = 'raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")'
+    explanation = explain(f"[rank0]:     {source}\n[rank0]: RuntimeError: Missing key in checkpoint state_dict: a.b.")
+    assert explanation is not None
+    assert "asked for a.b," in explanation.causes[0][0]
+
+
 def test_a_message_that_is_told_by_its_frames():
     message = trace("AttributeError: 'NoneType' object has no attribute 'copy'")
     assert explain(message) is None
@@ -171,6 +178,9 @@ def test_a_message_that_is_told_by_its_frames():
             "optimizer-groups",
         ),
         ("AssertionError", "assert metadata is not None", "distributed-missing-key"),
+        ("KeyError: 'lm_head.weight'", "param = params_dict[name]", "names-of-an-engine"),
+        ("KeyError: 'step'", "step = checkpoint['step']", "weights-without-optimizer"),
+        ("KeyError: 'step'", "torch/optim/adamw.py: torch.is_tensor(p_state['step'])", "optimizer-groups"),
         ("AttributeError: 'NoneType' object has no attribute 'lower'", "load_torch_file(path)", "no-such-file"),
         (
             "AttributeError: 'NoneType' object has no attribute 'get'",
