@@ -11,6 +11,7 @@ from msgspec import Struct
 ZERO_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 ZERO_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 ZERO_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,7})_model_states\.pt")
+ZERO_EXPERT_OPTIM = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")  # of stage 0
 PIPELINE_LAYER = re.compile(r"layer_(\d{2,6})(?:-model_(\d{2,6}))?-model_states\.pt")
 MEGATRON_RANK = re.compile(r"[mt]p_rank_(\d{2,7})(?:_(?:pp_rank_)?(\d{3,7}))?(?:_(\d{3,7}))?")
 NEMO = "model_weights.ckpt"
@@ -41,6 +42,7 @@ RANK_NAMES = (
     RankNames(ZERO_OPTIM),
     RankNames(ZERO_MODEL),
     RankNames(ZERO_EXPERT),
+    RankNames(ZERO_EXPERT_OPTIM),
     RankNames(PIPELINE_LAYER),
     RankNames(re.compile(r"zero/([^/]+)/fp32\.pt"), 3, re.compile(r"zero/(?:[^/]+/)?\w+\.pt")),
     RankNames(re.compile(rf"{MEGATRON_RANK.pattern}/[^/]+"), 2),

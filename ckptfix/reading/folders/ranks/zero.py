@@ -10,7 +10,8 @@ are given by name.
 Each tensor-parallel rank has such files of its own (``mp_rank_01``), and what comes of them is joined as
 ``universal_checkpoint_info`` says, or else by Megatron's names. In a mixture of experts, a group of experts consists of
 several runs, each with experts of its own and over fewer ranks; in the training's dtype, every expert has a file
-(``layer_0_expert_3_mp_rank_00_model_states.pt``).
+(``layer_0_expert_3_mp_rank_00_model_states.pt``); the optimizers without ZeRO have no names
+(``expp_rank_0_mp_rank_00_optim_states.pt``).
 
 Sources: ``deepspeed/runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 ``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py``, ``checkpoint/ds_to_universal.py`` (0.9 to 0.19)."""
@@ -46,7 +47,7 @@ from ckptfix.reading.folders.ranks.files import (
     note_copies,
     tagged,
 )
-from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_MODEL, ZERO_OPTIM
+from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, Splits, joined
 from ckptfix.reading.folders.ranks.zero_splits import check_degree, splits_of_ranks
@@ -87,7 +88,7 @@ def folder_of(file: Path) -> Path | None:
         others = by_rank(file.parent, ZERO_MODEL if match[1] is None else ZERO_OPTIM)
         is_one = len(others) > 1 or bool(by_rank(file.parent, ZERO_EXPERT))
     else:
-        is_one = ZERO_EXPERT.fullmatch(file.name) is not None
+        is_one = any(names.fullmatch(file.name) for names in (ZERO_EXPERT, ZERO_EXPERT_OPTIM))
     return file.parent if is_one else None
 
 

@@ -102,3 +102,29 @@ def test_every_kind_of_zero(tmp_path: Path, world: int, monkeypatch: pytest.Monk
             if name in optimizer["state"]:  # that tool invents moments of buffers and frozen parameters
                 moment = row_major_bytes(optimizer["state"][name][field], case)
                 assert bytes(moment) == bytes_of(value), (case, place)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not DEEPSPEED and find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: name a Python that has it in CKPTFIX_DEEPSPEED",
+)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_kind_of_experts(tmp_path: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages 0 to 2, three dtypes, experts over all ranks that there may be: masters and moments of live optimizers."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    kinds = product((0, 1, 2), ("fp32", "bf16", "fp16"), (size for size in (1, 2, 4) if size <= world))
+    cases = ["-".join(map(str, (*kind, ("one", "two")[at % 2]))) for at, kind in enumerate(kinds)]
+    generate(DEEPSPEED or sys.executable, "moe.py", tmp_path, world, *cases)
+    for case in cases:
+        truth = torch.load(tmp_path / f"{case}.pt", weights_only=True)
+        checkpoint = ckptfix.open_checkpoint(tmp_path / case)
+        root: Any = checkpoint.root
+        got, state = checkpoint.state_dict(), root.get("optimizer", {}).get("state", {})
+        assert got.keys() == {key for key in truth if "/" not in key} | {"cnt"}, case
+        moments = {f"{name}/{field}" for name in state for field in state[name] if field != "step"}
+        assert moments == {key for key in truth if "/" in key}, case  # the optimizer of stage 0 has no names
+        for key, value in truth.items():
+            name, _, field = key.partition("/")
+            same = bytes(row_major_bytes(state[name][field], case)) if field else bytes_of(got[key])
+            assert same == bytes_of(value), (case, key)

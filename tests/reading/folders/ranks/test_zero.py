@@ -18,6 +18,7 @@ from ckptfix.errors import HostileError, UnreadableError, UsageError
 from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
+from tests.cli.programs import run_here
 from tests.reading.folders.ranks.genuine import SAMPLES, swap, unpacked
 
 TENSORS = {"a": torch.arange(35.0).reshape(5, 7), "b": torch.tensor(99.0), "c": torch.arange(100.0, 113.0)}
@@ -318,9 +319,11 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["moe_w4_ep2", "autoep_w4_ep2", "autoep_zero3_w4_ep2", "tp2_zero2_w4_bf16"])
+@pytest.mark.parametrize(
+    "name", ["moe_w4_ep2", "moe_zero1_w4_ep2", "autoep_w4_ep2", "autoep_zero3_w4_ep2", "tp2_zero2_w4_bf16"]
+)
 def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str) -> None:
-    """The truth has the masters that DeepSpeed holds, and the moments of ``ds_to_universal``."""
+    """The truth has the masters and moments that DeepSpeed holds, or the moments of ``ds_to_universal``."""
     folder, truth = unpacked(name, tmp_path)
     report = ckptfix.repair(folder, output=tmp_path / "whole.pth").report
     assert [finding.code for finding in report.findings if finding.level] == []
@@ -331,7 +334,7 @@ def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str)
         assert bytes_of(state[parameter][field] if field else module[key]) == bytes_of(value), key
     tied = {"emb.weight", "head.weight", "word_embeddings.weight", "lm_head.weight"} & module.keys()
     names = {key for key in truth if "/" not in key}
-    if not name.startswith("autoep"):  # of a model without ties
+    if not name.startswith(("autoep", "moe_zero")):  # of models without ties
         names -= {"head.weight", "lm_head.weight"}
         assert len({module[key].data_ptr() for key in tied}) == 1
     assert state.keys() == names
@@ -367,6 +370,17 @@ def test_experts_without_masters_are_those_of_their_files(tmp_path: Path, name: 
     gates = {f"model.layers.{layer}.mlp.gate.gate.weight" for layer in (0, 1)}  # the same as those of the routers
     assert got.keys() - gates == truth.keys()
     assert all(bytes_of(got[key]) == bytes_of(value.bfloat16()) for key, value in truth.items())
+
+
+def test_the_optimizers_of_experts_without_zero_are_left_out(tmp_path: Path) -> None:
+    folder, truth = unpacked("moe_zero0_w2_ep2", tmp_path)
+    for given in (folder, folder / TAG / "expp_rank_1_mp_rank_00_optim_states.pt"):
+        checkpoint = ckptfix.open_checkpoint(given)
+        got = checkpoint.state_dict()
+        assert got.keys() == truth.keys() | {"cnt"}
+        assert all(bytes_of(got[key]) == bytes_of(value) for key, value in truth.items())
+        assert [(fact.kind, fact.place) for fact in checkpoint.remarks] == [(Kind.RANK_LEFT_OUT, "optimizer")]
+    assert run_here("check", "--no-values", tmp_path, cwd=tmp_path).stderr == ""
 
 
 @pytest.mark.parametrize("name", ["moe_w4_ep2", "autoep_w4_ep2"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from itertools import product
@@ -116,7 +117,14 @@ def truth(folder: Path) -> dict[str, Any]:
     return made
 
 
-def run(rank: int, folder: str, world: int, port: int, cases: list[str]) -> None:
+def run(
+    rank: int,
+    folder: str,
+    world: int,
+    port: int,
+    cases: list[str],
+    make: Callable[[Path, str, int, int], None] = train,
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -130,7 +138,7 @@ def run(rank: int, folder: str, world: int, port: int, cases: list[str]) -> None
     accelerator.is_fp16_supported = lambda: True  # says no on a CPU, which can do all that is asked here
     import_module("deepspeed").init_distributed(dist_backend="gloo")
     for case in cases:
-        train(Path(folder), case, rank, world)
+        make(Path(folder), case, rank, world)
     dist.destroy_process_group()
 
 
