@@ -116,8 +116,8 @@ def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
 
 def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Target | None, merge: Merge) -> None:
     """Store the old values of a tensor that is replaced under its other names in the model, which the file lacks."""
-    if not adapter.path or adapter.config.get("ensure_weight_tying"):
-        return  # then peft replaces all of them
+    if not adapter.path:
+        return
     spec, groups = checkpoint.specs[key], () if target is None else target.ties
     names = {name for group in groups if key in group for name in group} or _heads(checkpoint, adapter, key)
     for name in sorted(names - checkpoint.specs.keys() - merge.added.keys()):
@@ -542,6 +542,12 @@ def _whole(
             f"{adapter.path}: has {stored} whole, to which no weight applies; leave out ={adapter.weight:g}"
         )
     if spec is None:
+        if other := _same_by_another_name(checkpoint, key, value.shape):
+            raise AdapterError(
+                f"{adapter.path}: has {stored} whole, and {checkpoint.path} has {other} in its place; rename its "
+                "layers first, with ",
+                Opt("model"),
+            )
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
             raise AdapterError(
                 f"{adapter.path}: has {stored}, for which {checkpoint.path} has no place; give the base that it was "
@@ -562,6 +568,17 @@ def _whole(
         if spec.shape != value.shape:
             merge.resized[key] = value.shape[0]
         yield key, Delta(adapter.path, "whole", (stored,))
+
+
+def _same_by_another_name(checkpoint: Checkpoint, key: str, shape: tuple[int, ...]) -> str:
+    """Return what a base has in the place of a tensor that an adapter has whole: the head of another release, or the
+    numbered layer that it would be in; empty if it is new to the base."""
+    parts = key.split(".")
+    last = max((at for at, part in enumerate(parts) if part.isdecimal()), default=-1)
+    block = ".".join((*parts[: last + 1], ""))
+    heads = (name for name, spec in checkpoint.specs.items() if _leaf(name) in HEADS and spec.shape == shape)
+    layers = (block.rstrip(".") for name in checkpoint.specs if last >= 0 and name.startswith(block))
+    return next(heads if _leaf(key) in HEADS else layers, "")
 
 
 def edits_within(checkpoint: Checkpoint, adapter: Adapter, target: Target | None) -> Iterator[Edit]:

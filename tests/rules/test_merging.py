@@ -822,3 +822,54 @@ def test_a_merge_on_a_full_disk_ends_in_one_line(adapted, monkeypatch):
     with pytest.raises(WriteError, match="No space left"):
         ckptfix.repair(base, adapter=adapter, output=folder / "m.safetensors")
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "base", "other"),
+    [
+        pytest.param("lm_head.weight", "embed_out.weight", "embed_out.weight", id="a head of release 4"),
+        pytest.param("blocks.0.k.weight", "blocks.0.key.weight", r"blocks\.0", id="a part of a layer"),
+        pytest.param("score.weight", "classifier.weight", "", id="a new head"),
+        pytest.param("lm_head.weight", "embed_tokens.weight", "", id="a head that was tied"),
+    ],
+)
+def test_a_module_that_the_base_has_by_another_name_is_not_added_beside_it(saved, base, other, tmp_path):
+    """Written beside the old one, it would be what a load leaves out."""
+    tensors = {f"q.lora_{side}.weight": torch.ones(8, 8) for side in "AB"} | {saved: torch.randn(8, 8)}
+    save_file(
+        {f"base_model.model.{key}": value for key, value in tensors.items()}, tmp_path / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "modules_to_save": [saved.removesuffix(".weight")]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    state = {"q.weight": torch.randn(8, 8), base: torch.randn(8, 8)}
+    if other:
+        with pytest.raises(AdapterError, match=f"{saved} whole, and .* has {other} in its place; rename its layers"):
+            ckptfix.repair_state_dict(state, adapter=tmp_path)
+    else:
+        repaired, _ = ckptfix.repair_state_dict(state, adapter=tmp_path, select="FIL108")
+        assert_same({key: repaired[key] for key in (base, saved)}, {base: state[base], saved: tensors[saved]})
+
+
+@pytest.mark.parametrize("name", ["wte", "embed_tokens"])
+def test_a_head_is_tied_to_a_new_embedding_only_if_peft_has_tied_it(name, tmp_path):
+    """With ``ensure_weight_tying``, peft saves the head beside the embeddings that it ties, which are not all."""
+    import transformers
+
+    small = {"bos_token_id": 1, "eos_token_id": 1, "vocab_size": 20}
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    llama = transformers.LlamaConfig(**sizes, **small, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = (
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8, **small))
+        if name == "wte"
+        else transformers.LlamaForCausalLM(llama)
+    )
+    model.save_pretrained(tmp_path / "base")
+    config = LORA(r=2, target_modules="all-linear", modules_to_save=[name], ensure_weight_tying=True)
+    adapter = trained(config, tmp_path / "adapter", make=lambda dtype: type(model).from_pretrained(tmp_path / "base"))
+    whole = peft.PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "base"), adapter).merge_and_unload()
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
+    ckptfix.repair(tmp_path / "base", adapter=adapter, output=merged / "model.safetensors")
+    assert_same(dict(type(model).from_pretrained(merged).state_dict()), dict(whole.state_dict()))
