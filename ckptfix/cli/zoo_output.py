@@ -70,10 +70,7 @@ class MigrationMeter(Struct):
 
 def progress_text(summary: Summary) -> str:
     """``134 of 273 files, 2.1 GB of 3.1 GB, 120 MB/s, 12 s left: 100 repaired, 34 fine``."""
-    parts = [
-        f"{summary.done_files} of {summary.files} files",
-        f"{size(summary.done_bytes)} of {size(summary.bytes)}",
-    ]
+    parts = [f"{summary.done_files} of {summary.files} files", f"{size(summary.done_bytes)} of {size(summary.bytes)}"]
     if (pace := summary.pace()) is not None:
         rate, seconds_left = pace
         parts += [f"{size(round(rate))}/s", f"{time_text(seconds_left)} left"]

@@ -36,14 +36,7 @@ from ckptfix.writing.atomic import (
     temporary_beside,
     unwritten,
 )
-from ckptfix.writing.output import (
-    deliver_shards,
-    flushing,
-    temporary_shards,
-    without_state_dict,
-    write_to,
-    writer_for,
-)
+from ckptfix.writing.output import deliver_shards, flushing, temporary_shards, without_state_dict, write_to, writer_for
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.universal import temporary_universal, universal_form

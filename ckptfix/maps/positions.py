@@ -77,11 +77,7 @@ def named_by_itself(optimizer: Optimizer, keys: Mapping[str, TensorSpec]) -> lis
 
 
 def namings(
-    optimizer: Optimizer,
-    layout: Layout,
-    new: Layout | None = None,
-    of_trainers: bool = False,
-    is_rare: bool = False,
+    optimizer: Optimizer, layout: Layout, new: Layout | None = None, of_trainers: bool = False, is_rare: bool = False
 ) -> Iterator[Naming]:
     """Yield a naming for each recipe under which the optimizer has exactly the parameters of the layout. Of recipes of
     a script's own that agree, also on the groups of ``new`` parameters, there is one; there are none if only those

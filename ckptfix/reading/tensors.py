@@ -125,11 +125,7 @@ class Builder:
     that ``mapped`` holds are not read but mapped, where their bytes lie in a file as torch needs them."""
 
     def __init__(
-        self,
-        specs: Iterable[TensorSpec],
-        path: str,
-        alarm: Alarm | None = None,
-        mapped: Collection[Storage] = (),
+        self, specs: Iterable[TensorSpec], path: str, alarm: Alarm | None = None, mapped: Collection[Storage] = ()
     ) -> None:
         self.path, self.alarm, self.mapped = path, alarm, mapped
         self._maps: dict[OpenFile, mmap | None] = {}

@@ -96,14 +96,7 @@ class Followed(Struct, frozen=True):
         """Return the edits that bring it in step, and the keys of the state_dict into an order."""
         where = self.optimizer.name
         moments = (
-            Moments(
-                where,
-                number,
-                step.key,
-                None if step.source is None else str(step.source),
-                step.shape,
-                step.parts,
-            )
+            Moments(where, number, step.key, None if step.source is None else str(step.source), step.shape, step.parts)
             for number, group in enumerate(self.groups)
             for step in group
         )

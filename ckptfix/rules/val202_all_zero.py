@@ -46,14 +46,7 @@ from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart, replaces
 from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 from ckptfix.values.optimizer import was_stepped
-from ckptfix.values.roles import (
-    Norm,
-    is_embedding,
-    is_head,
-    is_layers_own,
-    is_zero_by_design,
-    norms_after,
-)
+from ckptfix.values.roles import Norm, is_embedding, is_head, is_layers_own, is_zero_by_design, norms_after
 
 MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
 MOST_AT_START = 0.72  # the same if each is zero in every block, and the file says of no step: RWKV has 5 of 7

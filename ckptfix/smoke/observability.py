@@ -104,10 +104,7 @@ def random_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.T
 
 
 def _gradients(
-    model: nn.Module,
-    units: Sequence[Unit],
-    outputs: Callable[[], Sequence[torch.Tensor]],
-    generator: torch.Generator,
+    model: nn.Module, units: Sequence[Unit], outputs: Callable[[], Sequence[torch.Tensor]], generator: torch.Generator
 ) -> dict[Unit, torch.Tensor]:
     """Return the gradient of a random sum of the outputs for each unit; zero if the model does not give any."""
     tensors = list({id(unit.tensor): unit.tensor for unit in units}.values())

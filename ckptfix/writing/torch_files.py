@@ -57,11 +57,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     storages = (region.storage for region in changed)
     with proving(checkpoint, storages), Copier(file, _task(checkpoint, placement)) as copier:
         archive = ZipWriter(copier)
-        for name, data in (
-            ("data.pkl", pickle),
-            (".storage_alignment", b"64"),
-            ("byteorder", sys.byteorder.encode()),
-        ):
+        for name, data in (("data.pkl", pickle), (".storage_alignment", b"64"), ("byteorder", sys.byteorder.encode())):
             archive.write(name, data)
         for key, region in enumerate(placement.regions):
             source, nbytes = region.storage.source, region.nbytes

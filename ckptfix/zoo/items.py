@@ -34,13 +34,7 @@ from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.folders.rank_shards import COMMON, may_be_rank
-from ckptfix.reading.folders.ranks.names import (
-    NANOTRON_METADATA,
-    NANOTRON_MODEL,
-    NANOTRON_PART,
-    RANK_NAMES,
-    RankNames,
-)
+from ckptfix.reading.folders.ranks.names import NANOTRON_METADATA, NANOTRON_MODEL, NANOTRON_PART, RANK_NAMES, RankNames
 from ckptfix.reading.folders.shard_index import INDEX_LIMIT, WEIGHT_MAP, Numbering, parse_index
 from ckptfix.reading.opening import MODELS, OF_TRAINERS
 from ckptfix.reading.torch_files.torch_legacy import MAGIC

@@ -20,10 +20,7 @@ _SAFE_SHARE = 0.8
 _RESET_PEAK = b"5"  # what `clear_refs` takes to begin a new peak (https://docs.kernel.org/filesystems/proc.html)
 
 # The files of a control group (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory).
-_FIRST_VERSION, _SECOND_VERSION = (
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ("memory.max", "memory.current"),
-)
+_FIRST_VERSION, _SECOND_VERSION = (("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current"))
 
 # Those with `total_` include the groups below; of the second version, all do.
 _CACHED = ("active_file", "inactive_file", "total_active_file", "total_inactive_file")

@@ -287,11 +287,7 @@ class _Merge:
         unlisted = [key for key in self.entries if key not in self.weight_map] if self.index is not None else []
         if moved:
             self.remarks.append(Fact.of(Kind.INDEX_MOVED, keys=tuple(moved)))
-        for keys, kind in (
-            (absent, Kind.INDEX_PROMISES),
-            (unlisted, Kind.INDEX_UNLISTED),
-            (doubled, Kind.KEYS_DIFFER),
-        ):
+        for keys, kind in ((absent, Kind.INDEX_PROMISES), (unlisted, Kind.INDEX_UNLISTED), (doubled, Kind.KEYS_DIFFER)):
             if keys:
                 self.damage.append(Fact.of(kind, keys=tuple(keys)))
 
