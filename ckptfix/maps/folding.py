@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Box, Part, Shape, extent, full
 from ckptfix.core.rename_map import LABELS, MapRule, RenameMap
-from ckptfix.maps.layout import Cut, Rearrange, Some, Steps, normal, shares
+from ckptfix.maps.elements import normal
+from ckptfix.maps.layout import Cut, Rearrange, Some, Steps, shares
 from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.names import segments
 from ckptfix.maps.patterns import parse

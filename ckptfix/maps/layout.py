@@ -7,19 +7,19 @@
     unstack, split    the inverse of stack and concat: `split 3`, `split 3:1:1`, `split 2 dim 1`
     … -> … for q,k    the axes of these texts only, before the concat or after the split
 
-What a step does is computed on boxes of the tensors, never on values."""
+What a step does is followed on ``Elements``, which have no values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from collections.abc import Sequence
 from math import gcd, prod
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Box, Part, Shape, extent, full, merged
+from ckptfix.core.parts import Part, Shape
+from ckptfix.maps.elements import Elements
 
 _CUT = re.compile(r"(concat|split)(?: ([1-9]\d{0,4}(?::[1-9]\d{0,9})*))?(?: dim (\d))?")
 _AXES = re.compile(r"\([^()]*\)|\.\.\.|[^\s()]+")
@@ -90,6 +90,16 @@ class Rearrange(Struct, frozen=True):
             if prod(known[name] for name in group) != size:
                 raise ValueError(f"an axis of {size} does not divide as {_shown([group])} says")
         return known
+
+    def applied(self, tensor: Elements, wanted: Sequence[int | None] | None = None) -> Elements:
+        """Return a tensor with its axes in the other order; ``wanted`` is its shape then, as far as it is known."""
+        axes = self.expanded(len(tensor.shape))
+        sizes = axes.factors(tensor.shape, wanted)
+        before, after = (
+            [name for group in side for name in group if name != "1"] for side in (axes.before, axes.after)
+        )
+        turned = tensor.viewed(tuple(sizes[name] for name in before)).permuted([before.index(name) for name in after])
+        return turned.viewed(tuple(prod(sizes[name] for name in group) for group in axes.after))
 
     @property
     def text(self) -> str:
@@ -201,228 +211,58 @@ class Steps(Struct, frozen=True):
 
         ``texts`` are those of what is joined, or of what a split has to give, ``wanted`` the shape after ``rearrange``
         as far as it is known. Raises ``ValueError`` if the shapes do not allow it."""
-        if self.swap:
-            return [[_swapped(key, shape)] for ((key, shape),) in grid]
-        changed: dict[str, tuple[Shape, Shape]] = {}  # the shapes of tensors before and after their own change of axes
-        if self.some and self.concat:
-            for tensors in grid:
-                for key, shape in (each for at, each in enumerate(tensors) if texts[at] in self.some.names):
-                    changed[key] = shape, _turned(Part(key, full(shape), full(shape)), shape, self.some.axes)[0]
-            grid = [[(key, changed[key][1] if key in changed else shape) for key, shape in tensors] for tensors in grid]
-        boxes, shape = self._joined(grid)
-        if self.rearrange:
-            rearrange = self.rearrange.expanded(len(shape))
-        else:
-            axes = tuple((f"...{at}",) for at in range(len(shape)))
-            rearrange = Rearrange(axes, axes)
-        sizes = rearrange.factors(shape, wanted)
-        result = []
-        count = len(texts) if self.split else 1
-        for row in self._taken_apart(tuple(prod(sizes[name] for name in group) for group in rearrange.after), count):
-            made = []
-            for at, (into, out) in enumerate(row):
-                parts = merged(
-                    part for key, box, own in boxes for part in _moved(key, box, own, into, out, rearrange, sizes)
-                )
-                shape = extent(out)
-                if self.some and changed:
-                    parts = tuple(each for part in parts for each in _before(part, changed, self.some.axes))
-                elif self.some and self.split and texts[at] in self.some.names:
-                    if len(parts) != 1:
-                        raise ValueError(f"only what one tensor is split into has axes for {','.join(self.some.names)}")
-                    shape, parts = _turned(parts[0], shape, self.some.axes)
-                made.append((shape, parts))
-            result.append(made)
-        return result
-
-    def _joined(self, grid: Grid) -> tuple[list[tuple[str, Box, Box]], Shape]:
-        """Return the key of each source with its box in the joined tensor and its own box, and the joined shape."""
-        boxes: list[tuple[str, Box, Box]] = []
-        cut = self.concat or Cut()
-        shapes = set()
-        for number, row in enumerate(grid):
-            first = row[0][1]
-            if self.concat and cut.axis >= len(first):
-                raise ValueError(f"{row[0][0]} has no axis {cut.axis}")
-            rests = {shape[: cut.axis] + shape[cut.axis + 1 :] for _, shape in row}
-            if len(rests) > 1 or len({len(shape) for _, shape in row}) > 1:
-                raise ValueError(f"{row[0][0]} and {row[-1][0]} differ in more than one axis")
-            start = 0
-            for key, shape in row:
-                size = shape[cut.axis] if self.concat else 0
-                at = ((start, start + size),) if self.concat else ()
-                box = (*full(shape[: cut.axis]), *at, *full(shape[cut.axis + 1 :])) if self.concat else full(shape)
-                boxes.append((key, ((number, number + 1), *box) if self.stack else box, full(shape)))
-                start += size
-            if self.concat:
-                if cut.shares and [shape[cut.axis] for _, shape in row] != cut.sizes(start, len(row)):
-                    raise ValueError(f"{row[0][0]} and its siblings are not as {':'.join(map(str, cut.shares))}")
-                first = (*first[: cut.axis], start, *first[cut.axis + 1 :])
-            shapes.add(first)
-        if len(shapes) > 1:
+        shapes = {key: shape for row in grid for key, shape in row}
+        rows = [self._joined(row, texts) for row in grid]
+        if any(row.shape != rows[0].shape for row in rows):
             raise ValueError(f"{grid[0][0][0]} and {grid[-1][0][0]} have other shapes and cannot be stacked")
-        return boxes, (len(grid), *shapes.pop()) if self.stack else shapes.pop()
-
-    def _taken_apart(self, shape: Shape, names: int) -> Iterator[list[tuple[Box, Box]]]:
-        """Yield for each of the results its box in the rearranged tensor, and the box of a tensor of its own."""
-        inner = shape[1:] if self.unstack else shape
-        if self.unstack and not shape:
+        made = Elements.stacked(rows) if self.stack else rows[0]
+        if self.rearrange:
+            made = self.rearrange.applied(made, wanted)
+        if self.swap:
+            size = made.shape[0] if made.shape else 1
+            if size % 2:
+                raise ValueError(f"the {size} rows of {grid[0][0][0]} have no halves")
+            made = Elements.joined(made.split([size // 2] * 2)[::-1])
+        if self.unstack and not made.shape:
             raise ValueError("a single number cannot be unstacked")
-        for number in range(shape[0]) if self.unstack else (None,):
-            front: Box = () if number is None else ((number, number + 1),)
-            if self.split is None:
-                yield [((*front, *full(inner)), full(inner))]
-                continue
-            axis = self.split.axis
-            if axis >= len(inner):
-                raise ValueError(f"a tensor of shape {list(inner)} has no axis {axis}")
-            ends = [0, *accumulate(self.split.sizes(inner[axis], names))]
-            row = []
-            for start, stop in pairwise(ends):
-                own = full((*inner[:axis], stop - start, *inner[axis + 1 :]))
-                row.append(((*front, *own[:axis], (start, stop), *own[axis + 1 :]), own))
-            yield row
+        results = [made.selected(0, number) for number in range(made.shape[0])] if self.unstack else [made]
+        return [[(each.shape, each.parts(shapes)) for each in self._parted(result, texts)] for result in results]
+
+    def _joined(self, row: Sequence[tuple[str, Shape]], texts: Sequence[str]) -> Elements:
+        """Return the tensors of one number as one."""
+        if self.concat is None:
+            return Elements.of(*row[0])
+        axis, (first, last) = self.concat.axis, (row[0], row[-1])
+        made = self._turned([Elements.of(*each) for each in row], texts)
+        shapes = [each.shape for each in made]
+        if axis >= len(shapes[0]):
+            raise ValueError(f"{first[0]} has no axis {axis}")
+        if len({(len(shape), shape[:axis], shape[axis + 1 :]) for shape in shapes}) > 1:
+            raise ValueError(f"{first[0]} and {last[0]} differ in more than one axis")
+        sizes = [shape[axis] for shape in shapes]
+        if self.concat.shares and sizes != self.concat.sizes(sum(sizes), len(row)):
+            raise ValueError(f"{first[0]} and its siblings are not as {':'.join(map(str, self.concat.shares))}")
+        return Elements.joined(made, axis)
+
+    def _parted(self, tensor: Elements, texts: Sequence[str]) -> list[Elements]:
+        """Return one of the results as the tensors that it is split into."""
+        if self.split is None:
+            return [tensor]
+        axis = self.split.axis
+        if axis >= len(tensor.shape):
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} has no axis {axis}")
+        return self._turned(tensor.split(self.split.sizes(tensor.shape[axis], len(texts)), axis), texts)
+
+    def _turned(self, tensors: list[Elements], texts: Sequence[str]) -> list[Elements]:
+        """Return tensors with the axes of some of them in another order."""
+        some = self.some
+        if some is None:
+            return tensors
+        pairs = zip(texts, tensors, strict=True)
+        return [some.axes.applied(each) if text in some.names else each for text, each in pairs]
 
 
 ORDER = ("some before", "concat", "stack", "rearrange", "swap", "unstack", "split", "some after")
-
-
-def _swapped(key: str, shape: Shape) -> tuple[Shape, tuple[Part, ...]]:
-    """Return the shape and the parts of a tensor with the halves of its first axis exchanged."""
-    size, *rest = shape or (1,)
-    if size % 2:
-        raise ValueError(f"the {size} rows of {key} have no halves")
-    low, high = (((start, start + size // 2), *full(rest)) for start in (0, size // 2))
-    return shape, (Part(key, high, low), Part(key, low, high))
-
-
-def _turned(part: Part, shape: Shape, axes: Rearrange) -> tuple[Shape, tuple[Part, ...]]:
-    """Return the shape and the parts of what a part fills, a tensor of this shape, with its axes in another order."""
-    if part.axes or part.view or part.place != full(shape) or extent(part.box)[len(part.box) - len(shape) :] != shape:
-        raise ValueError("axes that change for some texts cannot change again for all")
-    (((made, parts),),) = Steps(rearrange=axes).apply([[("", shape)]], [""])
-    lead = part.box[: len(part.box) - len(shape)]  # the place in a stack
-    begins = [start for start, _ in part.box[len(lead) :]]
-    return made, tuple(
-        replace(
-            each,
-            source=part.source,
-            view=each.view or (extent(each.box) if each.axes else ()),
-            box=(*lead, *((at + start, at + stop) for at, (start, stop) in zip(begins, each.box, strict=True))),
-        )
-        for each in parts
-    )
-
-
-def _before(part: Part, changed: dict[str, tuple[Shape, Shape]], axes: Rearrange) -> Iterator[Part]:
-    """Yield the parts of a source whose axes change before it becomes the part: undone, backwards."""
-    if part.source not in changed:
-        yield part
-        return
-    _, parts = _turned(part.inverse(""), changed[part.source][1], axes.inverse())
-    yield from (_simple(each.inverse(part.source)) for each in parts)
-
-
-def _moved(key: str, box: Box, own: Box, into: Box, out: Box, axes: Rearrange, sizes: dict[str, int]) -> Iterator[Part]:
-    """Yield the parts of a source that come into a target: ``box`` and ``into`` are their boxes in what is between,
-    ``own`` and ``out`` those in their own tensors."""
-    before = [[name for name in group if name != "1"] for group in axes.before]
-    after = [[name for name in group if name != "1"] for group in axes.after]
-    names = [name for group in before for name in group]
-    for one in product(
-        *(boxes_of(*edges, [sizes[n] for n in group]) for edges, group in zip(box, before, strict=True))
-    ):
-        mine = dict(zip(names, (each for ranges in one for each in ranges), strict=True))
-        for two in product(
-            *(boxes_of(*edges, [sizes[n] for n in group]) for edges, group in zip(into, after, strict=True))
-        ):
-            theirs = zip((name for group in after for name in group), (each for rs in two for each in rs), strict=True)
-            common = {name: (max(mine[name][0], a), min(mine[name][1], b)) for name, (a, b) in theirs}
-            if all(start < stop for start, stop in common.values()):
-                for piece in _whole({name: common[name] for name in names}, (before, after), sizes):
-                    view, order = _view(piece, before, after)
-                    bounds = [tuple(_range(piece, group, sizes) for group in side) for side in (before, after)]
-                    yield _simple(Part(key, _within(bounds[0], box, own), _within(bounds[1], into, out), view, order))
-
-
-def boxes_of(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Take a range of an axis apart into boxes of the axes that it consists of."""
-    if not sizes:
-        return [()]
-    inner = prod(sizes[1:])
-    if start == 0 and stop == inner * sizes[0]:
-        return [tuple((0, size) for size in sizes)]
-    boxes = []
-    while start < stop:
-        row, within = divmod(start, inner)
-        if within or stop - start < inner:
-            end = min(stop, (row + 1) * inner)
-            boxes += [((row, row + 1), *rest) for rest in boxes_of(within, end - row * inner, sizes[1:])]
-        else:
-            end = stop - (stop - start) % inner
-            boxes.append(((row, end // inner), *((0, size) for size in sizes[1:])))
-        start = end
-    return boxes
-
-
-def _whole(
-    piece: dict[str, tuple[int, int]], sides: tuple[list[list[str]], list[list[str]]], sizes: dict[str, int]
-) -> Iterator[dict[str, tuple[int, int]]]:
-    """Cut a box of the axes until it is one box on both sides."""
-    for group in (*sides[0], *sides[1]):
-        for at, name in enumerate(group):
-            start, stop = piece[name]
-            if stop - start > 1 and any(piece[each] != (0, sizes[each]) for each in group[at + 1 :]):
-                for index in range(start, stop):
-                    yield from _whole({**piece, name: (index, index + 1)}, sides, sizes)
-                return
-    yield piece
-
-
-def _range(piece: dict[str, tuple[int, int]], group: list[str], sizes: dict[str, int]) -> tuple[int, int]:
-    first = last = 0
-    for name in group:
-        first, last = first * sizes[name] + piece[name][0], last * sizes[name] + piece[name][1] - 1
-    return first, last + 1
-
-
-def _within(box: Box, outer: Box, own: Box) -> Box:
-    """Return a box of what is between as one of the tensor itself, which has no axis for its place in a stack."""
-    shifted = [(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, outer, strict=True)]
-    return tuple(shifted[len(shifted) - len(own) :])
-
-
-def _view(
-    piece: dict[str, tuple[int, int]], before: list[list[str]], after: list[list[str]]
-) -> tuple[Shape, tuple[int, ...]]:
-    """Return the shape in which the axes of a piece can be exchanged, and their order; both empty if it stays."""
-    names = [name for group in before for name in group if piece[name][1] - piece[name][0] != 1]
-    order = [names.index(name) for group in after for name in group if name in names]
-    shape = [piece[name][1] - piece[name][0] for name in names]
-    at = 0
-    while at + 1 < len(order):  # neighbours that stay neighbours are one axis
-        axis = order[at]
-        if order[at + 1] == axis + 1:
-            shape[axis : axis + 2] = [shape[axis] * shape[axis + 1]]
-            order = [other - (other > axis) for other in order[: at + 1] + order[at + 2 :]]
-        else:
-            at += 1
-    return (tuple(shape), tuple(order)) if len(order) > 1 else ((), ())
-
-
-def _simple(part: Part) -> Part:
-    return replace(part, view=()) if part.view == extent(part.box) else part
-
-
-def normal(part: Part) -> Part:
-    """Return the part as the steps would make it: with the fewest axes."""
-    if not part.axes:
-        return replace(part, view=())
-    seen = part.view or extent(part.box)
-    names = [str(at) for at in range(len(seen))]
-    piece = {name: (0, size) for name, size in zip(names, seen, strict=True)}
-    view, axes = _view(piece, [names], [[str(axis) for axis in part.axes]])
-    return _simple(replace(part, view=view, axes=axes))
 
 
 def shares(sizes: Sequence[int]) -> tuple[int, ...]:

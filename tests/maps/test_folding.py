@@ -7,9 +7,10 @@ from msgspec.structs import replace
 
 from ckptfix.core.parts import Part, full
 from ckptfix.core.rename_map import RenameMap
+from ckptfix.maps.elements import normal
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import infer
-from ckptfix.maps.layout import Steps, normal
+from ckptfix.maps.layout import Steps
 from ckptfix.maps.matches import Inference, Match
 from ckptfix.maps.resolving import inverse, resolve
 from ckptfix.maps.trees import Label

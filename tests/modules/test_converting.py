@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 
 import ckptfix
 from ckptfix.core.parts import check_bijection, inverse
+from ckptfix.maps.elements import Elements
 from ckptfix.modules.converting import Traced, _silent, converter_of
 
 A_FEW = ("mixtral", "qwen3_vl_moe", "kimi_k25", "Dinov2Model", "mistral_large4_text", "jamba", "inkling2_text",
@@ -295,7 +296,7 @@ def test_traced_elements_are_those_of_the_tensors(moved):
     shapes = {"a": (24, 6), "b": (24, 6), "c": (3, 4, 5)}
     numbers = {key: torch.arange(prod(shape)).view(shape) + 1000 * at for at, (key, shape) in enumerate(shapes.items())}
     wanted = moved(numbers)
-    traced = moved({key: Traced.of(key, shape) for key, shape in shapes.items()})
+    traced = moved({key: Traced(Elements.of(key, shape)) for key, shape in shapes.items()})
     made = torch.full(wanted.shape, -1)
     for part in traced.parts(shapes):
         values = numbers[part.source][tuple(slice(*bounds) for bounds in part.box)]
@@ -321,7 +322,7 @@ def test_only_the_thread_that_asks_a_library_is_mute(capsys, caplog):
 
 
 def test_what_is_computed_is_not_traced():
-    tensor = Traced.of("w", (4, 6))
+    tensor = Traced(Elements.of("w", (4, 6)))
     assert not isinstance(tensor * 2, Traced)
     padded = torch.cat([tensor, torch.zeros(1, 6, device="meta")])
     assert isinstance(padded, Traced)
