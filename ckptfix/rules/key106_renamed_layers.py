@@ -9,7 +9,7 @@ keys to the target's comes from the first of these that explains the file:
   without values that keep track of their elements, so a file of an older release, or of the model's authors, goes where
   the library would put it (stacked experts, fused layers, permutations for rotary embeddings). These keys are
   `certain`. `ckptfix map MODEL FILE` gives the way back;
-- a map that ships with ckptfix, if it explains each key of both sides;
+- a map that ships with ckptfix, if it explains each key of the target and each of the file, or those below a prefix;
 - names that are the target's with underscores or slashes for the dots, which are `certain`;
 - the two trees of modules: the largest subtrees with the same shapes first, one decision for each repeated template,
   with names, numbers and the order of the layers as further evidence. This finds layers that one side fuses or stacks

@@ -613,6 +613,10 @@ def test_the_names_of_two_releases(name: str, old: str, new: str):
     back = look_up(dict.fromkeys(done, (3,)), dict.fromkeys(state, (3,)))
     assert back is not None
     assert back.matches[old].parts[0].source == new
+    others_too = {f"model.backbone.{key}": (3,) for key in state} | {"head.last_layer.weight": (3,)}
+    below = look_up(others_too, dict.fromkeys(done, (3,)))
+    assert below is not None
+    assert (below.matches[new].parts[0].source, below.unused) == (f"model.backbone.{old}", ["head.last_layer.weight"])
 
 
 @pytest.mark.slow
@@ -699,6 +703,8 @@ def test_a_name_is_found_and_a_slip_of_one_gets_a_hint():
         ckptfix.check({"a": torch.ones(1)}, rename_map="timm-vit-transformers")
 
 
-@pytest.mark.parametrize("states", [({}, {}), ({"norm.weight": (3,)}, {"vit.layernorm.weight": (3,)})])
+@pytest.mark.parametrize(
+    "states", [({}, {}), ({"a.b.c": (3,)}, {"b.d": (3,)}), ({"norm.weight": (3,)}, {"vit.layernorm.weight": (3,)})]
+)
 def test_a_part_of_a_model_is_no_reason_for_a_shipped_map(states):
     assert look_up(*states) is None

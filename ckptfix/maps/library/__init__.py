@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -100,7 +102,32 @@ def fitting(rename_map: RenameMap, source: Shapes, target: Shapes) -> RenameMap:
 def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Inference | None:
     """Return what the shipped maps say that explain both sides, None if none does. Where two differ, it is ambiguous.
 
-    ``tied`` are keys of the target that need no source, as they are another name of one that has."""
+    ``tied`` are keys of the target that need no source, as they are another name of one that has. The source may be
+    below prefixes that most of its keys have (``backbone.``, ``model.encoder.``)."""
+    front = ""
+    while (known := _explaining(_below(source, front), target, tied)) is None:
+        heads = Counter(key.partition(".")[0] for key in _below(source, front) if "." in key)
+        head, number = max(heads.items(), key=itemgetter(1), default=("", 0))
+        if 2 * number <= len(source):
+            return None
+        front += f"{head}."
+    return _under(front, known, source) if front else known
+
+
+def _below(shapes: Shapes, front: str) -> dict[str, Shape]:
+    return {key.removeprefix(front): shape for key, shape in shapes.items() if key.startswith(front)}
+
+
+def _under(front: str, inference: Inference, source: Shapes) -> Inference:
+    matches = {
+        key: replace(match, parts=tuple(replace(part, source=front + part.source) for part in match.parts))
+        for key, match in inference.matches.items()
+    }
+    return Inference(matches, dict(source), inference.target)
+
+
+def _explaining(source: Shapes, target: Shapes, tied: Collection[str]) -> Inference | None:
+    """Return what the shipped maps say of a source without a prefix."""
     found = list(_fitting(source, target, tied))
     # Two maps may differ in what a file does not say, as in the size of Llama's heads.
     is_sure = [not shapes or any(key in source for key, _ in shapes) for shapes in (each.shapes for each, _ in found)]
