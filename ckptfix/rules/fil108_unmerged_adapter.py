@@ -65,6 +65,7 @@ from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, 
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.merged_tensors import is_merged, sampled_change
 from ckptfix.values.optimizer import was_stepped
+from ckptfix.values.roles import is_float32_in_t5
 
 _BASE = ".base_layer."
 _SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most
@@ -211,6 +212,10 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
         elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
     if merge.tied:
         elsewhere += f"; {first_names(sorted(merge.tied))} changes too, being tied to what the adapter changes"
+    if number := sum(edit.dtype == "float16" and is_float32_in_t5(edit.key) for edit in merges):
+        elsewhere += (
+            f"; {number} of them (wo of T5) stay float16, where peft merges in float32, as transformers loads them"
+        )
     names = " and ".join(f"{_kind(adapter)}{_origin(adapter, checkpoint.path)}" for adapter in adapters)
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
     one, many = ("is taken off", "are taken off") if settings.unmerge else ("changes", "change")

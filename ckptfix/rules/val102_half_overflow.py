@@ -5,7 +5,8 @@ With `--dtype`, and before anything is cast: tensors with values that become inf
 NaN, or the largest number), an error; and tensors of which half of the values or more become zero, a warning. All
 other floats are cast, and the note on them counts the values that become zero. A cast to 8 bits takes weight matrices
 alone: vectors, norms and statistics need more. Quantised, complex and sparse tensors are left as they are, and so are
-counters of batches.
+counters of batches. Of T5, transformers loads `wo` as float32 if float16 is wanted; it is cast all the same, as other
+programs take the file as it is, and the note says so.
 
 ## Why it matters
 float16 ends at 65504 and at 3e-8, float8_e4m3fn at 448 and 1e-3. One infinite weight makes every output NaN, and a
@@ -34,7 +35,7 @@ from ckptfix.core.finding import Applicability, Finding, Fix, Level, advise, cou
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.roles import is_matrix
+from ckptfix.values.roles import is_float32_in_t5, is_matrix
 
 MOST = 0.5  # share of the values that are not zero from which on a tensor that loses them keeps its dtype
 SATURATES = "float8_e4m3fn"  # it has no infinity: one that is in the file becomes a NaN or a number
@@ -99,6 +100,8 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
         lost = {cast.key: figures[cast.key].vanishing for cast in casts if figures[cast.key].vanishing}
         is_lossless = all(dtype in _LOSSLESS.get(cast.before, ()) for cast in casts)
         become = f", {counted(sum(lost.values()), 'value')} of which become zero" if lost else ""
+        if number := sum(is_float32_in_t5(cast.key) for cast in casts) * (dtype == "float16"):
+            become += f"; transformers loads {number} of them as float32 (wo of T5), with the values of {dtype}"
         total = sum(figures[cast.key].numel for cast in casts)
         yield rule.finding(
             Level.NOTE,

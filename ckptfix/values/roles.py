@@ -63,6 +63,11 @@ _FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})  # the dtyp
 _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
 
+def is_float32_in_t5(key: str) -> bool:
+    """Return whether a weight is one that transformers loads as float32 if float16 is wanted, in T5 and its kin."""
+    return key.endswith("DenseReluDense.wo.weight")
+
+
 def is_buffer(key: str, spec: TensorSpec, target: Target | None) -> bool:
     """Return whether the tensor is a buffer of its model. Only a module knows; for a file it is a guess."""
     if target and target.modules is not None and key in target.slots:

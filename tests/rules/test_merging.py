@@ -873,3 +873,28 @@ def test_a_head_is_tied_to_a_new_embedding_only_if_peft_has_tied_it(name, tmp_pa
     (merged / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
     ckptfix.repair(tmp_path / "base", adapter=adapter, output=merged / "model.safetensors")
     assert_same(dict(type(model).from_pretrained(merged).state_dict()), dict(whole.state_dict()))
+
+
+def test_a_layer_that_transformers_loads_as_float32_is_merged_as_it_is_stored(tmp_path):
+    from transformers import T5Config, T5EncoderModel
+
+    def make(dtype=torch.float16):
+        torch.manual_seed(0)
+        return T5EncoderModel(config).to(dtype)
+
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = T5Config(d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, vocab_size=9, **ids)
+    make().save_pretrained(tmp_path / "base")
+    adapter = trained(LORA(r=2, target_modules=["wo", "q"]), tmp_path / "adapter", torch.float16, make)
+    model = T5EncoderModel.from_pretrained(tmp_path / "base", dtype=torch.float16)
+    want = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    assert want[name].dtype == torch.float32
+    stored = make().state_dict()
+    repaired, report = ckptfix.repair_state_dict(stored, adapter=adapter, select="FIL108")
+    assert "1 of them (wo of T5) stay float16, where peft merges in float32" in report.findings[0].message
+    assert_same({key: repaired[key] for key in want if key != name}, {key: want[key] for key in want if key != name})
+    # Rounded twice, once by each library: the change, and the sum.
+    torch.testing.assert_close(repaired[name].float(), want[name], rtol=2**-11, atol=2**-11)
+    wide, _ = ckptfix.repair_state_dict({**stored, name: stored[name].float()}, adapter=adapter, select="FIL108")
+    assert_same({name: wide[name]}, {name: want[name]})

@@ -124,3 +124,17 @@ def test_a_counter_has_the_dtype_of_the_target_and_no_other(tmp_path):
         "bn.running_var": torch.float16,
         "bn.num_batches_tracked": torch.float32,
     }
+
+
+@pytest.mark.parametrize(("dtype", "is_said"), [("float16", True), ("bfloat16", False), ("float32", False)])
+def test_what_transformers_loads_as_float32_is_said(dtype, is_said):
+    """It has the rounded values all the same, as a load of the file as it was would not."""
+    from transformers import T5Config, T5EncoderModel
+
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, vocab_size=9, **ids)
+    model = T5EncoderModel(config).to(torch.bfloat16 if dtype == "float32" else torch.float32)
+    repaired, report = ckptfix.repair_state_dict(dict(model.state_dict()), select="VAL102", dtype=dtype)
+    (finding,) = report.findings
+    assert ("transformers loads 2 of them as float32 (wo of T5)" in finding.message) is is_said
+    assert {value.dtype for value in repaired.values()} == {getattr(torch, dtype)}
