@@ -212,6 +212,10 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
         elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
     if merge.tied:
         elsewhere += f"; {first_names(sorted(merge.tied))} changes too, being tied to what the adapter changes"
+    if settings.unmerge and merges:
+        # The change, its sum and the difference are rounded once each.
+        units = max(len(edit.deltas) for edit in merges) * 3 / 2
+        elsewhere += f"; each value is the base's to {units:g} units in the last place of the largest number on the way"
     if number := sum(edit.dtype == "float16" and is_float32_in_t5(edit.key) for edit in merges):
         elsewhere += (
             f"; {number} of them (wo of T5) stay float16, where peft merges in float32, as transformers loads them"

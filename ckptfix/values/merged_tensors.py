@@ -276,7 +276,7 @@ class _Layer:
         """Return these rows without the layer, to the rounding of the sum that was stored."""
         dtype = weight.dtype
         if self.delta.form == "scale":
-            return (weight / (self._scales(weight, first, last) + 1e-8)).to(dtype)
+            return (weight / self._scales(weight, first, last)).to(dtype)
         weight -= self.change(first, last, dtype).to(dtype)
         return weight
 

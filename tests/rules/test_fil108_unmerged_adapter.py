@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import peft
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -145,15 +150,56 @@ def test_unmerge_gives_the_base_back_to_the_rounding_of_the_sum(dtype, tmp_path)
     base = net(dtype).state_dict()
     merged, _ = ckptfix.repair_state_dict(base, adapter=adapter, select="FIL108")
     back, _ = ckptfix.repair_state_dict(merged, adapter=adapter, unmerge=True, select="FIL108")
-    unit = torch.finfo(dtype).eps
-    for key, value in base.items():
-        change = (merged[key].double() - value.double()).abs()
-        bound = unit * (merged[key].double().abs() + change + value.double().abs())
-        assert ((back[key].double() - value.double()).abs() <= bound).all(), key
     model = peft.PeftModel.from_pretrained(net(dtype), adapter)
     model.merge_adapter()
     model.unmerge_adapter()
     assert_same(back, model.unload().state_dict())
+
+
+FACTORS = st.tuples(st.integers(1, 3), st.integers(-12, 12), st.sampled_from((1.0, -0.7, 3.0)))
+
+
+@given(
+    st.lists(FACTORS, min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(-8, 4),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=30, deadline=None)
+def test_unmerge_keeps_to_the_bound_that_it_prints(adapters, dtype, is_peft, scale, seed):
+    """Whatever the sizes of the changes beside the weights, in any number of adapters, down to subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    base = (torch.randn(20, 24, generator=generator) * 2.0**scale).to(dtype)
+    with TemporaryDirectory() as folder:
+        paths = []
+        for number, (rank, size, weight) in enumerate(adapters):
+            shapes = {"A": (rank, 24), "B": (20, rank)}
+            factors = {end: torch.randn(shape, generator=generator) for end, shape in shapes.items()}
+            factors["B"] *= 2.0 ** (scale + size)
+            place = Path(folder) / str(number)
+            place.mkdir()
+            save_file(
+                {f"q.lora_{end}.weight": value for end, value in factors.items()}, place / "adapter_model.safetensors"
+            )
+            config = {"r": rank, "lora_alpha": rank, **({"peft_type": "LORA"} if is_peft else {})}
+            (place / "adapter_config.json").write_text(json.dumps(config))
+            paths.append(f"{place}={weight}")
+        sums = [base]
+        for path in paths:
+            sums.append(ckptfix.repair_state_dict({"q.weight": sums[-1]}, adapter=path, values=False)[0]["q.weight"])
+        merged, _ = ckptfix.repair_state_dict({"q.weight": base}, adapter=paths, values=False)
+        assert_same(merged, {"q.weight": sums[-1]})
+        back, report = ckptfix.repair_state_dict(merged, adapter=paths, unmerge=True, values=False)
+    units = float(re.search(r"the base's to (\S+) units in the last place", report.findings[0].message)[1])
+    exact = [each.double() for each in (*sums, back["q.weight"])]
+    changes = [(after - before).abs() for before, after in pairwise(exact)]
+    finfo = torch.finfo(dtype)
+    # Of a change, the difference of two sums shows what their rounding has left.
+    most = torch.stack([each.abs() for each in (*exact, *changes)]).amax(0) * (1 + finfo.eps)
+    unit = finfo.eps * 2.0 ** (most.clamp_min(finfo.tiny).frexp().exponent - 1)
+    finite = torch.stack(exact).isfinite().all(0)
+    assert ((exact[-1] - exact[0]).abs() <= units * unit)[finite].all()
 
 
 def test_a_tied_weight_changes_under_both_names(tmp_path):
