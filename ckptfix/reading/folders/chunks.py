@@ -50,7 +50,8 @@ def merge_parts(
     spec = TensorSpec(dtype, shape, contiguous_strides(shape))
     parts: dict[Box, TensorSpec] = {}
     for box, same in copies.items():
-        if any((part.dtype, part.shape) != (dtype, extent(box)) for part in same):
+        wanted = extent(box)
+        if any(part.dtype != dtype or (part.shape != wanted and (part.numel or numel(box))) for part in same):
             raise UnreadableError(
                 f"{path}: the part of {name} at {[start for start, _ in box]} has another shape or dtype"
             )

@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from ckptfix.core.objects import Opaque
 from ckptfix.core.parts import Box, box_at
-from ckptfix.core.spec import TensorSpec
+from ckptfix.core.spec import TensorSpec, contiguous_strides
+from ckptfix.core.wording import first_names
 from ckptfix.reading.folders.ranks.files import MOST_RANKS
 from ckptfix.reading.pickles.claims import sizes
 
@@ -64,8 +65,24 @@ def _of_mesh(tensor: Opaque) -> Divided:
             splits.append((axis, counts[axis], placements[axis].attributes["dim"]))
         elif kind != "Replicate":
             raise ValueError(f"it is placed as {kind}: each rank holds a term of a sum")
+    _check_order(mesh, counts, splits)
     box = box_on_mesh(shape, tuple(splits), coordinates)
     return Divided(tensor.cls.name, shape, math.prod(counts), [(box, local)], tuple(splits))
+
+
+def _check_order(mesh: Mapping[str, Any], counts: Sequence[int], splits: Sequence[tuple[int, int, int]]) -> None:
+    """Raise ``ValueError`` if the ranks along a dimension that divides a tensor are not in order: torch deals its parts
+    out by rank, and calls them by their place in the mesh."""
+    ranks = list(mesh.get("_flatten_rank_map") or mesh.get("_flatten_mesh_list") or ())  # since 2.9, and before
+    if ranks == sorted(ranks):
+        return
+    strides = contiguous_strides(tuple(counts))
+    is_whole = len(ranks) == math.prod(counts)  # and not a part of another mesh
+    for axis, count, _ in splits:
+        step = strides[axis]
+        firsts = [at for at in range(len(ranks) - step) if at // step % count + 1 < count]
+        if not is_whole or any(ranks[at] > ranks[at + step] for at in firsts):
+            raise ValueError(f"the ranks of its mesh are not in order: {first_names(ranks)}")
 
 
 def box_on_mesh(shape: tuple[int, ...], splits: _Splits, coordinates: Sequence[int]) -> Box:

@@ -358,14 +358,12 @@ class _Merge:
     def _collect_parts(self, path: _Path, rank: int, leaf: Divided) -> None:
         self.kinds.add(leaf.kind)
         self.world = max(self.world, leaf.world)
-        if leaf.world:
-            self.said.setdefault("number of ranks", {})[rank] = leaf.world
         found = self.found.setdefault(path, _Collected())
         found.first = found.first or leaf
         dtype = next((part.dtype for _, part in leaf.parts), found.dtype)
         found.dtype = found.dtype or dtype
-        layout = (leaf.shape, leaf.splits, dtype)
-        if layout != (found.first.shape, found.first.splits, found.dtype):
+        layout = (leaf.shape, leaf.world, leaf.splits, dtype)
+        if layout != (found.first.shape, found.first.world, found.first.splits, found.dtype):
             self.unlike.setdefault(path, {})[rank] = layout
             return
         for box, part in leaf.parts:
@@ -376,10 +374,12 @@ class _Merge:
         names = {rank: file.name for rank, file in self.ranks.files.items()}
         said: dict[str, Mapping[int, object]] = {what: self._told_apart(each) for what, each in self.said.items()}
         for path, others in self.unlike.items():
-            said[f"layout of {path_name(path)}"] = {**dict.fromkeys(self.groups), **others}
+            said[f"shape, dtype or ranks of {path_name(path)}"] = {**dict.fromkeys(self.groups), **others}
         for path, found in self.found.items():
             if found.plain is not None and any(map(numel, found.copies)):
-                said[f"layout of {path_name(path)}"] = {rank: rank == found.plain_in for rank in self.groups}
+                said[f"shape, dtype or ranks of {path_name(path)}"] = {
+                    rank: rank == found.plain_in for rank in self.groups
+                }
         mixed = (self.files.of_another_save(values, names, what) for what, values in said.items())
         return next(filter(None, mixed), [])
 

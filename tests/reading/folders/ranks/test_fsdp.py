@@ -287,22 +287,22 @@ def _whole(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("other", "what", "odd"),
+    ("other", "odd"),
     [
-        pytest.param(_other_world, "number of ranks", 0, id="world-first"),
-        pytest.param(_other_world, "number of ranks", 3, id="world-last"),
-        pytest.param(_other_shape, "layout of w", 0, id="shape-first"),
-        pytest.param(_other_shape, "layout of w", 1, id="shape-second"),
-        pytest.param(_other_dtype, "layout of w", 0, id="dtype-first"),
-        pytest.param(_other_dtype, "layout of w", 3, id="dtype-last"),
-        pytest.param(_whole, "layout of w", 1, id="saved-by-one-process"),
+        pytest.param(_other_world, 0, id="world-first"),
+        pytest.param(_other_world, 3, id="world-last"),
+        pytest.param(_other_shape, 0, id="shape-first"),
+        pytest.param(_other_shape, 1, id="shape-second"),
+        pytest.param(_other_dtype, 0, id="dtype-first"),
+        pytest.param(_other_dtype, 3, id="dtype-last"),
+        pytest.param(_whole, 1, id="saved-by-one-process"),
     ],
 )
-def test_a_rank_of_another_save_is_named_and_the_rest_salvaged(tmp_path: Path, other: Any, what: str, odd: int) -> None:
+def test_a_rank_of_another_save_is_named_and_the_rest_salvaged(tmp_path: Path, other: Any, odd: int) -> None:
     for rank in range(4):
         save = other(rank) if rank == odd else {"w": dtensor(rank, torch.arange(12.0), 4)}
         torch.save({**save, "scale": torch.ones(3)}, tmp_path / f"rank_{rank}.pt")
-    said = rf"saves: rank_{odd}\.pt, unlike the other 3, by the {what}; .* whole with salvage=True"
+    said = rf"saves: rank_{odd}\.pt, unlike the other 3, by the shape, dtype or ranks of w; .* whole with salvage=True"
     with pytest.raises(UnreadableError, match=said):
         ckptfix.open_checkpoint(tmp_path)
     salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
@@ -411,3 +411,40 @@ def test_a_mesh_may_have_dimensions_of_one_rank(tmp_path: Path, shape: tuple[int
         state = {"weight": DTensor(part.clone(), placed, requires_grad=False)}
         torch.save(state, tmp_path / f"model_world_size_3_rank_{rank}.pt")
     assert torch.equal(ckptfix.open_checkpoint(tmp_path).state_dict()["weight"], whole)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize(
+    ("order", "is_refused"),
+    [([[0, 2], [1, 3]], False), ([[0, 1], [2, 3]], False), ([[1, 0], [3, 2]], True), ([1, 0, 3, 2], True)],
+    ids=str,
+)
+def test_a_mesh_out_of_order_is_refused(tmp_path: Path, order: Any, is_refused: bool) -> None:
+    """In which torch deals out the parts by rank, and says that they are elsewhere."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    whole, ranks = torch.arange(8.0), torch.tensor(order)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    for rank in range(4):
+        mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+        placed = DTensorSpec(mesh, (Shard(0),) * ranks.ndim, tensor_meta=meta)
+        at = ranks.flatten().tolist().index(rank)
+        state = {"w": DTensor(whole.chunk(4)[at].clone(), placed, requires_grad=False)}
+        torch.save(state, tmp_path / f"model_world_size_4_rank_{rank}.pt")
+    if is_refused:
+        with pytest.raises(UnreadableError, match=r"the tensor w .* ranks of its mesh are not in order: 1, 0, 3, 2"):
+            ckptfix.open_checkpoint(tmp_path)
+    else:
+        assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), whole)
+
+
+def test_the_parts_of_ranks_without_any_elements_may_have_another_empty_shape(tmp_path: Path) -> None:
+    """As under FSDP 2 beside tensor parallelism over more ranks than there are columns."""
+    for rank in range(3):
+        weight = dtensor(rank, torch.arange(4.0).view(2, 2), 3)
+        if rank == 2:
+            weight._local_tensor = torch.empty(0, 0)
+        torch.save({"w": weight}, tmp_path / f"rank_{rank}.pt")
+    assert torch.equal(ckptfix.open_checkpoint(tmp_path).read("w"), torch.arange(4.0).view(2, 2))
