@@ -175,10 +175,7 @@ class Kind(Enum):
     STORAGE_LACKING = ("storage-lacking", "lacks its storage {place}")
     STORAGE_SIZE = ("storage-size", _storage_size)
     STORAGES_LACKING = ("storages-lacking", "lacks {more} more")
-    STORAGES_UNWRITTEN = (
-        "storages-unwritten",
-        "lacks {storages:storage} that its tensors use",
-    )
+    STORAGES_UNWRITTEN = ("storages-unwritten", "lacks {storages:storage} that its tensors use")
     STORAGES_CUT = ("storages-cut", "is cut short inside of its storages")
     SOURCES_LOST = ("sources-lost", "has lost sources of its classes, so that every tensor in them counts as a weight")
     # A file as a whole, and its pickles.
@@ -219,16 +216,10 @@ class Kind(Enum):
     SHARD_UNREADABLE = ("shard-unreadable", "has a shard that cannot be read ({error})")
     SHARD_DAMAGED = ("shard-damaged", "has a shard {place} that {cause}")
     SHARDS_MISSING = ("shards-missing", _shards_missing)
-    RANKS_MISSING = (
-        "ranks-missing",
-        "lacks the shards of {ranks:rank}, the first shard-{first:05}",
-    )
+    RANKS_MISSING = ("ranks-missing", "lacks the shards of {ranks:rank}, the first shard-{first:05}")
     INDEX_UNREADABLE = ("index-unreadable", "has an index that cannot be read ({error})")
     INDEX_BOM = ("index-bom", "has an index that begins with a byte order mark, which json.loads refuses")
-    INDEX_STALE = (
-        "index-stale",
-        "has a stale index: {names:names} are not there, and {place} is complete",
-    )
+    INDEX_STALE = ("index-stale", "has a stale index: {names:names} are not there, and {place} is complete")
     INDEX_PROMISES = ("index-promises", "has an index that promises {keys:names}, which no shard holds")
     INDEX_MOVED = ("index-moved", "has a stale index: another shard than it says has {keys:names}")
     INDEX_UNLISTED = ("index-unlisted", "has a stale index: it does not know {keys:names} in the shards")
@@ -238,10 +229,7 @@ class Kind(Enum):
     RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
     RANK_SHORT = ("rank-short", "has a rank that lacks a part of its weights: {place} holds {there} of {size} numbers")
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
-    RANKS_STRANGE = (
-        "ranks-strange",
-        "has files of other ranks than the {ranks} that saved it: {names:names}",
-    )
+    RANKS_STRANGE = ("ranks-strange", "has files of other ranks than the {ranks} that saved it: {names:names}")
     RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks of another save than most: {names:names}")
     ITEM_DAMAGED = ("item-damaged", _item_damaged)
     RANKS_DIFFER = ("ranks-differ", _ranks_differ)
@@ -256,10 +244,7 @@ class Kind(Enum):
     RANK_LEFT_OUT = ("rank-left-out", "has no names that are valid for the whole model, and is left out")
     RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
     RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
-    RANK_FOREIGN = (
-        "rank-foreign",
-        "was saved with another {names:names} than most ranks",
-    )
+    RANK_FOREIGN = ("rank-foreign", "was saved with another {names:names} than most ranks")
     MASTERS = ("masters", "the weights are the fp32 masters of a training in {dtype}")
     PACKED_MEMBERS = ("packed-members", "{members:member} of the archive")
     FLATTENED = ("flattened", "the weights are flattened: the files have their names, but not their shapes")
@@ -288,10 +273,7 @@ class Kind(Enum):
     NUMPY_WEIGHTS = ("numpy-weights", "numpy arrays")
     NON_STRING_KEY = ("non-string-key", "{key}")
     UNINITIALIZED = ("uninitialized", "{name}")
-    WEIGHTS_BESIDE = (
-        "weights-beside",
-        "{tensors:tensor}, {numel:element}",
-    )
+    WEIGHTS_BESIDE = ("weights-beside", "{tensors:tensor}, {numel:element}")
     LISTED_AVERAGE = ("listed-average", "a list of the parameters of {names} in their order, as averages are")
     MOST_UNREAD = ("most-unread", "most of the file was not read: {unread} tensors beside the {read} of the state_dict")
     FROZEN = ("frozen", _CONSTANTS)
@@ -299,10 +281,7 @@ class Kind(Enum):
     GUESSED_BUFFERS = ("guessed-buffers", "every tensor that is not a parameter counts as a buffer")
     TENSOR_ATTRIBUTE = ("tensor-attribute", "neither parameter nor buffer")
     ATTRIBUTE_OF_TENSOR = ("attribute-of-tensor", "an attribute of a tensor")
-    MOST_IN_ATTRIBUTES = (
-        "most-in-attributes",
-        "{unnamed:element} in attributes, and {named:element} with names",
-    )
+    MOST_IN_ATTRIBUTES = ("most-in-attributes", "{unnamed:element} in attributes, and {named:element} with names")
 
 
 class Fact(Struct, frozen=True):

@@ -11,20 +11,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckptfix.core.option import (
-    CHECK,
-    DIFF,
-    EXPLAIN,
-    INSPECT,
-    MAP,
-    READS,
-    REPAIR,
-    REPAIRS,
-    WRITES,
-    Option,
-    Scope,
-    Type,
-)
+from ckptfix.core.option import CHECK, DIFF, EXPLAIN, INSPECT, MAP, READS, REPAIR, REPAIRS, WRITES, Option, Scope, Type
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.errors import Opt, UsageError
 

@@ -151,8 +151,7 @@ def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
             f"If it is that: {record.cause.partition('. ')[0].replace('{', '').replace('}', '').rstrip('.')}.", 2
         )
     yield from _wrapped(
-        "Paste the whole traceback, including its last line. To examine the file itself: ckptfix check FILE",
-        2,
+        "Paste the whole traceback, including its last line. To examine the file itself: ckptfix check FILE", 2
     )
 
 
