@@ -117,7 +117,7 @@ def _doubt_torn_norms(inference: Inference, sorted_sides: Sequence[int]) -> None
         return
     after = dict(_followers(inference.source))
     before = {two: one for one, two in _followers(inference.target)}
-    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    sources = inference.single_sources
     for key, source in sources.items():
         matrix = f"{before[_layer(key)]}.weight" if _layer(key) in before else ""
         follower = after.get(_layer(sources[matrix]), "") if matrix in sources else ""
@@ -147,7 +147,7 @@ def _doubt_beside_gaps(inference: Inference) -> None:
     ):
         for key in keys:
             rivals[_squeezed(specs[key])].append(key)
-    single = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    single = inference.single_sources
     doubtful: set[str] = set()
     common = _common(inference.source) | _common(inference.target) if any(left) else set()
     together = Counter((template(source), template(key)) for key, source in single.items())
@@ -270,7 +270,7 @@ def _in_step(
 
 def _doubt_exchanges(inference: Inference) -> None:
     """Call two keys ambiguous that would be exchanged though both sides have both names, and they fit as they are."""
-    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    sources = inference.single_sources
     exchanged = (key for key, source in sources.items() if source != key and sources.get(source) == key)
     inference.doubt(key for key in exchanged if _squeezed(inference.source[key]) == _squeezed(inference.target[key]))
 
@@ -298,7 +298,7 @@ def _doubt_other_places(inference: Inference) -> None:
     """Call the layers of a numbered list likely, and not certain, if they do not come in its order on the other side,
     forwards or backwards: each side may lack another one of them."""
     lists: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
-    sources = {key: match.parts[0].source for key, match in inference.matches.items() if len(match.parts) == 1}
+    sources = inference.single_sources
     for key, source in sources.items():
         path = re.split(r"(\d+)", source)
         for at in range(1, len(path), 2):

@@ -42,6 +42,11 @@ class Inference(Struct, frozen=True):
             self.matches[key] = replace(self.matches[key], label=min(label, self.matches[key].label))
 
     @property
+    def single_sources(self) -> dict[str, str]:
+        """The key of the source of each match that has one part."""
+        return {key: match.parts[0].source for key, match in self.matches.items() if len(match.parts) == 1}
+
+    @property
     def missing(self) -> list[str]:
         return [key for key in self.target if key not in self.matches]
 
