@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 SHOWN = 3  # how many names a remark gives
 
+# What torch, and hooks and methods of the user's, raise of what does not fit.
+LOAD_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+
 
 def load(
     model: nn.Module,
@@ -61,11 +64,24 @@ def load(
     from ckptfix.resuming import resume  # the optimizer's half of the rules, which most loads do not need
 
     resumed = resume(source, model, optimizer, settings)
+    _load_optimizer(optimizer, resumed.state, resumed.repaired.checkpoint.path)
     load_strictly(model, resumed.repaired.checkpoint, map_location)
-    optimizer.load_state_dict(resumed.state)
     kept = ", ".join(resumed.kept)
     remarks = (f"the optimizer's groups are not the saved ones: {kept} stay as your script set them",) if kept else ()
     return replace(resumed.repaired.report, remarks=(*resumed.repaired.report.remarks, *remarks))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
+    """Load a state; if that fails, leave the optimizer as it was and raise ``TargetError``."""
+    before = dict(vars(optimizer))
+    try:
+        optimizer.load_state_dict(state)
+    except LOAD_ERRORS as error:
+        vars(optimizer).update(before)
+        raise TargetError(
+            f"{source}: {type(optimizer).__name__} fails to load its state ({type(error).__name__}: {error}); leave "
+            "the optimizer out, and training starts with new moments"
+        ) from error
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:
@@ -113,7 +129,7 @@ def load_strictly(
     remarks = _prepare(model, state_dict, checkpoint.path) if assign else ()
     try:
         model.load_state_dict(state_dict, strict=True, assign=assign)
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except LOAD_ERRORS as error:
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise TargetError(
             f"{checkpoint.path}: torch fails to load it into {type(model).__name__} "

@@ -847,6 +847,21 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model), assign=True)
 
 
+def test_a_state_that_the_optimizer_refuses_changes_neither(tmp_path: Path) -> None:
+    model, new = nn.Linear(3, 2), nn.Linear(3, 2)
+    trained_file(tmp_path / "run.pth", model, torch.optim.AdamW(model.parameters()))
+    saved = torch.load(tmp_path / "run.pth")
+    for row in saved["optimizer"]["state"].values():
+        del row["step"]
+    torch.save(saved, tmp_path / "run.pth")
+    optimizer = torch.optim.AdamW(new.parameters(), lr=0.5)
+    before = new.weight.clone()
+    with pytest.raises(TargetError, match=r"AdamW fails to load its state .KeyError: 'step'"):
+        ckptfix.load(new, tmp_path / "run.pth", optimizer=optimizer)
+    assert torch.equal(new.weight, before)
+    assert (optimizer.param_groups[0]["lr"], len(optimizer.state)) == (0.5, 0)
+
+
 @pytest.mark.parametrize(
     ("make", "asked", "error"),
     [
