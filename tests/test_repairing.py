@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import stat
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.finding import Level
 from ckptfix.core.plan import Plan
+from ckptfix.errors import WriteError
 from tests.checks import assert_same
 
 FACTORIES = """
@@ -315,6 +317,18 @@ def test_parameters_are_taken_as_they_are():
     after, _ = ckptfix.repair_state_dict(before)
     assert all(value.requires_grad for value in after.values())
     assert after["0.weight"].data_ptr() == before["module.0.weight"].data_ptr()
+
+
+def test_objects_of_an_extra_state_are_kept_as_they_are(tmp_path):
+    native = {"dtype": torch.float16, "device": torch.device("cpu"), "scheme": torch.per_tensor_affine}
+    before = {"module.w": torch.ones(2), "module._extra_state": {**native, "buffer": io.BytesIO(b"fp8"), "call": len}}
+    after, report = ckptfix.repair_state_dict(before)
+    assert after["_extra_state"] == before["module._extra_state"]
+    assert [finding.code for finding in report.findings] == ["KEY102"]
+    with pytest.raises(WriteError, match="BytesIO"):
+        ckptfix.repair(before, output=tmp_path / "out.pth")
+    ckptfix.repair({**before, "module._extra_state": native}, output=tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["_extra_state"] == native
 
 
 def test_entries_that_are_no_tensors_are_kept():

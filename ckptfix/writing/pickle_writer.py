@@ -182,7 +182,7 @@ class PickleWriter:
         else:
             raise WriteError(
                 f"{self.path}: a {kind} is beside the weights and torch.load(weights_only=True) would refuse it; "
-                "let FIL102 convert it, or remove it"
+                "remove it, or make it plain data, as FIL102 does for files"
             )
 
     def _dict(self, value: dict[Any, Any]) -> None:

@@ -208,9 +208,7 @@ class _Plainer:
             self._note(path, BARE_STORAGE, "torch.Tensor")
             count = value.storage.nbytes // DTYPES[value.dtype].itemsize
             return TensorSpec(value.dtype, (count,), (1,), value.storage)
-        kind = type(value)
-        self._note(path, f"{kind.__module__}.{kind.__qualname__}", "str")
-        return str(value)
+        return value  # an object in memory, which goes back to its owner as it is
 
     def _key(self, key: Any, path: tuple[PathPart, ...]) -> Any:
         if isinstance(key, Opaque) and (known := known_form(key)) is not None:
@@ -258,7 +256,9 @@ class _Plainer:
             return self.convert(module_state_dict(value, self.checkpoint.path), path, depth + 1)
         made = natural_form(value)
         if onwards is not None and not (isinstance(made, dict) and onwards in made):
-            made = {**(made if isinstance(made, dict) else {}), **value.pairs, **value.attributes}
+            rest = made.items() if isinstance(made, dict) else ()
+            made = {name: part for name, part in rest if name not in ("pairs", "state")}
+            made |= {**value.pairs, **value.attributes}
         self._note(path, name, type(made).__name__)
         return self.convert(made, path, depth + 1)
 

@@ -177,6 +177,20 @@ def written(value: Any, folder: Path) -> Any:
     return torch.load(folder / "out.pth", weights_only=True)["x"]
 
 
+class Names(list[str]):
+    """A list of a class of its own."""
+
+
+class Made:
+    """What a call makes, which has a state_dict among its attributes."""
+
+    def __init__(self, number: int, **attributes: Any) -> None:
+        self.number, self.attributes = number, attributes
+
+    def __reduce__(self) -> Any:
+        return Made, (self.number,), self.attributes
+
+
 HOURS = datetime.timezone(datetime.timedelta(hours=-3, minutes=-30))
 MOMENT = datetime.datetime(2024, 5, 6, 7, 8, 9)
 
@@ -226,6 +240,8 @@ MOMENT = datetime.datetime(2024, 5, 6, 7, 8, 9)
         ),
         (re.compile("a+"), {"pattern": "a+", "flags": 32}),
         (Slotted(), {"a": 1}),
+        (Names("ab"), ["a", "b"]),
+        ({Made(1, a=2)}, [{"class": f"{__name__}.Made", "args": (1,), "state": {"a": 2}}]),
         (collections.Counter("aab"), collections.Counter("aab")),
         (int, "builtins.int"),
         (len, "builtins.len"),
@@ -362,6 +378,21 @@ class Holder(nn.Module):
     def __init__(self, held: Any) -> None:
         super().__init__()
         self.held = held
+
+
+def test_weights_in_an_object_made_by_a_call_are_written_once(tmp_path):
+    path = saved(Made(1, model=nn.DataParallel(nn.Linear(2, 3)).state_dict()), tmp_path)
+    ckptfix.repair(path, output=tmp_path / "out.pth")
+    got = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert (got.pop("model").keys(), got) == ({"weight", "bias"}, {"class": f"{__name__}.Made", "args": (1,)})
+
+
+def test_a_state_that_no_group_has_is_carried_as_it_is(tmp_path):
+    optimizer = torch.optim.SGD([weight := nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))], momentum=0.9)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    del optimizer.param_groups[0]["params"][0]
+    assert [key.tolist() for key in written(optimizer, tmp_path)["state"]] == [weight.tolist()]
 
 
 @pytest.mark.parametrize("around", [lambda made: made, lambda made: {"model": made}], ids=["bare", "in a dict"])
