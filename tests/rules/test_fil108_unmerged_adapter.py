@@ -191,7 +191,9 @@ def test_unmerge_keeps_to_the_bound_that_it_prints(adapters, dtype, is_peft, sca
         merged, _ = ckptfix.repair_state_dict({"q.weight": base}, adapter=paths, values=False)
         assert_same(merged, {"q.weight": sums[-1]})
         back, report = ckptfix.repair_state_dict(merged, adapter=paths, unmerge=True, values=False)
-    units = float(re.search(r"the base's to (\S+) units in the last place", report.findings[0].message)[1])
+    said = re.search(r"the base's to (\S+) units in the last place", report.findings[0].message)
+    assert said
+    units = float(said[1])
     exact = [each.double() for each in (*sums, back["q.weight"])]
     changes = [(after - before).abs() for before, after in pairwise(exact)]
     finfo = torch.finfo(dtype)
