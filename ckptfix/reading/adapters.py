@@ -312,7 +312,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         if match is None:
             # With bias="all", peft saves the biases of the modules that modules_to_save has replaced.
             if (path and ".original_module." not in key) or ".modules_to_save." in key:
-                saved[_SAVED.sub("", key).removeprefix(_BASE)] = key
+                saved[strip_segments(_SAVED.sub("", key)).removeprefix(_BASE)] = key
             names.update(name for name in _SAVED.findall(key) if name)
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
@@ -537,6 +537,11 @@ def check_alone(adapter: Adapter) -> None:
             if settings.get(option) and role not in layer.keys:
                 raise AdapterError(
                     f"{path}: trained with {option}, and {layer.module} has no {role} vector; fetch the adapter again"
+                )
+            if settings.get(option) is False and role in layer.keys:
+                raise AdapterError(
+                    f"{path}: {layer.module} has a {role} vector, and {CONFIG} says that {option} is off; take the "
+                    f"{CONFIG} that was saved with it"
                 )
     has_tokens = any("tokens" in layer.keys for layer in adapter.layers)
     if adapter.config.get("trainable_token_indices") and not has_tokens:

@@ -112,7 +112,7 @@ _BY_MODULE = (
     (re.compile("ViltEmbeddings|(Qwen[34]|CohereCompass)\\w*Vision\\w+"), "vilt"),
     (re.compile("TimesformerEmbeddings"), "nearest"),
     (re.compile("LayoutLMv3Model|Glm(4v\\w*|Image)VisionEmbeddings"), "plain"),
-    (re.compile("(Muse|Inkling)\\w+"), ""),
+    (re.compile("(Muse|Inkling)\\w+|IdeficsVisionEmbeddings"), ""),
     (re.compile("(Beit|Data2VecVision)RelativePositionBias"), "bilinear"),
 )
 # The recipe for position embeddings of each library, by its package, or by the keys that it writes.
@@ -440,7 +440,7 @@ class _Table(Struct, frozen=True, dict=True):
             return "beit" if self.target.library == "timm" else ""
         if is_of_blocks(self.old, self.new):
             return "plain"
-        if f"{self.around[0]}.register_tokens" in self.target.slots:  # as in DINOv2 of transformers
+        if f"{self.around[0]}.register_tokens".lstrip(".") in self.target.slots:  # as in DINOv2 of transformers
             return "timm"
         is_left = self.target.library == "transformers" and self.target.resizes.isdisjoint(self.around)
         return "" if is_left else _BY_LIBRARY.get(self.target.library, "")

@@ -288,6 +288,23 @@ def test_a_zero_of_ia3_cannot_be_taken_off(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, unmerge=True)
 
 
+@pytest.mark.parametrize(("option", "role"), [("use_dora", "magnitude"), ("lora_bias", "bias")])
+def test_vectors_that_the_configuration_denies_are_refused(option, role, tmp_path):
+    """peft leaves them out, and merges another change than the one that was trained."""
+    adapter = trained(LORA(r=4, target_modules=["q"], **{option: True}), tmp_path / "adapter")
+    with pytest.raises(AdapterError, match=f"q has a {role} vector, and .* says that {option} is off"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=changed_config(adapter, **{option: False}))
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+def test_a_module_that_was_saved_in_a_wrapper(wrapper, tmp_path):
+    adapter = trained(LORA(r=4, target_modules=["q"], modules_to_save=["head"]), tmp_path / "adapter")
+    file, want = adapter / "adapter_model.safetensors", merged_by_peft([adapter])
+    wrapped = {key.replace("model.model.", f"model.model.{wrapper}."): value for key, value in load_file(file).items()}
+    save_file({key.replace("head.", f"head.{wrapper}."): value for key, value in wrapped.items()}, file)
+    assert_same(ckptfix.repair_state_dict(net().state_dict(), adapter=adapter, select="FIL108")[0], want)
+
+
 def test_an_alpha_that_only_some_layers_have_was_lost(tmp_path):
     tensors = {"lora_unet_q.alpha": torch.tensor(2.0)}
     for name, out in (("q", 33), ("head", 5)):
