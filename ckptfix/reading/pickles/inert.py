@@ -430,7 +430,7 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "torch.nn.parameter.Buffer": InertTable.variable,
     "torch.autograd.variable.Variable": InertTable.variable,
     "torch.Tensor": InertTable.variable,
-    "torch.tensor.Tensor": InertTable.variable,
+    "torch._tensor.Tensor": InertTable.variable,
     "torch.storage._load_from_bytes": InertTable.from_bytes,
     "torch.serialization._get_layout": lambda table, name: (
         Global("torch", name.removeprefix("torch.")) if isinstance(name, str) else NotImplemented

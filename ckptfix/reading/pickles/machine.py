@@ -23,6 +23,7 @@ from ckptfix.bytes.files import Buffer
 from ckptfix.bytes.limits import SLOT, Bounds
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import UnreadableError, damaged
+from ckptfix.reading.pickles.payload import is_block
 from ckptfix.reading.pickles.stream import (
     MalformedError,
     NoOpcodeError,
@@ -360,7 +361,7 @@ class PickleMachine(PickleStream):
         is_opaque = isinstance(function, Opaque)
         cls = function.cls if is_opaque else Global(type(function).__module__, type(function).__name__)
         name = cls.name if cls.name.endswith("()") else f"{cls.name}()"
-        if is_opaque:  # Python refuses to call plain data, which damaged pickles do
+        if is_opaque and not is_block(function):  # Python refuses to call plain data, which damaged pickles do
             self.called.add(f"{cls.module}.{name}")
         bounds.spend(_GLOBAL)
         return bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))

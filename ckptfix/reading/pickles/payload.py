@@ -21,7 +21,7 @@ from typing import Any
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
-from ckptfix.core.objects import Global
+from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import HostileError, UnreadableError
 
 # What builds a `torch.fx.GraphModule` from code that the file holds as text.
@@ -68,9 +68,11 @@ def _names(title: str) -> frozenset[str]:
 
 
 def canonical(name: str) -> str:
-    """Return the name under which a global is looked up: that of Python 3, of numpy 1, and of today's torch.ao."""
+    """Return the name under which a global is looked up: that of Python 3, of numpy 1, and of today's torch."""
     root, dot, rest = name.partition(".")
     name = f"{_RENAMED.get(root, root)}{dot}{rest}".replace("numpy._core.", "numpy.core.")
+    if name.startswith("torch.tensor."):  # until torch 1.8
+        return f"torch._tensor.{name.removeprefix('torch.tensor.')}"
     return f"torch.ao.{name[6:]}" if re.match(_MOVED, name) else name
 
 
@@ -149,6 +151,13 @@ def runs_code(name: str) -> bool:
     if root in _names("common") and last == rest and last[:1].isupper():
         return canonical(name) in _names("callers")
     return not is_trusted(name)
+
+
+def is_block(made: Opaque) -> bool:
+    """Return whether an object is what makes a block of pandas 1.3: ``functools.partial(new_block, ndim=2)``."""
+    parts = made.state if isinstance(made.state, tuple) else made.args
+    is_partial = str(made.cls) == "functools.partial" and bool(parts) and isinstance(parts[0], Global)
+    return is_partial and str(parts[0]) == "pandas.core.internals.blocks.new_block"
 
 
 def is_union(function: Global, args: tuple[object, ...]) -> bool:

@@ -225,6 +225,7 @@ PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __
     pty.spawn shutil.rmtree pickle.loads torch.serialization.os.system torch.load torch.hub.load numpy.load
     numpy.testing._private.utils.runstring types.CodeType operator.attrgetter code.InteractiveInterpreter
     pdb.run timeit.timeit cloudpickle.loads builtins.open io.open torch.utils.cpp_extension.load bdb.Bdb.run
+    PIL.EpsImagePlugin.Ghostscript PIL.ImageShow.show cv2.VideoCapture nltk.downloader.Downloader
     pip._internal.main asyncio.unix_events copyreg.add_extension sympy.core.sympify.sympify sympy.lambdify
     pandas.ExcelWriter pandas.core.computation.expr.Expr h5py.File cv2.FileStorage
     matplotlib.backends.backend_pdf.PdfPages""".split()
@@ -302,6 +303,8 @@ def test_the_classes_that_torch_pickles_are_trusted():
         torch.quantization.observer.MinMaxObserver torch.quantization.qconfig.QConfig torch.tensor.Tensor
         torch.nn.modules.linear._LinearWithBias torch.nn.backends.thnn.THNNFunctionBackend
         torch.nn.utils.spectral_norm.SpectralNormStateDictHook torch.utils.data.dataset.TensorDataset
+        torch.tensor._rebuild_from_type torch.backends.cudnn.rnn.Unserializable scipy.spatial.ckdtree.cKDTree
+        numpy._core._internal._convert_to_stringdtype_kwargs pandas.core.internals.blocks.new_block
         torch.jit.LoweredModule.nnapi.Net joblib.numpy_pickle.NDArrayWrapper""".split()
     assert [name for name in names if is_payload(name) or runs_code(name)] == []
 
@@ -346,6 +349,8 @@ TRICKS = {
     "a ufunc of another module": b"cnumpy.core\n_ufunc_reconstruct\n(X\2\0\0\0osX\6\0\0\0systemtR.",
     "the importer of a graph": b"ctorch.fx.graph_module\nreduce_deploy_graph_module\n(N}X\0\0\0\0tR.",
     "a method of a path, named": b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\n)RX\6\0\0\0unlinktR.",
+    "a block of pandas whose maker was exchanged": b"cfunctools\npartial\n("
+    b"cpandas.core.internals.blocks\nnew_block\ntR(" + GETS + b"(t}NtbK\1\x85R.",
     "what evaluates text, named": b"cfunctools\npartial\nctyping\nget_type_hints\n\x85R.",
     "a module of torch's own": b"ctorch.nn.parallel.distributed\nlogging.FileHandler\n.",
     "a module of torch by its alias": b"ctorch.nn.modules.linear\nF.importlib.import_module\n.",
@@ -369,6 +374,9 @@ def test_calls_without_a_bad_name_are_found(data):
         pytest.param(b"csympy.core.symbol\nDummy\n(X\1\0\0\0xK\1t\x81.", id="a symbol"),
         pytest.param(b"csympy.functions.elementary.trigonometric\nsin\n(csympy.core.numbers\nInteger\nK\1\x85\x81t\x81.",
                      id="a function of sympy"),
+        pytest.param(b"cfunctools\npartial\n(cpandas.core.internals.blocks\nnew_block\ntR("
+                     b"cpandas.core.internals.blocks\nnew_block\n(t}X\4\0\0\0ndimK\2sNtb"
+                     b"(K\1cbuiltins\nslice\n(K\0K\1K\1tRtR.", id="a block of pandas 1.3"),
         pytest.param(b"cfsspec.spec\nmake_instance\n(cfsspec.implementations.local\nLocalFileSystem\n)}tR.",
                      id="the file system of a ModelCheckpoint"),
         pytest.param(b"cscipy.interpolate._interpolate\ninterp1d\n)\x81.", id="interp1d"),
