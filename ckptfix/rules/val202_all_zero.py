@@ -14,8 +14,8 @@ was trained:
 - one of several tables in a file of nothing else (word2vec).
 
 Always a note: without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`), as buffers
-look like that; norms whose weight is zero, two or more if the file may be untrained; and biases, if all of the file
-are zero.
+look like that, and one whose name says that it starts at zero, if the same layer of another block is not zero; norms
+whose weight is zero, two or more if the file may be untrained; and biases, if all of the file are zero.
 
 ## Why it matters
 The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything below
@@ -65,6 +65,7 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     suspects = _not_by_design(zero, context, use_names=not empty_file)
     excused = [] if empty_file else _excused(suspects, matrices, context, is_trained)
     excused += [key for key in suspects if key in closed and key not in excused]
+    excused += _unlike_others({*zero}.difference(suspects), matrices) if not context.initial else []
     excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
     listed = reported = dict.fromkeys(key for key in suspects if key not in are_excused)
@@ -153,6 +154,12 @@ def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:
         for name in (_role(key), _role(key, 3), _place(key)):
             members[name].add(key)
     return {key for keys in members.values() if len(keys) > 1 and keys <= zero for key in keys}
+
+
+def _unlike_others(designed: set[str], matrices: list[str]) -> list[str]:
+    """Return the matrices that start at zero by their names, if the same layer of another block is not zero."""
+    moved = {_place(key) for key in matrices if key not in designed}
+    return [key for key in matrices if key in designed and _place(key) in moved]
 
 
 def _role(key: str, names: int = 2) -> str:

@@ -93,6 +93,13 @@ def test_a_layer_of_every_block_is_a_warning_where_one_of_them_lives():
     assert (finding.level, len(finding.keys)) == (Level.WARNING, 2)
 
 
+def test_a_layer_that_starts_at_zero_is_noted_where_those_of_other_blocks_left_it():
+    blocks = net(blocks__0__mlp_gate__3__weight=(8, 8))
+    assert propose(all_zero, blocks) == []
+    (finding,) = propose(all_zero, blocks | {"blocks.1.mlp_gate.3.weight": torch.ones(8, 8)})
+    assert (finding.level, finding.keys) == (Level.NOTE, ("blocks.0.mlp_gate.3.weight",))
+
+
 def test_what_may_be_a_buffer_is_a_note_in_a_trained_file_too():
     state = net(latent_avg=(14, 8), bn__num_batches_tracked=()) | {"bn.num_batches_tracked": torch.tensor(7)}
     (finding,) = propose(all_zero, state)
