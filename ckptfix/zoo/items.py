@@ -242,10 +242,12 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
 
 
 def _distributed(place: Place, folder: str, files: Files) -> list[Entry]:
-    chunks, described = files.named(folder, _CHUNK), files.named(folder, _METADATA)
+    chunks, described, common = (files.named(folder, names) for names in (_CHUNK, _METADATA, _COMMON))
+    if common and any(_last(entry.name) == ".zarray" for entry in files.below(folder)):
+        return files.below(folder)  # the arrays of an older Megatron, which opening them names
     if not chunks and not any(b"torch.distributed" in _head(place, entry) for entry in described):
         return []
-    return chunks + described + files.named(folder, _COMMON)
+    return chunks + described + common
 
 
 def _ranks(place: Place, files: Files) -> dict[str, list[Entry]]:
@@ -291,21 +293,26 @@ def _unpacked(place: Place, folder: str, files: Files) -> list[Entry]:
 
 
 def _indexed(place: Place, index: Entry, files: Files) -> Item | None:
-    """Return an index with those of its shards that are there; None if it is not an index after all. To one that cannot
-    be fetched belong the numbered shards that its own name implies: else they would pass for another checkpoint."""
+    """Return an index with those of its shards that are there; None if it is not an index after all, or that of an
+    optimizer, whose files are not checkpoints. To one that cannot be fetched belong the numbered shards that its own
+    name implies: else they would pass for another checkpoint."""
     folder, _, last = index.name.rpartition("/")
     named: Iterable[str] = ()
-    fault = None
+    groups, fault = "", None
     try:
         content = Content(place.where(index.name), place.head(index.name, min(index.size, INDEX_LIMIT)))
-        named = parse_index(content).files
+        parsed = parse_index(content)
+        named, groups = parsed.files, parsed.groups
         sets = {numbering for name in named if (numbering := Numbering.of(name)) is not None}
     except (UnreadableError, HostileError):
         return None
     except PlaceError as error:
         fault = _fault(place, index, error)
         sets = {each for each in files.shards[folder] if each.stem + each.suffix == last.removesuffix(".index.json")}
-    paths = (posixpath.normpath(posixpath.join(folder, name)) for name in named)  # one may lead out of the zoo
+    paths = [posixpath.normpath(posixpath.join(folder, name)) for name in named]  # one may lead out of the zoo
+    if groups:
+        files.looks |= dict.fromkeys((*paths, posixpath.join(folder, groups)), Looks.OTHER)
+        return None
     parts = {index.name: index} | {path: files.own[path] for path in paths if path in files.own}
     parts |= {entry.name: entry for each in sets for entry in files.shards[folder].get(each, ())}
     return replace(_with_trainer(_group(index.name, parts.values()), files), fault=fault)

@@ -103,6 +103,8 @@ def test_some_tensors_have_no_values():
         pytest.param(["model-rank-0-part-0.safetensors", "model-rank-0-part-1.safetensors"], 0, id="vllm-on-one"),
         pytest.param(["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], 1, id="vllm"),
         pytest.param(["reshard-model_part-0.pt", "reshard-model_part-1.pt"], 1, id="metaseq"),
+        pytest.param(["model_tp0_pp0.pt", "model_tp0_pp1.pt"], 1, id="internevo"),
+        pytest.param(["model_tp0_pp0.pt"], 0, id="internevo-on-one"),
         pytest.param(
             [f"model_weight_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors" for rank in (0, 1)], 1, id="nanotron"
         ),

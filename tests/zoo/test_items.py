@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from safetensors.torch import save
 
 from ckptfix.bytes.transfers import ForbiddenError
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.opening import open_file
 from ckptfix.zoo.items import ABSENT, HEAD, Item, Looks, by_bytes, by_name, is_surely_other, list_zoo, read_list
 from ckptfix.zoo.places import Entry, LocalPlace, Place, open_place
@@ -245,6 +246,22 @@ def test_an_index_of_another_name_and_what_is_none(tmp_path: Path):
     assert the_folder(fill(tmp_path / "a", renamed)).name == "llm/weights.json"
     place = fill(tmp_path / "b", {"search.index.json": b"[1, 2]", "other.index.json": b'{"weight_map": 3}'})
     assert set(kinds(place).values()) == {OTHER}
+
+
+def test_the_files_of_an_optimizer_with_an_index_are_no_checkpoints(tmp_path: Path):
+    """As those of ColossalAI."""
+    file, groups = "pytorch_optim-00001.bin", "pytorch_optim_group.bin"
+    described = {"metadata": {"param_groups": groups, "total_size": 8}, "weight_map": {"0": file}}
+    state = {0: {"exp_avg": torch.ones(2)}}
+    files = {file: pickled(state), groups: pickled([]), "pytorch_optim.bin.index.json": json.dumps(described).encode()}
+    assert set(kinds(fill(tmp_path, files)).values()) == {OTHER}
+    with pytest.raises(UnreadableError, match=r"the state of an optimizer .* name the folder of its model"):
+        open_file(str(tmp_path))
+
+
+def test_arrays_of_zarr_are_one_folder(tmp_path: Path):
+    names = ["w/common.pt", "w/metadata.json", "w/decoder.weight/.zarray", "w/decoder.weight/0.0"]
+    assert parts(the_folder(fill(tmp_path, dict.fromkeys(names, b"{}")))) == sorted(names)
 
 
 def test_two_indexes_in_one_folder(tmp_path: Path):

@@ -20,7 +20,7 @@ from ckptfix.reading.folders.rank_shards import COMMON, TORCH_DIST
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
-from ckptfix.reading.foreign.signatures import BUNDLES, name_bundle
+from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
 from ckptfix.reading.formats import read_document
 from ckptfix.reading.torch_files import exploded
 from ckptfix.reading.weights.document import Document
@@ -250,12 +250,13 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _contents(folder: Path) -> str:
     names = sorted(child.name + "/" * child.is_dir() for child in folder.iterdir())
     checkpoints = _checkpoints(folder)
-    likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES and folder / name not in checkpoints]
-    files = [path for path in folder.glob("*/*") if path.suffix.lower() in SUFFIXES]
-    files = [path for path in files if not {path, path.parent} & {*checkpoints}]
+    likely = [name for name in names if _is_likely(name) and folder / name not in checkpoints]
+    files = [path for path in folder.glob("*/*") if _is_likely(path.name) and not {path, path.parent} & {*checkpoints}]
     below = [path.relative_to(folder).as_posix() for path in (*checkpoints, *sorted(files))]
-    every = [*names, *(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))]
-    if not (likely or below) and (bundle := name_bundle(every, BUNDLES)) is not None:
+    deep = [path for depth in ("*/*", "*/*/.zarray") for path in folder.glob(depth)]
+    every = [*names, *(path.relative_to(folder).as_posix() for path in deep)]
+    bundle = name_bundle(every, PARTS) or name_bundle(every, BUNDLES)
+    if not (likely or below) and bundle is not None:
         return f"a folder without a checkpoint of PyTorch in it: {bundle}"
     if not names:
         return "an empty folder; name a checkpoint file"
@@ -264,3 +265,7 @@ def _contents(folder: Path) -> str:
         kind = "checkpoints" if checkpoints else "files"
         return f"a folder, but not a sharded checkpoint; name one of the {kind} in it: {_some(named)}"
     return f"a folder without a checkpoint in it; it holds {_some(names)}"
+
+
+def _is_likely(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES and name not in COMMON

@@ -31,6 +31,7 @@ _PLAIN_PARTS = (
     (r"rank(\d{1,5})\.safetensors", "TensorRT-LLM", b'"tp_size"'),
     (r"model_\w+_pp-rank-\d{1,5}-of-\d{1,5}_tp-rank-(\d{1,5})-of-\d{1,5}\.safetensors", NANOTRON, b""),
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", b""),
+    (r"model_[tw]p(\d{1,5}_pp\d{1,5})\.pt", "InternEvo", b""),
 )
 _PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
 _CONFIG_LIMIT = 1 << 20
@@ -105,7 +106,7 @@ def named_part(path: Path) -> RankShard | None:
             config = path.with_name("config.json")
             held = config.read_bytes() if config.is_file() and config.stat().st_size < _CONFIG_LIMIT else b""
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
-            if says in held and numbers - {"0"}:
+            if says in held and any(number.strip("0_p") for number in numbers):
                 remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made of"
                 if maker == NANOTRON:
                     remedy = "name the folder of the save, which has checkpoint_metadata.json"

@@ -55,6 +55,7 @@ class ShardIndex(Struct, frozen=True):
     path: str
     weight_map: Mapping[str, str]
     total_size: int | None = None
+    groups: str = ""  # of the state of an optimizer (ColossalAI): the file with its groups
 
     @property
     def files(self) -> list[str]:
@@ -86,14 +87,12 @@ def parse_index(content: Content) -> ShardIndex:
         raise damaged(path, "the index is not a JSON object")
     is_flat = WEIGHT_MAP not in parsed and _FLAT.match(content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n"))
     weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
-    if isinstance(metadata, dict) and "param_groups" in metadata:
-        raise UnreadableError(f"{path}: indexes the state of an optimizer (ColossalAI); name the folder of its model")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise damaged(path, "its weight_map does not give a file name for every key")
     if not weight_map:
         raise damaged(path, "its weight_map is empty: the index names no tensor")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return ShardIndex(path, weight_map, total if type(total) is int and total > 0 else None)
+    total, groups = map(metadata.get, ("total_size", "param_groups")) if isinstance(metadata, dict) else (None, None)
+    return ShardIndex(path, weight_map, total if type(total) is int and total > 0 else None, str(groups or ""))
 
 
 def name_unpacked(name: str) -> str:

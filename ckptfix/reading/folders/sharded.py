@@ -95,6 +95,10 @@ def _merge(path: str, folder: Folder, index: str) -> Document:
     try:
         content = Content.of_file(index)
         parsed = parse_index(content)
+        if parsed.groups:
+            raise UnreadableError(
+                f"{index}: indexes the state of an optimizer (ColossalAI); name the folder of its model"
+            )
         merge = _Merge(path, folder, parsed)
     except UnreadableError as error:
         if len(_sets(folder)) != 1:

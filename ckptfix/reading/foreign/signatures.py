@@ -26,7 +26,7 @@ _SHORT = {
 }
 
 PART = re.compile(
-    r"(^|/)(\.metadata|[^/]*\.distcp|[^/]*\.pkl|[^/]*(_states|_rng)\.pt|serialized_\w+\.\w+|data/.*|constants/.*|code/.*)$"
+    r"(^|/)(\.metadata|[^/]*\.distcp|(common|meta)\.pt|[^/]*\.pkl|[^/]*(_states|_rng)\.pt|serialized_\w+\.\w+|data/.*|constants/.*|code/.*)$"
 )
 
 

@@ -53,6 +53,7 @@ def test_other_folders_say_what_is_in_them(tmp_path: Path, files: list[str], sai
             ["checkpoint", "m.ckpt-1.index", "m.ckpt-1.data-00000-of-00001"], "a checkpoint of TensorFlow;", id="tf"
         ),
         pytest.param(["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"], "a checkpoint of Orbax", id="orbax"),
+        pytest.param(["w/common.pt", "w/metadata.json", "w/decoder.weight/.zarray"], "arrays of zarr", id="zarr"),
         pytest.param(["blobs/0a", "snapshots/5b/model.safetensors"], "a cache of the Hugging Face Hub; name", id="hub"),
         pytest.param(["byteorder", "data/0"], "but not its data.pkl, which has their names; unpack", id="no-pickle"),
         pytest.param(["Manifest.json", "Data/com.apple.CoreML/m.mlmodel"], "a Core ML package", id="core-ml"),

@@ -53,9 +53,6 @@ def test_a_total_that_is_no_size_is_none(total: Any) -> None:
         pytest.param('{"weight_map": {"a": 1}}', "a file name for every key", id="number-for-a-file"),
         pytest.param('{"weight_map": ["a"]}', "a file name for every key", id="list-for-a-map"),
         pytest.param('{"weight_map": {}}', "names no tensor", id="empty"),
-        pytest.param(
-            '{"metadata": {"param_groups": "g.bin"}, "weight_map": {"0": "1.bin"}}', "an optimizer", id="moments"
-        ),
         pytest.param("[]", "not a JSON object", id="a-list"),
         pytest.param('"weight_map"', "not a JSON object", id="a-text"),
         pytest.param('{"weight_map": ' + "[" * 100_000, "not valid JSON", id="nested-too-deep"),

@@ -107,6 +107,18 @@ def test_several_sets_are_named(tmp_path: Path) -> None:
         ckptfix.open_checkpoint(folder)
 
 
+def test_links_say_which_set_is_the_latest(tmp_path: Path) -> None:
+    """As those of Composer."""
+    folder, truth = saved(tmp_path)
+    for rank in range(4):
+        file = rank_file(folder, rank).rename(folder / f"ep0-ba2-rank{rank}.pt")
+        torch.save({"w": dtensor(rank, torch.ones(4), 4)}, folder / f"ep0-ba1-rank{rank}.pt")
+        (folder / f"latest-rank{rank}.pt").symlink_to(file.name)
+    for given in (folder, folder / "latest-rank1.pt"):
+        assert ckptfix.open_checkpoint(given).keys() == list(truth["model"])
+    assert ckptfix.open_checkpoint(folder / "ep0-ba1-rank2.pt").keys() == ["w"]
+
+
 def test_a_buffer_that_differs_is_that_of_the_first_rank(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(
