@@ -379,6 +379,34 @@ def test_diffusion_transformers(name: str):
 
 
 @pytest.mark.slow
+@proves("wan_diffusers", "z-image_diffusers")
+@pytest.mark.parametrize("name", ["wan_diffusers", "z-image_diffusers"])
+def test_wan_and_z_image(name: str, tmp_path: Path):
+    """Diffusers' own functions make the same, of the transformer alone and of the one file around it."""
+    import diffusers
+    from diffusers.loaders import single_file_utils as theirs
+
+    if name == "wan_diffusers":
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 8, "num_layers": 2, "freq_dim": 8}
+        images = {"image_dim": 8, "added_kv_proj_dim": 24, "text_dim": 8, "in_channels": 4, "out_channels": 4}
+        model: Any = diffusers.WanTransformer3DModel(**sizes, **images)
+        convert: Any = theirs.convert_wan_transformer_to_diffusers
+    else:
+        sizes = {"in_channels": 4, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 8}
+        model = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[8, 4, 4], axes_lens=[16, 16, 16])
+        convert = theirs.convert_z_image_transformer_checkpoint_to_diffusers
+    state = randomised(model).state_dict()
+    original = moved(state, name)
+    assert original.keys() != state.keys()
+    assert_equal(convert(dict(original)), state)
+    assert_equal(moved(original, name), state)
+    whole = {f"model.diffusion_model.{key}": value for key, value in original.items()}
+    torch.save(state, tmp_path / "like.pth")
+    done, _ = repair_state_dict(whole, like=tmp_path / "like.pth", values=False, rename_map=name)
+    assert_equal(done, state)
+
+
+@pytest.mark.slow
 @proves("sd3-24_diffusers", "sd3-38_diffusers")
 @pytest.mark.parametrize(("depth", "heads"), [(24, 24), (38, 38)])
 def test_stable_diffusion_3(depth: int, heads: int):

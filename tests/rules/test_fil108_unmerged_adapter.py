@@ -574,6 +574,40 @@ def test_adapters_of_flux_and_a_base_with_the_names_of_others(tmp_path):
     assert_same(found, dict(model.state_dict()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan_diffusers", "z-image_diffusers"])
+def test_adapters_of_wan_and_z_image_have_the_bits_of_diffusers(name, tmp_path):
+    """In the names of the authors, whose attention is one matrix in Z-Image, and with underscores for dots."""
+    import diffusers
+    from diffusers import loaders
+
+    torch.manual_seed(0)
+    if name == "wan_diffusers":
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 2, "freq_dim": 16}
+        model: Any = diffusers.WanTransformer3DModel(**sizes, text_dim=16, in_channels=4, out_channels=4)
+        loader: Any = loaders.WanLoraLoaderMixin
+    else:
+        sizes = {"in_channels": 4, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 8}
+        model = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[8, 4, 4], axes_lens=[16, 16, 16])
+        loader = loaders.ZImageLoraLoaderMixin
+    model.bfloat16()
+    base = {key: value.clone() for key, value in model.state_dict().items()}
+    original = renamed(base, name)
+    forms: list[Any] = [(lambda module: f"lora_unet_{module.replace('.', '_')}", "lora_down", "lora_up", 2.0)]
+    if name == "wan_diffusers":
+        forms += [(lambda module: f"diffusion_model.{module}", "lora_A", "lora_B", None)]
+    for form in forms:
+        adapter = with_names(original, *form, only=r"(blocks|^layers)\.\d.*(attn|attention|ffn|feed)")
+        found = merged_into_both(base, name, adapter, tmp_path / "x.safetensors")
+        state = loader.lora_state_dict(dict(adapter))
+        loader.load_lora_into_transformer(state, model)
+        model.fuse_lora()
+        model.unload_lora()
+        assert_same(found, dict(model.state_dict()))
+        assert sum(bytes_of(found[key]) != bytes_of(base[key]) for key in base) > 10
+        model.load_state_dict(base)
+
+
 def _of_xlabs(match):
     return f"{match[1]}.processor.{match[3]}_lora{1 + (match[2] == 'txt')}."
 

@@ -28,12 +28,22 @@ FOLDER = Path(__file__).parent
 
 _ENDS = "{encoder,decoder}.{conv_in,conv_out}.{weight,bias}"
 _QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
+_PATCHES = "patch_embedding.{weight,bias}"
 _CONTEXT = "context_embedder.{weight,bias}"
-# Where whole files of Stable Diffusion and Flux have the source of a map.
+_Z_IMAGE = (
+    "{layers,noise_refiner,context_refiner}.{n}.{attention_norm1,attention_norm2,ffn_norm1,ffn_norm2}.weight",
+    "{layers,noise_refiner,context_refiner}.{n}.feed_forward.{w1,w2,w3}.weight",
+    "{layers,noise_refiner}.{n}.adaLN_modulation.0.{weight,bias}",
+    "cap_embedder.{n}.{weight,bias}",
+    "t_embedder.mlp.{n}.{weight,bias}",
+    "{cap_pad_token,x_pad_token}",
+)
+# Where whole files of diffusion models have the source of a map.
 _TEXT = ("cond_stage_model.model.", "conditioner.embedders.1.model.")
 _SD3 = ("sd3-24_diffusers", "sd3-38_diffusers")
 WITHIN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ldm-unet_diffusers", "sgm-unet_diffusers", "flux_diffusers", *_SD3), ("model.diffusion_model.",)),
+    **dict.fromkeys(("wan_diffusers", "z-image_diffusers"), ("model.diffusion_model.",)),
     **dict.fromkeys(("open-clip-text_transformers", "open-clip-text_transformers-4"), _TEXT),
     "ldm-vae_diffusers": ("first_stage_model.",),
 }
@@ -41,6 +51,8 @@ WITHIN: dict[str, tuple[str, ...]] = {
 _KEPT = {
     "ldm-vae_diffusers": (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True)),
     **dict.fromkeys(_SD3, (MapRule(_CONTEXT, _CONTEXT),)),
+    "wan_diffusers": (MapRule(_PATCHES, _PATCHES),),
+    "z-image_diffusers": tuple(MapRule(name, name, optional=True) for name in _Z_IMAGE),
 }
 
 
