@@ -61,7 +61,8 @@ class Fill(Edit, frozen=True, tag="fill"):
 
     ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), or ``donor``
     (the file of ``--fill FILE``, under ``donor_key``), or ``adapter`` (``donor_key`` is its path, a colon, and the
-    key), or ``tie`` (the old values of the file's tensor that it was tied to; ``donor_key`` is a colon and its key)."""
+    key), or ``tie`` (the old values of the file's tensor that it was tied to; ``donor_key`` is a colon and its key), or
+    ``part`` (another set of weights of the file; ``donor_key`` is its name, a colon, and the key)."""
 
     key: str
     dtype: str

@@ -122,11 +122,16 @@ def _replaced(checkpoint: Checkpoint, edit: Replace, value_sources: ValueSources
         return spec_of_number(edit.dtype, edit.shape, 1)
     if edit.origin != "twin":
         return filled(checkpoint, Fill(edit.key, edit.dtype, edit.shape, edit.origin, edit.source), value_sources)
+    return _of_set(checkpoint, edit, edit.place or "", edit.source or edit.key)
+
+
+def _of_set(checkpoint: Checkpoint, edit: Fill | Replace, place: str, key: str) -> TensorSpec:
+    """Return a tensor of another set of weights of the file, or of the same one."""
     from ckptfix.values.twins import entry_at
 
-    found = entry_at(checkpoint, edit.place or "", edit.source or edit.key)
+    found = entry_at(checkpoint, place, key)
     if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
-        place = edit.place or "beside it"
+        place = place or "beside it"
         raise foreign(checkpoint, f"{edit.key} is to be taken from {place}, which does not have it in this shape")
     return found
 
@@ -213,8 +218,10 @@ def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> T
                 "another model"
             )
         return replace(spec, is_parameter=False)
+    path, _, key = (fill.donor_key or "").rpartition(":")
+    if fill.origin == "part":
+        return _of_set(checkpoint, fill, path, key)
     if fill.origin in ("adapter", "tie"):
-        path, _, key = (fill.donor_key or "").rpartition(":")
         return _of_adapter(checkpoint, path, key, value_sources)
     return _of_donor(checkpoint, fill, value_sources.donor)
 

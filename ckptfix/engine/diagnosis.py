@@ -52,7 +52,7 @@ class Diagnosis(Struct, frozen=True):
     def filled(self) -> Mapping[str, Fill | Replace]:
         """The keys whose values do not come from the file."""
         edits = (edit for edit in self.plan.edits if isinstance(edit, (Fill, Replace)))
-        return {edit.key: edit for edit in edits if edit.origin != "twin"}
+        return {edit.key: edit for edit in edits if edit.origin not in ("twin", "part")}
 
 
 def diagnose(

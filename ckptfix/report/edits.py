@@ -194,6 +194,7 @@ def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], lim
         "donor": "from the donor file",
         "adapter": "from the adapter",
         "tie": "from the old values of the tensor that it was tied to",
+        "part": "from another set of weights of the file",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
     return _key_lines(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)

@@ -46,6 +46,7 @@ from ckptfix.core.finding import MODEL, NAME, Blocks, Finding, Fix, Level, Remed
 from ckptfix.reading.foreign.weightless import NAME_THEM
 from ckptfix.reading.weights.listed_sets import names_in_order
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of
+from ckptfix.rules.fit101_missing_key import parts_of
 from ckptfix.rules.rule import Context, Rule
 
 MOST = 6  # sets that are named
@@ -129,10 +130,11 @@ def _unnamed(rule: Rule, context: Context, keys: Sequence[str]) -> Iterator[Find
 
 def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
-    if len(checkpoint.candidates) < 2:
-        return
+    parts = parts_of(checkpoint, context.target) if context.target is not None else {}
     taken = path_name(checkpoint.container)
-    names = [candidate.name for candidate in checkpoint.candidates]
+    names = [candidate.name for candidate in checkpoint.candidates if candidate.name not in parts]
+    if len(names) < 2:
+        return
     fitting = [candidate.name for candidate in checkpoint.candidates if candidate.fits]
     is_only_one = fitting == [taken] and all(candidate.fits is not None for candidate in checkpoint.candidates)
     why = ", the only one with weights of the target" if is_only_one else ""

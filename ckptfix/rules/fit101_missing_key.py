@@ -10,10 +10,13 @@ A strict load fails with `Missing key(s) in state_dict`. A load that is not stri
 says so only in its return value, and the results are wrong without any error.
 
 ## Fix safety
-Unsafe, and only on request. `--fill target` takes the model's own initial values (random, from `--seed`), `--fill FILE`
-takes those of another checkpoint under the same key with the same shape. The report lists what was filled with its
-numel, and does not count it as coverage. Initial values are untrained, and the exit code is 1; it is 0 with those of
-another checkpoint.
+Safe if the file has all of a module in a set of weights of its own (`generator` beside `model`): the set is joined with
+the rest under the model's names, and stays where it is, too.
+
+Unsafe otherwise, and only on request. `--fill target` takes the model's own initial values (random, from `--seed`),
+`--fill FILE` takes those of another checkpoint under the same key with the same shape. The report lists what was filled
+with its numel, and does not count it as coverage. Initial values are untrained, and the exit code is 1; it is 0 with
+those of another checkpoint.
 
 Nothing is filled if no key of the file belongs to the target. Nor is the vector `weight_v` of spectral_norm beside a
 stored `weight_u`: the two belong together, and scale the weights.
@@ -62,7 +65,12 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
     filled: list[str] = []
     unfilled: list[str] = []
     edits: list[Edit] = []
+    parts = {fill.key: fill for fills in parts_of(context.checkpoint, target).values() for fill in fills}
+    joined: list[Edit] = []
     for group in _missing(context, target):
+        if (part := next((parts[key] for key in group if key in parts), None)) is not None:
+            joined += [part, *(Tie(key, part.key) for key in group if key != part.key)]
+            continue
         fill = _fill(group, context, target)
         if fill is None:
             unfilled.extend(group)
@@ -70,6 +78,11 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
         filled.extend(group)
         edits.append(fill)
         edits.extend(Tie(key, fill.key) for key in group if key != fill.key)
+    if joined:
+        keys = [edit.key for edit in joined if isinstance(edit, (Fill, Tie))]
+        extent, evidence = _extent(keys, target)
+        said = f"{extent}, which the file has in a set of weights of their own"
+        yield rule.finding(Level.ERROR, said, keys=keys, evidence=evidence, fix=Fix.safe(joined))
     if filled:
         extent, evidence = _extent(filled, target)
         yield rule.finding(
@@ -108,6 +121,24 @@ def _apart(keys: Collection[str], checkpoint: Checkpoint) -> list[str]:
         if isinstance(members, dict) and each.path:
             names = {f"{each.path[-1]}.{key}" for key, entry in members.items() if isinstance(entry, TensorSpec)}
             found += [each.name] * (not names.isdisjoint(keys))
+    return found
+
+
+def parts_of(checkpoint: Checkpoint, target: Target) -> dict[str, list[Fill]]:
+    """Return what completes the state_dict from other sets of weights, by their names: `generator` with `0.weight`
+    beside `model`, where the model has all of it as `generator.0.weight`."""
+    if not checkpoint.container or any(key.startswith(f"{checkpoint.container[-1]}.") for key in target.slots):
+        return {}  # which of the sets it is that the code which reads the file completes, nothing says
+    found: dict[str, list[Fill]] = {}
+    for each in checkpoint.candidates:
+        members = checkpoint.members(each) if each.path and each.path != checkpoint.container else {}
+        fills = [
+            Fill(f"{each.path[-1]}.{key}", entry.dtype, entry.shape, "part", donor_key=f"{each.name}:{key}")
+            for key, entry in members.items()
+            if isinstance(entry, TensorSpec)
+        ]
+        if fills and all(fill.key in target.slots and target.accepts(fill.key, fill.shape) for fill in fills):
+            found[each.name] = fills
     return found
 
 

@@ -331,6 +331,44 @@ def test_what_is_in_the_set_of_another_module_is_not_filled(place: str, tmp_path
     assert "run:" not in str(report)
 
 
+def _with_generator(**sets: dict[str, torch.Tensor]) -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose last layer has a set of weights of its own, as OpenNMT and Annotated Transformer save it."""
+    model = nn.ModuleDict({"encoder": nn.Linear(D, D), "generator": nn.Sequential(nn.Linear(D, 3))})
+    state = model.state_dict()
+    rest = {key: value for key, value in state.items() if key.startswith("encoder.")}
+    return model, {"model": rest, "generator": model["generator"].state_dict(), "vocab": {"a": 1}, **sets}
+
+
+def test_a_part_of_the_model_in_a_set_of_its_own_is_joined(tmp_path):
+    model, container = _with_generator()
+    torch.save(container, tmp_path / "file.pt")
+    result = ckptfix.repair(tmp_path / "file.pt", model, output=tmp_path / "out.pt")
+    assert [finding.code for finding in result.report.fixed] == ["FIT101"]
+    assert not result.report.left
+    assert result.report.coverage.share == 1
+    written = torch.load(tmp_path / "out.pt")
+    model.load_state_dict(written["model"])
+    assert torch.equal(written["model"]["generator.0.weight"], container["generator"]["0.weight"])
+    assert written["generator"].keys() == {"0.weight", "0.bias"}
+    assert not ckptfix.check(tmp_path / "out.pt", model).findings
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        pytest.param({"0.weight": torch.ones(3, D), "0.bias": torch.ones(3), "1.weight": torch.ones(3)}, id="more"),
+        pytest.param({"0.weight": torch.ones(4, D), "0.bias": torch.ones(4)}, id="another-shape"),
+        pytest.param({"proj.weight": torch.ones(3, D), "proj.bias": torch.ones(3)}, id="other-names"),
+    ],
+)
+def test_noop_for_a_set_that_is_no_part_of_the_model(generator: dict[str, torch.Tensor], tmp_path):
+    model, container = _with_generator(generator=generator)
+    torch.save(container, tmp_path / "file.pt")
+    report = ckptfix.check(tmp_path / "file.pt", model)
+    assert {finding.code for finding in report.left} == {"FIL101", "FIT101"}
+    assert not any(finding.fix for finding in report.findings)
+
+
 def test_tied_tensors_that_are_left_over_count_once():
     """As PyG's GATConv had `lin_src` and `lin_dst`, which are `lin` in later releases."""
     weight, scale = torch.ones(D, D), torch.ones(9)
