@@ -166,7 +166,8 @@ def _side(checkpoint: Checkpoint, read_values: bool) -> Side:
 
 
 LIMIT = 100_000  # places that are listed; no user reads more
-_DEPTH = 64
+_DEPTH = 200
+_TOO_DEEP = "nested too deep to compare"
 
 Text = tuple[str | None, str | None]
 Place = tuple[PathPart, ...]
@@ -224,21 +225,27 @@ _ABSENT = object()  # what a side has where it has nothing
 def _differences(
     a: object, b: object, place: Place, read_values: bool, tolerance: Tolerance = EXACT
 ) -> Iterator[tuple[Place, Text]]:
-    if a is _ABSENT or b is _ABSENT:
-        yield place, (_text(a), _text(b))
-        return
-    left, right = children(a), children(b)
-    if left is None or right is None or len(place) >= _DEPTH:
-        if not _same(a, b, read_values, tolerance):
-            texts = (_text(a), _text(b))
-            yield place, texts if texts[0] != texts[1] else (texts[0], f"{texts[1]}, different values")
-        return
-    if _kind_name(a) != _kind_name(b):
-        yield place, (_kind_name(a), _kind_name(b))
-    for name in {**left, **right}:
-        yield from _differences(
-            left.get(name, _ABSENT), right.get(name, _ABSENT), (*place, name), read_values, tolerance
-        )
+    """Yield what differs, by place. What is in several places is compared once, so that it may hold itself."""
+    pending = [(a, b, place)]
+    met: dict[tuple[int, int], object] = {}
+    while pending:
+        a, b, place = pending.pop()
+        left, right = children(a), children(b)
+        if left is None or right is None:
+            if not _same(a, b, read_values, tolerance):
+                texts = (_text(a), _text(b))
+                yield place, texts if texts[0] != texts[1] else (texts[0], f"{texts[1]}, different values")
+            continue
+        if (id(a), id(b)) in met:
+            continue
+        met[id(a), id(b)] = a, b
+        if _kind_name(a) != _kind_name(b):
+            yield place, (_kind_name(a), _kind_name(b))
+        if len(place) >= _DEPTH:
+            yield place, (_TOO_DEEP, _TOO_DEEP)
+            continue
+        names = reversed({**left, **right})
+        pending += [(left.get(name, _ABSENT), right.get(name, _ABSENT), (*place, name)) for name in names]
 
 
 def _same(a: object, b: object, read_values: bool, tolerance: Tolerance) -> bool:
@@ -253,8 +260,6 @@ def _same(a: object, b: object, read_values: bool, tolerance: Tolerance) -> bool
         return str(a) == str(b)
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
         return True
-    if children(a) is not None and children(b) is not None:
-        return True  # too deep to look at: what is the same so far counts as the same
     return type(a) is type(b) and a == b
 
 

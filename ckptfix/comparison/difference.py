@@ -240,8 +240,8 @@ def _gap_text(gap: Gap) -> str:
     parts = [f"max abs {gap.absolute:.3g}, relative {gap.relative:.3g}"]
     if gap.nonfinite >= gap.differing:
         parts = []  # there are no two numbers to measure
-    elif not (gap.absolute or gap.nonfinite) and gap.ulp is not None:
-        parts = ["the same numbers in other bits: 0 and -0, or NaN and NaN"]
+    elif not (gap.absolute or gap.nonfinite):
+        parts = ["other bits" if gap.ulp is None else "the same numbers in other bits: 0 and -0, or NaN and NaN"]
     elif gap.ulp is not None and gap.ulp < _FAR:
         parts.append(f"{gap.ulp} ULP")
     count = "all" if gap.differing == gap.numel else f"{gap.differing} of {gap.numel}"

@@ -142,6 +142,9 @@ def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> G
         return Gap(a.numel, unread="one is a conjugated or negated view")
     if not _same_quantizer(a.quantizer, b.quantizer):
         return Gap(a.numel, unread="quantised with other scales or zero points")
+    codes = encoding(a.dtype), encoding(b.dtype)
+    if a.dtype != b.dtype and (codes[0] is None or codes[1] is None or codes[0].units != codes[1].units):
+        return Gap(a.numel, unread=f"{a.dtype} and {b.dtype}")
     both = SideBySide(a, b)
     if not both.is_readable:
         return Gap(a.numel, unread="a view that repeats a few elements endlessly")
@@ -207,11 +210,8 @@ class _Meter:
 
     def _compare(self, left: Array, right: Array) -> None:
         codes_a, codes_b = self._codes
-        if codes_a is None or codes_b is None or codes_a.units != codes_b.units:  # packed bits: equal or not
-            differs = (
-                (_octets(left) != _octets(right)).any(axis=1) if self._same_dtype else np.ones(len(left), dtype=bool)
-            )
-            self._count(differs)
+        if codes_a is None or codes_b is None:  # packed bits: equal or not
+            self._count((_octets(left) != _octets(right)).any(axis=1))
             self._is_close = False
             return
         with np.errstate(all="ignore"):
@@ -274,8 +274,6 @@ def _apart(left: Array, right: Array, code: Encoding) -> Array | None:
 
 def _most_ulp(left: Array, right: Array, code: Encoding) -> int:
     """Return the most numbers between two floats of one type; 0.0 and -0.0 are one number, and NaN is not a number."""
-    if not len(left):
-        return 0
     unsigned = np.dtype(f"<u{code.itemsize}")
     sign = np.uint64(1 << (8 * code.itemsize - 1))
     bits = [np.frombuffer(side.tobytes(), dtype=unsigned).astype(np.uint64) for side in (left, right)]

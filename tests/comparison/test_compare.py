@@ -122,6 +122,53 @@ def test_every_kind_of_difference_is_told(tmp_path: Path):
         assert f"\n{word}" in screen(difference)
 
 
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+
+
+def shared(value: object, times: int = 40) -> object:
+    """A list of 2^40 places in a few lists."""
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+def nested(value: object, times: int) -> object:
+    for _ in range(times):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        ([1], {"y": 1}, {"x": ("list", "dict"), "x[0]": ("1", None), "x.y": (None, "1")}),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32), {"x": ("float32[2]", "int32[2]")}),
+        (torch.float32, torch.float32, {}),
+        (torch.float32, torch.float16, {"x": ("the name torch.float32", "the name torch.float16")}),
+        (shared(1), shared(1), {}),
+        (shared(1), shared(2), {f"x{39 * '[0]'}[{n}]": ("1", "2") for n in (0, 1)}),
+        (nested(1, 300), nested(1, 300), {"x" + 199 * "[0]": 2 * ("nested too deep to compare",)}),
+        ([HOLDS_ITSELF], [HOLDS_ITSELF], {}),
+    ],
+    ids=["list and dict", "dtypes", "a name", "names", "shared", "shared and other", "too deep", "itself"],
+)
+@pytest.mark.parametrize("read_values", [True, False], ids=["values", "names"])
+def test_what_is_beside_the_weights(a: object, b: object, told: dict[str, Any], read_values: bool, tmp_path: Path):
+    paths = [saved(tmp_path, f"{n}.pth", {"model": {"w": torch.ones(1)}, "x": x}) for n, x in enumerate((a, b))]
+    assert ckptfix.diff(*paths, values=read_values).extras == told
+
+
+def test_a_long_list_of_differences_is_cut(tmp_path: Path):
+    """A screen has the tensors that are farthest apart."""
+    a, b = ({f"w{n}": torch.tensor([1.0, n * step]) for n in range(60)} for step in (1.0, 1.5))
+    rest = {f"v{n}.x": torch.ones(n + 1) for n in range(60)}
+    difference = ckptfix.diff(saved(tmp_path, "a.pth", a | rest), saved(tmp_path, "b.pth", b))
+    shown, whole = screen(difference), screen(difference, verbose=True)
+    assert "more, at most 0.333 relative (-v)\n" in shown
+    assert (shown.count("more"), whole.count("more")) == (2, 0)
+
+
 def test_the_ema_and_the_raw_weights_of_one_file(tmp_path: Path):
     path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}})
     difference = ckptfix.diff(path, path, weights="model", other_weights="ema")
@@ -182,6 +229,17 @@ def test_what_cannot_be_compared_is_not_called_other_values(tmp_path: Path):
     shown = screen(ckptfix.diff(a, b))
     assert "values not compared: 1 tensor\n  w  layouts strided and sparse_coo\n" in shown
     assert "different values" not in shown
+
+
+def test_no_numbers_are_told_of_packed_bits(tmp_path: Path):
+    packed = [torch.tensor([[code, 0]], dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for code in (1, 2)]
+    paths = [
+        saved(tmp_path, f"{n}.pth", {"w": tensor, "v": other})
+        for n, (tensor, other) in enumerate(zip(packed, (packed[0], torch.ones(1, 2)), strict=True))
+    ]
+    shown = screen(ckptfix.diff(*paths, atol=100))
+    assert "different values: 1 tensor\n  w  other bits, 1 of 2 elements\n" in shown
+    assert "values not compared: 1 tensor\n  v  float4_e2m1fn_x2 and float32\n" in shown
 
 
 def test_texts_in_a_header_of_safetensors_are_compared(tmp_path: Path):

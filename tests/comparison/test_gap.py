@@ -133,6 +133,9 @@ def test_nan_is_never_close():
             "quantised",
             id="two scales",
         ),
+        pytest.param(torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse(), "other places", id="moved"),
+        pytest.param(torch.ones(2) * 1j, (torch.ones(2) * 1j).conj(), "conjugated", id="a conjugated view"),
+        pytest.param(torch.ones(2), torch.ones(2) * 1j, "float32 and complex64", id="real and complex"),
         pytest.param(torch.ones(2), torch.ones(2, device="meta"), "no data", id="meta"),
         pytest.param(torch.ones(1).expand(10**9), torch.ones(2)[:1].expand(10**9)[: 10**9], "", id="both repeat"),
         pytest.param(
