@@ -71,6 +71,7 @@ static inline float bfloat16_value(uint16_t bits) { return float32_value((uint32
     }
 
 #define SUM_OF_HALVES(VALUE)                                                                                           \
+    double wide[LANES] = {0}, wider[LANES] = {0};                                                                      \
     size_t i = 0;                                                                                                      \
     for (; i + 8 * LANES <= count; i += 8 * LANES) {                                                                   \
         float sums[LANES] = {0}, more[LANES] = {0};                                                                    \
@@ -80,8 +81,10 @@ static inline float bfloat16_value(uint16_t bits) { return float32_value((uint32
                 sums[lane] += one + other, more[lane] += one * one + other * other;                                    \
             }                                                                                                          \
         for (int lane = 0; lane < LANES; lane++)                                                                       \
-            sum += sums[lane], squares += more[lane];                                                                  \
+            wide[lane] += sums[lane], wider[lane] += more[lane];                                                       \
     }                                                                                                                  \
+    for (int lane = 0; lane < LANES; lane++)                                                                           \
+        sum += wide[lane], squares += wider[lane];                                                                     \
     for (; i < count; i++) {                                                                                           \
         double value = VALUE(p[i]);                                                                                    \
         sum += value, squares += value * value;                                                                        \
