@@ -3,26 +3,30 @@ once for each storage, and how long a hole of zeros is in them.
 
 A zip archive has one CRC-32 for a whole storage, so that a part of it cannot be proved by itself. The first tensor that
 is read from a storage therefore costs one pass over all of it; the result is remembered as long as the storage is, and
-every other view of it is read without a second look. One that is read from end to end is proved while it passes."""
+every other view of it is read without a second look. One that is read from end to end, or copied piece by piece, is
+proved while it passes."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from msgspec import Struct
 
-from ckptfix.bytes.sources import SECTOR, stream
-from ckptfix.bytes.threads import background, batched, side_by_side
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import SECTOR, located, stream
+from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import np
 from ckptfix.core.objects import tensors_in
 from ckptfix.core.progress import Task
-from ckptfix.core.spec import Storage, TensorSpec
+from ckptfix.core.spec import ByteSource, Storage, TensorSpec
 from ckptfix.errors import DamageWarning, Opt, UnreadableError, WriteError, one_line
 
 try:  # 20 to 60 GB/s, where the zlib of most Pythons reaches 1 to 4: a full repair takes twice as long without it
@@ -35,6 +39,7 @@ __all__ = ["crc32"]
 # What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again.
 _SOUND: WeakKeyDictionary[Storage, bool] = WeakKeyDictionary()
 _BATCH = 4 << 20  # bytes whose proof takes much longer than handing it to a thread
+SKIPPED = 1 << 20  # bytes that are read when others pass after them: padding, or tensors too small to be copied alone
 
 
 def is_sound(storage: Storage) -> bool:
@@ -115,12 +120,18 @@ def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
     return f"{checkpoint.path}: {held} fails its checksum: its values are not those that were saved"
 
 
-def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
-    """Raise ``WriteError`` if a storage is damaged: a new checksum would make the damage look sound."""
-    proved: dict[int, tuple[Storage, ...]] = {}  # tensors that are spread over the same ranks share one tuple of parts
-    for storage in storages:
-        if storage is None or (storage.crc32 is None and storage.parts and id(storage.parts) in proved):
-            continue
+@contextmanager
+def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[Passing]:
+    """Prove storages by what the body lets pass of their bytes, and by the rest, which is read at the end.
+
+    Raises ``WriteError`` if a storage is damaged: a new checksum would make the damage look sound."""
+    wanted = [storage for storage in storages if storage is not None]
+    passing, proved = Passing(wanted), dict[int, tuple[Storage, ...]]()
+    yield passing
+    passing.finish()
+    for storage in wanted:
+        if storage.crc32 is None and storage.parts and id(storage.parts) in proved:
+            continue  # tensors that are spread over the same ranks share one tuple of parts
         proved[id(storage.parts)] = storage.parts
         if not is_sound(storage):
             raise WriteError(
@@ -130,17 +141,65 @@ def prove(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> None:
             )
 
 
-@contextmanager
-def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[None]:
-    """Prove the storages while the body writes; at its end the same error as that of ``prove``."""
-    wanted = list(storages)
-    if not wanted:  # as of most repairs: what is copied whole keeps its checksum
-        yield
-        return
-    with background() as pool:
-        proof = pool.submit(prove, checkpoint, wanted)
-        yield
-        proof.result()
+class Passing:
+    """The checksums of storages whose bytes pass on their way to another file, so that they are not read once more."""
+
+    def __init__(self, storages: Iterable[Storage]) -> None:
+        self._sums: dict[OpenFile | ByteSource, list[_Sum]] = {}
+        for storage in dict.fromkeys(_open_in(storages, {})):
+            place = located(storage.source)
+            whole, offset = (storage.source, 0) if place is None else (place.file, place.offset)
+            insort(self._sums.setdefault(whole, []), _Sum(storage, offset), key=_offset)
+
+    def take(self, whole: OpenFile | ByteSource, offset: int, block: memoryview) -> None:
+        """Take in bytes of a file, or of what makes its bytes, from ``offset`` on."""
+        if sums := self._sums.get(whole):
+            sums[bisect_right(sums, offset, key=_offset) - 1].take(offset, block)
+
+    def finish(self) -> None:
+        """Read what did not pass."""
+        for _ in side_by_side(_Sum.finish, [each for sums in self._sums.values() for each in sums]):
+            pass
+
+
+class _Sum(Struct, eq=False):
+    """The CRC-32 of the first ``done`` bytes of a storage, which begins at ``offset``."""
+
+    storage: Storage
+    offset: int
+    done: int = 0
+    crc: int = 0
+
+    def take(self, offset: int, block: memoryview) -> None:
+        """Take in bytes that pass, if they go on where the last ones ended, or little is between them."""
+        start, end = offset - self.offset, self.storage.nbytes
+        if self.done < start < min(self.done + SKIPPED, end):
+            self._read(start)
+        if start <= self.done < min(start + block.nbytes, end):
+            rest = block[self.done - start : end - start]
+            self.crc, self.done = crc32(rest, self.crc), self.done + rest.nbytes
+
+    def finish(self) -> None:
+        self._read(self.storage.nbytes)
+        note_checksum(self.storage, self.crc)
+
+    def _read(self, stop: int) -> None:
+        for block in stream(self.storage.source, self.done, stop):
+            self.crc = crc32(block, self.crc)
+        self.done = stop
+
+
+_offset = attrgetter("offset")
+
+
+def _open_in(storages: Iterable[Storage], known: dict[int, tuple[Storage, ...]]) -> Iterator[Storage]:
+    """Yield the storages, and those that they are made of, whose checksums are not known yet."""
+    for storage in storages:
+        if is_open(storage):
+            yield storage
+        if storage.parts and id(storage.parts) not in known:
+            known[id(storage.parts)] = storage.parts
+            yield from _open_in(storage.parts, known)
 
 
 def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:

@@ -17,7 +17,7 @@ from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from ckptfix.bytes.checksums import crc32
+from ckptfix.bytes.checksums import Passing, crc32
 from ckptfix.bytes.files import OpenFile
 from ckptfix.bytes.sources import FileBytes, located, ranges_of, stream
 from ckptfix.bytes.threads import background
@@ -57,16 +57,17 @@ class Copied(NamedTuple):
 class Copier:
     """Appends storages to a file, and what is around them, as a context; at its end, the file has all of it.
 
-    What is copied is read back with the window that it is in, and is in ``copied`` if it is equal."""
+    What is copied is read back with the window that it is in, and is in ``copied`` if it is equal. ``passing`` takes
+    in what passes of storages that are to be proved."""
 
     _begin: int  # of the window in the file
     _filled: int
     _room: int
     _flusher: Executor | None  # a thread that tells the disk to begin
 
-    def __init__(self, file: BinaryIO, task: Task | None = None) -> None:
+    def __init__(self, file: BinaryIO, task: Task | None = None, passing: Passing | None = None) -> None:
         self.copied: list[Copied] = []
-        self._file = file
+        self._file, self._passing = file, passing or Passing(())
         file.flush()
         self._descriptor = _descriptor(file)
         self._is_readable = self._descriptor is not None and file.readable()
@@ -124,8 +125,8 @@ class Copier:
         """Write bytes ``start`` to ``stop`` of a source, and return their CRC-32 if it is asked for: they are in the
         cache here, and need not be read once more."""
         place, crc = located(source), 0
+        whole, offset = (source, start) if place is None else (place.file, place.offset + start)
         if self._is_readable:
-            whole, offset = (source, start) if place is None else (place.file, place.offset + start)
             self._ranges.append(Copied(whole, offset, stop - start, self.tell()))
         if ranges := ranges_of(source, start, stop):
             for each in ranges:
@@ -136,6 +137,8 @@ class Copier:
         for block in made:
             self.write_block(block)
             crc = crc32(block, crc) if is_summed else crc
+            self._passing.take(whole, offset, block)
+            offset += block.nbytes
         return crc
 
     def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool, crc: int) -> int:
@@ -153,6 +156,7 @@ class Copier:
                 block = self._space(count)
                 file.fill(block, offset + done)
                 crc = crc32(block, crc) if is_summed else crc
+                self._passing.take(file, offset + done, block)
             self._add(count, is_in_file=goal is not None)
             self._task.advance(count)
             done += count

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.checksums import is_open, note_checksum, prove, proving
+from ckptfix.bytes.checksums import proving
 from ckptfix.bytes.copying import LARGE, PAGE, Copier
 from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import ranges_of
@@ -17,7 +17,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
 from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task
-from ckptfix.core.spec import Storage, TensorSpec, ties
+from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import HostileError, Opt, WriteError
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
 from ckptfix.reading.tensors import contiguous_blocks, is_range
@@ -49,20 +49,15 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     total = sum(spec.nbytes for spec in order)
     _check_repetition(checkpoint.path, order, total)
     _check_readable(checkpoint.path, notes, raw, total)
-    copier = Copier(file, Task(f"writing {checkpoint.path}", total))
-    passing = {spec.storage for spec in order if spec.storage is not None and _is_proved_by_copy(spec, spec.storage)}
-    with proving(checkpoint, (spec.storage for spec in order if spec.storage not in passing)), copier:
+    task = Task(f"writing {checkpoint.path}", total)
+    with proving(checkpoint, (spec.storage for spec in order)) as passing, Copier(file, task, passing) as copier:
         copier.write(len(raw).to_bytes(8, "little") + raw)
         for spec in order:
             if spec.storage is not None and is_range(spec):
-                is_summed = _is_proved_by_copy(spec, spec.storage)
-                crc = copier.copy(spec.storage.source, *spec.extent, is_summed)
-                if is_summed:
-                    note_checksum(spec.storage, crc)
+                copier.copy(spec.storage.source, *spec.extent)
                 continue
             for block in contiguous_blocks(spec, checkpoint.path):
                 copier.write_block(block)
-    prove(checkpoint, passing)
     return copier
 
 
@@ -90,11 +85,6 @@ def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int
             f"{path}: its _metadata and names are more than the header of a safetensors file can hold; write it with ",
             Opt("format", "pth"),
         ) from error
-
-
-def _is_proved_by_copy(spec: TensorSpec, storage: Storage) -> bool:
-    """Return whether all that the checksum of a storage is about passes when the tensor is copied."""
-    return is_open(storage) and not storage.parts and is_range(spec) and spec.extent == (0, storage.nbytes)
 
 
 def _data_start(least: int, order: list[TensorSpec]) -> int:

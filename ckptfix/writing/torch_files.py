@@ -55,7 +55,8 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     pickle = PickleWriter(checkpoint.path, placement).dump(root)
     sums: dict[int, int] = {}
     storages = (region.storage for region in changed)
-    with proving(checkpoint, storages), Copier(file, _task(checkpoint, placement)) as copier:
+    task = _task(checkpoint, placement)
+    with proving(checkpoint, storages) as passing, Copier(file, task, passing) as copier:
         archive = ZipWriter(copier)
         for name, data in (("data.pkl", pickle), (".storage_alignment", b"64"), ("byteorder", sys.byteorder.encode())):
             archive.write(name, data)
@@ -100,7 +101,8 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
     system = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
     keys = [str(key) for key in range(len(placement.regions))]
     storages = (region.storage for region in placement.regions)
-    with proving(checkpoint, storages), Copier(file, _task(checkpoint, placement)) as copier:
+    task = _task(checkpoint, placement)
+    with proving(checkpoint, storages) as passing, Copier(file, task, passing) as copier:
         for value in (MAGIC, PROTOCOL, system, root, keys):
             copier.write(_LegacyPickleWriter(checkpoint.path, placement).dump(value))
         for region, itemsize in zip(placement.regions, placement.itemsizes, strict=True):

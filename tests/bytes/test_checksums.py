@@ -14,7 +14,9 @@ import torch
 from msgspec.structs import replace
 
 import ckptfix
-from ckptfix.bytes.checksums import is_sound, soundness
+from ckptfix.bytes.checksums import SKIPPED, Passing, is_sound, soundness
+from ckptfix.bytes.files import OpenFile
+from ckptfix.bytes.sources import FileBytes, MemoryBytes, WindowBytes
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import DamageWarning, UnreadableError, WriteError
@@ -216,3 +218,45 @@ def test_a_file_that_has_shrunk_is_said_in_one_line(tmp_path):
     os.truncate(tmp_path / "model.pth", 9000)
     with pytest.raises(UnreadableError, match="the file ends inside a storage"):
         is_sound(storage)
+
+
+BYTES = bytes(torch.randint(0, 256, (2 * SKIPPED + 1000,), dtype=torch.uint8).numpy())
+PASSES: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "nothing": ([], len(BYTES)),
+    "all of it": ([(0, len(BYTES))], 0),
+    "in order, with padding between": ([(0, 500), (500, 700), (710, len(BYTES))], 10),
+    "not from the first byte on": ([(9, len(BYTES))], 9),
+    "not to the last byte": ([(0, 1000)], len(BYTES) - 1000),
+    "some of it twice": ([(0, 500), (0, 700), (3, 300), (600, len(BYTES))], 0),
+    "the end first": ([(len(BYTES) - 5, len(BYTES)), (0, len(BYTES) - 5)], 5),
+    "with much between": ([(0, 5), (5 + SKIPPED, len(BYTES))], len(BYTES) - 5),
+}
+
+
+@pytest.mark.parametrize("is_sound_there", [True, False])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_storage_is_proved_by_what_passes_and_the_rest_is_read(name, is_sound_there, tmp_path, monkeypatch):
+    passes, unread = PASSES[name]
+    (tmp_path / "file").write_bytes(b"before" + BYTES + b"after")
+    file = OpenFile(str(tmp_path / "file"))
+    storage = Storage("0", FileBytes(file, 6, len(BYTES)), crc32=zlib.crc32(BYTES) ^ (not is_sound_there))
+    other = Storage("1", WindowBytes(FileBytes(file, 2, 99), 1, 3), crc32=zlib.crc32(b"ore"))
+    read: list[int] = []
+    real = OpenFile.fill
+    monkeypatch.setattr(OpenFile, "fill", lambda *given: (read.append(given[1].nbytes), real(*given))[1])
+    passing = Passing([Storage("all", MemoryBytes(b""), parts=(storage, other)), storage])
+    for start, stop in passes:
+        passing.take(file, 6 + start, memoryview(BYTES)[start:stop])
+    passing.take(file, 6 + len(BYTES), memoryview(b"after"))  # which belongs to neither
+    passing.finish()
+    assert (is_sound(storage), is_sound(other)) == (is_sound_there, True)
+    assert sum(read) == unread + 3
+
+
+def test_what_passes_of_bytes_that_are_made_proves_their_storage(monkeypatch):
+    storage = Storage("0", MemoryBytes(BYTES), crc32=zlib.crc32(BYTES))
+    passing = Passing([storage])
+    passing.take(storage.source, 0, memoryview(BYTES))
+    monkeypatch.setattr(MemoryBytes, "read", None)
+    passing.finish()
+    assert is_sound(storage)
