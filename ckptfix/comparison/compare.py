@@ -21,9 +21,10 @@ from ckptfix.core.finding import counted
 from ckptfix.core.metadata import rename_metadata
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.progress import Task
+from ckptfix.core.settings import Settings
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import UsageError
-from ckptfix.reading.opening import open_file
+from ckptfix.reading.opening import Source, open_file, open_source
 from ckptfix.reading.pickles.arrays import NumpyArray
 from ckptfix.report.inspection import children, describe
 from ckptfix.values.walk import OVERLAP
@@ -83,8 +84,8 @@ def _tail(key: str, length: int) -> tuple[str, ...]:
 
 
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: Source,
+    b: Source,
     *,
     weights: str | None = None,
     other_weights: str | None = None,
@@ -93,7 +94,7 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> Difference:
-    """Compare two checkpoint files; neither is loaded whole, and none of their code runs.
+    """Compare two checkpoints, each a file or a state_dict; no file is loaded whole, and none of its code runs.
 
     ``weights`` picks the state_dict of A by its name in the container, ``other_weights`` that of B (the same as A's
     unless given). ``atol`` and ``rtol`` are tolerances as ``torch.allclose`` takes them: a tensor within them counts
@@ -101,9 +102,14 @@ def diff(
     for a file that cannot be read, and ``UsageError`` for a tolerance without meaning."""
     if not (atol >= 0 and rtol >= 0 and atol < float("inf") and rtol < float("inf")):
         raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of 0 or more")
-    first = open_file(os.fspath(a), weights, salvage=salvage)
-    second = open_file(os.fspath(b), other_weights or weights, salvage=salvage)
+    first, second = _opened(a, weights, salvage), _opened(b, other_weights or weights, salvage)
     return compare(first, second, values=values, tolerance=Tolerance(atol, rtol))
+
+
+def _opened(source: Source, weights: str | None, salvage: bool) -> Checkpoint:
+    if isinstance(source, (str, os.PathLike)):
+        return open_file(os.fspath(source), weights, salvage=salvage)
+    return open_source(source, Settings(weights=weights))
 
 
 def compare(a: Checkpoint, b: Checkpoint, *, values: bool = True, tolerance: Tolerance = EXACT) -> Difference:

@@ -141,6 +141,9 @@ class Finding(Struct, frozen=True):
     is_accepted: bool = False
     subject: Subject = Subject.FILE
 
+    def __repr__(self) -> str:
+        return f"<Finding {self.code} {self.name} {self.level.name.lower()}: {self.message}>"
+
     @property
     def is_fixable(self) -> bool:
         """Whether a repair can cure the finding, perhaps only with ``--unsafe-fixes``."""

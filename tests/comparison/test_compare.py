@@ -169,6 +169,16 @@ def test_a_long_list_of_differences_is_cut(tmp_path: Path):
     assert (shown.count("more"), whole.count("more")) == (2, 0)
 
 
+def test_a_state_dict_is_compared_as_its_file_is(tmp_path: Path):
+    state, other = model().state_dict(), {"model": model().state_dict(), "epoch": 1}
+    assert ckptfix.diff(state, saved(tmp_path, "a.pth", state)).exit_code == 0
+    other["model"]["4.bias"] += 1
+    (pair, _) = ckptfix.diff(state, other, other_weights="model").values[0]
+    assert pair.key == "4.bias"
+    with pytest.raises(ckptfix.UsageError, match="give a path or a state_dict"):
+        ckptfix.diff(state, model())  # type: ignore[arg-type]
+
+
 def test_the_ema_and_the_raw_weights_of_one_file(tmp_path: Path):
     path = saved(tmp_path, "a.pth", {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}})
     difference = ckptfix.diff(path, path, weights="model", other_weights="ema")

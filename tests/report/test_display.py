@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.finding import Finding, Level
 from ckptfix.core.plan import Plan
 from tests.report.samples import PREFIX, repaired, report
 
@@ -52,6 +53,7 @@ def test_what_is_printed_is_what_the_terminal_shows():
     assert str(repaired()).startswith("resnet.pth: repaired (")
     assert repr(repaired()) == "<Report of resnet.pth: 0 defects, 9 edits, written to resnet.fixed.pth>"
     assert repr(Plan()) == "<Plan: 0 edits>"
+    assert repr(Finding("KEY102", "a", Level.ERROR, "b")) == "<Finding KEY102 a error: b>"
 
 
 def test_what_is_set_in_below_a_line_is_in_its_row(results):
