@@ -280,6 +280,22 @@ def test_paper_has_all_files(browser, show):
     assert browser.execute_script("return document.querySelectorAll('.on-paper').length") == 0
 
 
+def test_paper_has_whole_texts(browser, show):
+    """Nothing is left to be scrolled to, or behind an ellipsis."""
+    lost = record("lost.pth", "unreadable", error="the file is cut short in the middle of it; " * 20)
+    show([lost, *(undecided(f"{number:03}.pth") | {"command": f"ckptfix migrate {number}"} for number in range(60))])
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    texts_of = "[...document.querySelectorAll('#decisions pre, .on-paper *')]"
+    cut = f"{texts_of}.filter((each) => each.scrollHeight > each.clientHeight + 2)"
+    try:
+        assert browser.execute_script("return document.querySelector('#decisions pre').innerText").count("\n") == 59
+        assert browser.execute_script(f"return {cut}.map((each) => each.className)") == []
+        assert browser.execute_script("return document.querySelector('#decisions pre').clientHeight") > 600
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 @pytest.mark.slow
 def test_ten_thousand_files_open_at_once(browser, show):
     show(repaired(f"family{number % 40}/{number:05}.pth") for number in range(10_000))
