@@ -444,14 +444,15 @@ class _Merge:
             found.copies = {box: [compared(name, same, self.path)] for box, same in found.copies.items()}
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, shape, contiguous_strides(shape))
         if (held := sum(map(numel, found.copies))) < spec.numel:
-            if self.files.damage:
-                return gone(name, spec, self.path)
-            self.files.note_renamed()
-            moved = [f"{fact.place} {clause(fact)}" for fact in self.files.remarks if fact.kind is Kind.RANK_RENAMED]
-            raise UnreadableError(
-                f"{self.path}: its ranks hold {held} of the {spec.numel} elements of {name}"
-                f" ({'; '.join(moved) or 'one was copied over another, or is of another save'}); fetch the files again"
-            )
+            if not self.files.damage:
+                self.files.note_renamed()
+                moved = [
+                    f"{mark.place} {clause(mark)}" for mark in self.files.remarks if mark.kind is Kind.RANK_RENAMED
+                ]
+                why = "; ".join(moved) or "one was copied over another, or is of another save"
+                lacks = f"its ranks hold {held} of the {spec.numel} elements of {name} ({why})"
+                self.files.damage.append(Fact.of(Kind.CHUNKS_LACKING, error=lacks))
+            return gone(name, spec, self.path)
         return merge_parts(name, spec.dtype, spec.shape, found.copies, self.path)
 
 

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from ckptfix.bytes.sources import is_torn
 from ckptfix.core.parts import Box, full, lies_in, numel
 from ckptfix.core.spec import TensorSpec
+from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, gone, merge_parts
@@ -95,8 +96,11 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
         or part.shape[axis] % split.stacked
         for part in parts
     ):
-        shapes = ", ".join(str(list(part.shape)) for part in parts[:4])
-        raise UnreadableError(f"{path}: the parts of {name} do not go together along dimension {axis}: {shapes}")
+        shapes = first_names([f"{part.dtype} {list(part.shape)}" for part in parts])
+        raise UnreadableError(
+            f"{path}: the parts of {name} do not go together along dimension {axis}: {shapes}; put the files of one"
+            " save together"
+        )
     owners = parts[:: split.holders]
     size = sum(part.shape[axis] for part in owners)
     shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from ckptfix.bytes.limits import shown
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import CkptfixError, UnreadableError, damaged
@@ -385,10 +385,14 @@ class Merging:
             raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
 
     def _leave_out_others(self) -> None:
-        """Leave out the ranks of another stage, number of ranks or step than most."""
-        facts = {rank: (made.stage, made.counts, *_steps(made)) for rank, made in self.states.items()}
+        """Leave out the ranks of another stage, number of ranks, dtype or step than most."""
+        dtypes = {
+            rank: sorted({spec.dtype for spec in tensors_in([made.masters, made.optimizer])})
+            for rank, made in self.states.items()
+        }
+        facts = {rank: (made.stage, made.counts, dtypes[rank], *_steps(made)) for rank, made in self.states.items()}
         names = {rank: file.name for rank, file in self.present.items()}
-        for rank in self.files.of_another_save(facts, names, "stage, number of ranks or step"):
+        for rank in self.files.of_another_save(facts, names, "stage, number of ranks, dtype or step"):
             del self.states[rank], self.present[rank]
         self.first = self.states[min(self.states)]
 

@@ -325,6 +325,19 @@ def test_a_rank_of_another_save_is_named_and_the_rest_salvaged(tmp_path: Path, o
     assert salvaged.lost.keys() == without.lost.keys() == {"w"}
 
 
+def test_a_tensor_that_a_rank_lacks_is_not_taken_with_it(tmp_path: Path) -> None:
+    for rank in range(3):
+        save = {key: dtensor(rank, torch.arange(12.0), 3) for key in "vw" if (key, rank) != ("w", 2)}
+        torch.save(save, tmp_path / f"rank_{rank}.pt")
+    with pytest.raises(
+        UnreadableError, match=r"is not complete: its ranks hold 8 of the 12 elements of w .* take 1 of 2"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert (salvaged.keys(), list(salvaged.lost)) == (["v"], ["w"])
+    assert torch.equal(salvaged.read("v"), torch.arange(12.0))
+
+
 def test_of_two_halves_none_is_the_other_save(tmp_path: Path) -> None:
     for rank in range(4):
         torch.save({"w": dtensor(rank, torch.arange(12.0), 4), "step": rank // 2}, tmp_path / f"rank_{rank}.pt")
