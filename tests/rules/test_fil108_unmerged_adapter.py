@@ -596,8 +596,8 @@ def test_adapters_of_wan_and_z_image_have_the_bits_of_diffusers(name, tmp_path):
     forms: list[Any] = [(lambda module: f"lora_unet_{module.replace('.', '_')}", "lora_down", "lora_up", 2.0)]
     if name == "wan_diffusers":
         forms += [(lambda module: f"diffusion_model.{module}", "lora_A", "lora_B", None)]
-    for form in forms:
-        adapter = with_names(original, *form, only=r"(blocks|^layers)\.\d.*(attn|attention|ffn|feed)")
+    for rename, down, up, alpha in forms:
+        adapter = with_names(original, rename, down, up, alpha, only=r"(blocks|^layers)\.\d.*(attn|attention|ffn|feed)")
         found = merged_into_both(base, name, adapter, tmp_path / "x.safetensors")
         state = loader.lora_state_dict(dict(adapter))
         loader.load_lora_into_transformer(state, model)
