@@ -442,8 +442,13 @@ class _Table(Struct, frozen=True, dict=True):
             return "plain"
         if f"{self.around[0]}.register_tokens".lstrip(".") in self.target.slots:  # as in DINOv2 of transformers
             return "timm"
-        is_left = self.target.library == "transformers" and self.target.resizes.isdisjoint(self.around)
-        return "" if is_left else _BY_LIBRARY.get(self.target.library, "")
+        return "" if self.is_left else _BY_LIBRARY.get(self.target.library, "")
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the model is one of transformers whose modules have no function that resizes the table."""
+        is_known = self.target.library == "transformers" and self.target.modules is not None
+        return is_known and self.target.resizes.isdisjoint(self.around)
 
     @cached_property
     def around(self) -> tuple[str, str]:
@@ -471,10 +476,9 @@ class _Table(Struct, frozen=True, dict=True):
         if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
             return True
         is_named = bool(_IMAGES.search(self.key)) or len(self.old) == 3
-        kinds = [
-            kind for path, kind in (self.target.modules or {}).items() if not path or self.key.startswith(f"{path}.")
-        ]
-        sides = ({word in _OF_IMAGES for word in _OWNERS.findall(kind)} for kind in reversed(kinds))
+        modules = reversed([*(self.target.modules or {}).items()])
+        kinds = (kind for path, kind in modules if not path or self.key.startswith(f"{path}."))
+        sides = ({word in _OF_IMAGES for word in _OWNERS.findall(kind)} for kind in kinds)
         is_class = next((True in side for side in sides if len(side) == 1), False)  # one of both says nothing
         # A model that takes images for a grid says so.
         return is_named or is_class or (self.target.modules is None and bool(self.tokens))
@@ -513,22 +517,16 @@ class _Table(Struct, frozen=True, dict=True):
 
     def words(self, old: Grid, new: Grid) -> str:
         """Return what the shapes mean."""
+        remark = "; transformers has no function that resizes them" * (self.is_left and not self.own)
         if self.name == WINDOW_BIAS and len(old) == len(new) == 2 and self.old[-1] == math.prod(old):
             return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
         if self.name == WINDOW_BIAS:
-            return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model{self.remark}"
+            return f"windows of {size(window(old))} in the file and of {size(window(new))} in the model{remark}"
         if len(old) == 1:
             return f"{old[0]} positions in the file and {new[0]} in the model"
         tokens = 0 if len(self.old) == 4 else math.prod(self.old[:-1]) - math.prod(old)
         beside = f" (and {counted(tokens, 'token')})" if tokens else ""
-        return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model{self.remark}"
-
-    @property
-    def remark(self) -> str:
-        """What to say of a library that resizes positions of some models, if it does not resize these."""
-        is_left = self.target.library == "transformers" and not self.own and self.target.modules is not None
-        is_left = is_left and self.target.resizes.isdisjoint(self.around)
-        return "; transformers has no function that resizes them" if is_left else ""
+        return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model{remark}"
 
     def grids(self, given: Adaptation | None) -> tuple[Grid, Grid] | str:
         """Return the grid of the file and that of the model, or why they are not known."""
