@@ -49,9 +49,6 @@ class Likeness(Struct, frozen=True):
     renamed: Mapping[str, str] = {}
     others: tuple[Likeness, ...] = ()
 
-    def __hash__(self) -> int:
-        return hash((self.names, self.fit, self.prefix))
-
     @property
     def is_named(self) -> bool:
         """Whether the model is known, and not only a near one."""

@@ -217,8 +217,8 @@ class Repair(Displayed, Struct, frozen=True):
 
     def called(self, function: str, *, is_model_first: bool = False) -> Repair:
         """Return the same as the outcome of another function, which the user called."""
-        if (call := self.report.call) is None:
-            return self
+        call = self.report.call
+        assert call is not None, "repair() notes how it was called"
         places = call.places[::-1] if is_model_first else call.places
         return replace(self, report=replace(self.report, call=replace(call, function=function, places=places)))
 

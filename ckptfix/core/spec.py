@@ -18,12 +18,8 @@ from ckptfix.core.dtypes import DTYPES
 
 @lru_cache(maxsize=1 << 12)  # a repair asks dozens of times for each tensor, and many tensors are of one shape
 def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    step, axis = 1, len(shape)
-    if axis != len(strides):
-        raise ValueError(f"{axis} sizes and {len(strides)} strides")
-    for stride in reversed(strides):
-        axis -= 1
-        size = shape[axis]
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if stride != step and size != 1:
             return False
         step *= size

@@ -79,12 +79,9 @@ def without_first(key: str, count: int) -> str:
 
 def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
     """Return a name that two keys would have after the renames; None if all stay apart."""
-    keys = tuple(keys)
-    names = [new.get(key, key) for key in keys]
-    if all(names) and len(set(names)) == len(names):
-        return None
     seen: set[str] = set()
-    for key, name in zip(keys, names, strict=True):
+    for key in keys:
+        name = new.get(key, key)
         if name in seen or not name:
             return name or key
         seen.add(name)

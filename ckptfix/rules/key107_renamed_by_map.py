@@ -54,8 +54,7 @@ from ckptfix.rules.rule import Context, Rule
 def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose what the user's map says."""
     checkpoint, target, given = context.checkpoint, context.target, context.settings.rename_map
-    if not isinstance(given, RenameMap):
-        return
+    assert isinstance(given, RenameMap), "Needs.MAP"
     if target is not None and not any(obstacles(checkpoint, target)):
         by_hand = tuple(each for each in given.rules if each.by_hand)
         if by_hand != given.rules:

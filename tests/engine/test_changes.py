@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 import ckptfix
-from ckptfix.core.edits import Assemble, Drop, Rename
+from ckptfix.core.edits import Adapt, Assemble, Dequantise, Drop, Fold, Rename, Zero
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.errors import PlanError
 from ckptfix.reading import boxes
+from ckptfix.values.casting import BLOCKS
 
 
 def rows(start: int, stop: int, columns: int = 3) -> tuple[tuple[int, int], ...]:
@@ -110,6 +112,12 @@ def test_two_names_of_one_tensor_stay_one():
     assert done["a.t"].data_ptr() == done["b.t"].data_ptr()
 
 
+def test_a_lazily_conjugated_tensor_is_split_as_the_numbers_that_it_stands_for():
+    qkv = torch.randn(6, 3, dtype=torch.complex64).conj()
+    done = carry_out(*(replace(part, dtype="complex64") for part in SPLIT), source={"qkv": qkv}).state_dict()
+    assert torch.equal(torch.cat([done[key] for key in "qkv"]), qkv)
+
+
 @pytest.mark.parametrize(
     ("edits", "problem"),
     [
@@ -122,6 +130,13 @@ def test_two_names_of_one_tensor_stay_one():
         pytest.param([Assemble("x", "float32", (2,), (Part("no", ((0, 2),), ((0, 2),)),))], "no, which", id="no key"),
         pytest.param([Assemble("x", "float32", (2,), (Part("first", ((0, 2), (0, 1)), ((0, 2),)),))], "outside",
                      id="another number of axes"),
+        pytest.param([Zero("first", "float32", "odd")], "the odd numbers of first cannot be set to zero", id="zeros"),
+        pytest.param([Dequantise("qkv", "float32", "float16", "first", BLOCKS)], "first does not have the scales",
+                     id="other scales"),
+        pytest.param([Dequantise("qkv", "float32", "float16", "no", BLOCKS)], "no does not have the scales",
+                     id="no scales"),
+        pytest.param([Adapt("x", "no", "depth", "float32", (2,), (2,))], "no is not a tensor to adapt", id="no source"),
+        pytest.param([Fold("qkv", "float32", (6, 3), "pruning", ("no",))], "has no no to merge", id="no part"),
     ],
 )  # fmt: skip
 def test_refused(edits, problem):

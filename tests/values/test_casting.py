@@ -54,7 +54,8 @@ def test_a_cast_sees_the_numbers_that_a_lazy_view_stands_for(tensor, goal):
 
 
 @pytest.mark.parametrize(
-    ("value", "goal"), [(float("nan"), "int32"), (float("-inf"), "int64"), (2.0**63, "int64"), (-1.0, "uint8")]
+    ("value", "goal"),
+    [(float("nan"), "int32"), (float("nan"), "bool"), (float("-inf"), "int64"), (2.0**63, "int64"), (-1.0, "uint8")],
 )
 def test_a_cast_of_what_no_whole_number_stands_for_is_refused(value, goal):
     spec = cast_spec(spec_of_tensor(torch.tensor([value])), goal, "f")
