@@ -40,12 +40,7 @@ from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, RankLeaves
 from ckptfix.reading.folders.ranks.divided import Divided, divided
-from ckptfix.reading.folders.ranks.files import (
-    MALFORMED,
-    RankFiles,
-    add_rank,
-    note_copies,
-)
+from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, add_rank, note_copies
 from ckptfix.reading.folders.ranks.names import NUMBERED
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.weights.document import Document
@@ -390,9 +385,8 @@ class _Merge:
         """Return of each rank the first one with the same number, or tensor of one."""
 
         def is_same(one: Any, other: Any) -> bool:
-            if isinstance(one, TensorSpec) and isinstance(other, TensorSpec):
-                return agree([one, other], self.path, reads=False)
-            return bool(one == other)
+            are_tensors = isinstance(one, TensorSpec) and isinstance(other, TensorSpec)
+            return agree([one, other], self.path, reads=False) if are_tensors else bool(one == other)
 
         return {
             rank: next(first for first, other in values.items() if is_same(other, value))

@@ -32,23 +32,9 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.boxes import boxed
 from ckptfix.reading.folders.chunks import agree, merge_parts
-from ckptfix.reading.folders.ranks.files import (
-    MOST_RANKS,
-    RankFiles,
-    note_copies,
-    sums_of,
-    tagged,
-)
+from ckptfix.reading.folders.ranks.files import MOST_RANKS, RankFiles, note_copies, sums_of, tagged
 from ckptfix.reading.folders.ranks.names import MEGATRON_RANK, NEMO
-from ckptfix.reading.folders.ranks.partition import (
-    Joining,
-    Split,
-    SplitRule,
-    Splits,
-    emptied,
-    find_rule,
-    rules,
-)
+from ckptfix.reading.folders.ranks.partition import Joining, Split, SplitRule, Splits, emptied, find_rule, rules
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.weights.document import Document
 
@@ -427,15 +413,8 @@ def of_torch_dist(
     }
     named = [(field, name, spec) for field, found in fields.items() for name, spec in found.items()]
     if not named or any(name not in model or spec.shape != model[name].shape for _, name, spec in named):
-        return (
-            {
-                "model": model,
-                **{key: value for key, value in root.items() if key in held and key not in weights},
-                **rest,
-            },
-            {},
-            left_out,
-        )
+        moments = {key: value for key, value in root.items() if key in held and key not in weights}
+        return {"model": model, **moments, **rest}, {}, left_out
     masters = fields.pop("fp32_param", None) or fields.pop("param", {})
     copies = {name: model[name] for name in masters}
     state: dict[str, dict[str, Any]] = {}

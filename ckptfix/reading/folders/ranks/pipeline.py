@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import clauses
 from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
@@ -86,20 +86,16 @@ def document(files: RankFiles) -> Document:
         is_summed = is_summed or neox.is_summed(states)
         for key, entry in neox.join(joining, states, megatron.splits_of(states[0], RULES), f"{layer}."):
             weights[_name(layer, key, entry, names)] = entry
-    merged = {key: value for key, value in root.items() if key not in zero.PARTITION}
     producer = f"DeepSpeed pipeline, {counted(len(layers), 'layer')}"
     optimizer, halves = None, OrderedDict(weights)
     if by_rank(folder, ZERO_OPTIM) and len(roots) == len(stages) * tensor and not is_summed:
         optimizer, release = _take_masters(files, list(roots.values()), tensor, joining, weights)
         producer = f"{release}, pipeline, {counted(len(layers), 'layer')}"
-    elif by_rank(folder, ZERO_OPTIM) or root.get("optimizer"):
-        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     producer += f", TP {tensor}" if tensor > 1 else ""
     note_copies(files.remarks, joining.differing, megatron.may_drift(root))
     files.note_renamed()
-    merged["module"] = weights
-    if optimizer is not None:
-        merged["optimizer"] = optimizer
+    has_optimizer = bool(by_rank(folder, ZERO_OPTIM) or root.get("optimizer"))
+    merged = zero.container(files, {**root, "module": None}, weights, optimizer, has_optimizer)
     copies = {name: half for name, half in halves.items() if weights[name] is not half}
     neox.note(files.remarks, tensor, copies)
     return files.document(NAME, merged, producer, copies)

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.core.facts import Fact, Kind, clauses
+from ckptfix.core.facts import clauses
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
@@ -73,11 +73,8 @@ def document(files: RankFiles) -> Document:
         )
     frozen = zero.frozen_parameters(root, states, len(states), str(files.folder)) if len(states) > 1 else {}
     weights = zero.whole_module(root, trained, frozen, str(files.folder))
-    merged = {key: weights if key == "module" else value for key, value in root.items() if key not in zero.PARTITION}
-    if (optimizer := _optimizer(files, root["param_shapes"], moments)) is not None:
-        merged["optimizer"] = optimizer
-    elif any(moments.values()):
-        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    optimizer = _optimizer(files, root["param_shapes"], moments)
+    merged = zero.container(files, root, weights, optimizer, any(moments.values()))
     held = {f"{name}/{field}.pt": tensor for name, found in moments.items() for field, tensor in found.items()}
     files.note_repeated({file: [tensor] for file, tensor in held.items() if not file.endswith("/step.pt")})
     zero.note_masters(files, root["module"], trained)

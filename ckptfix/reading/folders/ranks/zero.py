@@ -39,14 +39,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import CkptfixError, UnreadableError, damaged
 from ckptfix.reading.folders.chunks import Flat, Spread, gone
 from ckptfix.reading.folders.ranks import megatron
-from ckptfix.reading.folders.ranks.files import (
-    MALFORMED,
-    MOST_RANKS,
-    RankFiles,
-    by_rank,
-    note_copies,
-    tagged,
-)
+from ckptfix.reading.folders.ranks.files import MALFORMED, MOST_RANKS, RankFiles, by_rank, note_copies, tagged
 from ckptfix.reading.folders.ranks.names import ZERO_EXPERT, ZERO_EXPERT_OPTIM, ZERO_MODEL, ZERO_OPTIM
 from ckptfix.reading.folders.ranks.neox import Neox
 from ckptfix.reading.folders.ranks.partition import Joining, Split, Splits, joined
@@ -157,13 +150,9 @@ def document(files: RankFiles) -> Document:
     neox.note(files.remarks, len(modules), masters.tensors if masters else ())
     root = {**roots[0], "module": whole}
     weights = whole_module(root, masters.tensors if masters else {}, frozen, path)
-    merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
+    merged = container(files, root, weights, masters and masters.optimizer, bool(optim or root.get("optimizer")))
     if "args" in merged:
         merged["args"] = megatron.whole_arguments(merged["args"])
-    if masters is not None and masters.optimizer is not None:
-        merged["optimizer"] = masters.optimizer
-    elif optim or root.get("optimizer"):
-        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
     files.note_renamed()
     note_masters(files, root["module"], masters.tensors if masters else {})
     note_copies(files.remarks, joining.differing, megatron.may_drift(root))
@@ -171,6 +160,16 @@ def document(files: RankFiles) -> Document:
     ranks = f", {counted(masters.world, 'rank')}" if masters else ""
     producer = made_by + ranks + (f", TP {len(tensor)}" if len(tensor) > 1 else "")
     return files.document(NAME, merged, producer, copies_of(masters, root["module"], path) if masters else {})
+
+
+def container(files: RankFiles, root: Any, weights: Any, optimizer: Any, has_optimizer: bool) -> dict[str, Any]:
+    """Return model states with whole weights in them, and the optimizer by name, or a remark that it is left out."""
+    merged = {key: weights if key == "module" else value for key, value in root.items() if key not in PARTITION}
+    if optimizer is not None:
+        merged["optimizer"] = optimizer
+    elif has_optimizer:
+        files.remarks[Fact(Kind.RANK_LEFT_OUT, "optimizer")] = None
+    return merged
 
 
 def _of_expert(files: RankFiles, file: Path, expert: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,21 @@ def test_the_optimizer_is_there_by_name(tmp_path: Path) -> None:
     for key, moments in optimizer["state"].items():
         assert moments["exp_avg"].shape == truth[key].shape, key
         assert moments["step"] == 1
+
+
+def test_optimizers_that_differ_between_stages_are_left_out_with_a_note(tmp_path: Path) -> None:
+    folder, truth = unpacked("pipeline_pp2", tmp_path)
+    root: Any = ckptfix.open_checkpoint(folder).root
+    rate = struct.pack(">d", root["optimizer"]["param_groups"][0]["lr"])
+    (file,) = (folder / TAG).glob("*zero_pp_rank_0_mp_rank_01_optim_states.pt")
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name).replace(rate, struct.pack(">d", 0.5)) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    checkpoint = ckptfix.open_checkpoint(folder)
+    assert checkpoint.keys() == list(truth)
+    assert "optimizer" in [mark.place for mark in checkpoint.remarks if mark.kind is Kind.RANK_LEFT_OUT]
 
 
 def test_without_masters_the_layers_say_the_weights(tmp_path: Path) -> None:
