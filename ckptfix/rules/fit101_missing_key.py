@@ -206,6 +206,20 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
         yield Remedy.of(f"{_origin(context)} does not have them in the shape that the target wants")
     else:
         yield from fillings(keys, context.checkpoint, target)
+        if words := _embedding_for(keys, context.checkpoint, target):
+            yield from advise(f"if {words} is tied to it in the file's model, build yours with tied weights, too")
+
+
+def _embedding_for(keys: list[str], checkpoint: Checkpoint, target: Target) -> str:
+    """Return the one embedding of words in the file that has the shape of the only missing weight; empty if there is
+    none. A file of a model that ties the two has it once."""
+    shape = target.slots[keys[0]].shape if keys[1:] == [] and keys[0] in target.slots else None
+    alike = [key for key, spec in checkpoint.specs.items() if spec.shape == shape]
+    if len(alike) != 1 or shape is None or len(shape) != 2 or shape[0] <= shape[1]:
+        return ""
+    from ckptfix.values.roles import is_embedding  # most looks at names do without it
+
+    return alike[0] if is_embedding(alike[0]) else ""
 
 
 def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **options: object) -> Iterator[Remedy]:

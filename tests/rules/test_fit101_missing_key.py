@@ -74,6 +74,18 @@ def test_nothing_is_filled_unasked():
     assert "--fill target" in remedies_text(finding.remedies)
 
 
+def test_a_head_that_may_be_tied_to_the_embedding_in_the_model_of_the_file():
+    model = Language()
+    model.head.weight = nn.Parameter(torch.ones(5, 4))
+    words = {"embed.weight": torch.ones(5, 4)}
+    rest = {"mix.weight": torch.ones(4, 4)}
+    (finding,) = propose(missing_key, words | rest, model)
+    assert "if embed.weight is tied to it in the file's model" in remedies_text(finding.remedies)
+    for other in (words, words | rest | {"more.weight": torch.ones(5, 4)}):  # more is missing, or more fits
+        (finding,) = propose(missing_key, other, model)
+        assert "tied" not in remedies_text(finding.remedies)
+
+
 def test_filled_from_the_model():
     model = classifier()
     (finding,) = propose(missing_key, backbone(), model, fill="target")
