@@ -7,6 +7,7 @@ import io
 import os
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,3 +345,18 @@ def test_the_disk_begins_before_the_end_and_what_it_refuses_is_no_error(place, t
     assert copied(place, 0, len(DATA), tmp_path) == (DATA, len(DATA))
     assert all(start % WINDOW == 0 for start, _ in asked)
     assert asked
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_blocks_are_set_aside_for_a_large_file_if_the_system_can(is_refused, place, tmp_path, monkeypatch):
+    if is_refused:
+        monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(fallocate=lambda *_: -1))
+    monkeypatch.setattr(copying, "FLUSHED", len(DATA))
+    with (tmp_path / "copy").open("w+b") as file, Copier(file, Task("writing", len(DATA))) as copier:
+        before = os.fstat(file.fileno())
+        copier.copy(place, 0, len(DATA))
+    assert before.st_size == 0
+    assert (tmp_path / "copy").read_bytes() == DATA
+    if before.st_blocks == 0 and not is_refused:
+        pytest.skip("this file system sets none aside")
+    assert (before.st_blocks * 512 >= len(DATA)) != is_refused
