@@ -46,7 +46,6 @@ from ckptfix.core.finding import MODEL, NAME, Blocks, Finding, Fix, Level, Remed
 from ckptfix.reading.foreign.weightless import NAME_THEM
 from ckptfix.reading.weights.listed_sets import names_in_order
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of
-from ckptfix.rules.fit101_missing_key import parts_of
 from ckptfix.rules.rule import Context, Rule
 
 MOST = 6  # sets that are named
@@ -130,7 +129,11 @@ def _unnamed(rule: Rule, context: Context, keys: Sequence[str]) -> Iterator[Find
 
 def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
-    parts = parts_of(checkpoint, context.target) if context.target is not None else {}
+    parts: Collection[str] = ()
+    if context.target is not None:
+        from ckptfix.rules.fit101_missing_key import parts_of  # with what it imports, which no check without one needs
+
+        parts = parts_of(checkpoint, context.target)
     taken = path_name(checkpoint.container)
     names = [candidate.name for candidate in checkpoint.candidates if candidate.name not in parts]
     if len(names) < 2:
