@@ -304,7 +304,8 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         is_map = len(old) == 4 and old[0] == new[0] == 1 and (old[1] == new[1]) != (old[3] == new[3])
         is_map = is_map and len(set(kept)) == len(kept)
         return POS_EMBED if is_table or is_map or is_of_blocks(old, new) else ""
-    if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or _PATCHES.search(key)):
+    is_patch = _PATCHES.search(key) and (len(old) > 2 or "patch" in key.lower())  # others may project words
+    if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or is_patch):
         return PATCH_EMBED if patch(old) and patch(new) else ""
     if (
         len(old) >= 3

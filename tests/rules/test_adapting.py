@@ -339,6 +339,16 @@ def test_positions_of_one_axis_are_not_those_of_a_grid(key):
     assert finding.remedies[0].options == (("adapt", ("pos_embed=linear",)),)
 
 
+def test_a_projection_of_embeddings_is_not_one_of_patches():
+    """192 and 300 are three colours of 8x8 and 10x10 pixels, too."""
+    file, like = ({"embeddings.projection.weight": torch.ones(16, size)} for size in (192, 300))
+    (finding,) = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(like)))
+    assert "patches" not in finding.message
+    file, like = ({"embeddings.projection.weight": torch.ones(16, 3, side, side)} for side in (8, 10))
+    (finding,) = propose(shape_mismatch, file, target_from_checkpoint(open_state_dict(like)))
+    assert "patches of 8x8 in the file and of 10x10 in the model" in finding.message
+
+
 def test_positions_of_the_text_of_a_model_named_for_images():
     from transformers import GroupViTTextConfig, GroupViTTextModel
 
