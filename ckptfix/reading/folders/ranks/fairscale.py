@@ -17,7 +17,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import Flat, Spread, agree
-from ckptfix.reading.folders.ranks.files import RankFiles, note_copies
+from ckptfix.reading.folders.ranks.files import COUNTERS, RankFiles, note_copies
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.weights.document import Document
@@ -33,6 +33,9 @@ def has_metadata(root: Any) -> bool:
 
 def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, Path], pattern: str) -> Document:
     """Return the merged document of ranks; a parameter that lacks a rank is torn."""
+    names = {rank: present[rank].name for rank in roots}
+    odd = files.of_another_save({rank: _said(root) for rank, root in roots.items()}, names, "step, lengths or dtypes")
+    roots = {rank: root for rank, root in roots.items() if rank not in odd}
     first, path = roots[min(roots)], str(files.folder)
     units = first[_METADATA]["param_metadata"]
     backing = {
@@ -79,6 +82,18 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
         if key != _METADATA:
             files.remarks[Fact(Kind.RANK_LEFT_OUT, key)] = None
     return files.document(NAME, merged, f"FSDP of fairscale, {counted(len(roots), 'rank')}")
+
+
+def _said(root: Any) -> tuple[object, ...]:
+    """Return what all ranks of a save say alike: counters, fairseq's too, and how long its flat parameters are."""
+    holders = (root, *(root.get("optimizer_history") or ())[-1:])
+    counters = [
+        (key, value) for held in holders for key, value in held.items() if key in COUNTERS and type(value) is int
+    ]
+    states = [value for value in root.values() if isinstance(value, dict)]
+    parts = [spec for state in states for key, spec in state.items() if "flat_param" in str(key)]
+    flat = {(spec.dtype, spec.numel) for spec in parts if isinstance(spec, TensorSpec)}
+    return counters, sorted(flat)
 
 
 def _joined(path: str, name: str) -> str:

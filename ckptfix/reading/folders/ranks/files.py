@@ -27,6 +27,9 @@ MOST_RANKS = 1 << 20  # ranks that a file may claim: more than any training ever
 # What reading the fields of inert data raises if they are not as a framework writes them.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
+# Keys of numbers that are the same in all ranks of one save.
+COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter", "num_updates"))
+
 _LISTED = 4
 _TAG_LIMIT = 1 << 10
 _FACTS = 4096

@@ -40,7 +40,7 @@ from ckptfix.reading.folders.rank_shards import FLAT, FSDP, is_sharded
 from ckptfix.reading.folders.ranks import fairscale
 from ckptfix.reading.folders.ranks.alike import AlikeRanks, RankLeaves
 from ckptfix.reading.folders.ranks.divided import Divided, divided
-from ckptfix.reading.folders.ranks.files import MALFORMED, RankFiles, add_rank, note_copies
+from ckptfix.reading.folders.ranks.files import COUNTERS, MALFORMED, RankFiles, add_rank, note_copies
 from ckptfix.reading.folders.ranks.names import NUMBERED
 from ckptfix.reading.foreign.weightless import is_optimizer
 from ckptfix.reading.weights.document import Document
@@ -56,9 +56,6 @@ _MARKS = (b"ShardedTensor", b"DTensor", b"shard_metadata")
 # How the names of files begin that a trainer has beside those of the model (verl, accelerate).
 _OPTIMIZERS = "optim"
 _BESIDE = (_OPTIMIZERS, "extra_state", "rng", "random", "scheduler")
-# Keys of numbers that are the same in all ranks of one save.
-_COUNTERS = frozenset(("step", "epoch", "iteration", "global_step", "iter"))
-
 
 OPTIMIZER = "optimizer"
 
@@ -350,7 +347,7 @@ class _Merge:
                     found.differs = True
             elif isinstance(leaf, Divided):
                 self._collect_parts(path, rank, leaf)
-            if path[-1] in _COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
+            if path[-1] in COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
                 self.said.setdefault(path_name(path), {})[rank] = leaf
 
     def _collect_parts(self, path: _Path, rank: int, leaf: Divided) -> None:

@@ -73,6 +73,29 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
     assert "decoder.embed.weight" in checkpoint.lost
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("change", ["update", "epoch", "world", "dtype"])
+def test_a_rank_of_another_save_is_named(tmp_path: Path, odd: int, change: str) -> None:
+    write_fairscale(tmp_path, 4)
+    write_fairscale(tmp_path / "others", 3)
+    file = tmp_path / f"checkpoint_last-shard{odd}.pt"
+    root = torch.load(tmp_path / "others" / file.name if change == "world" else file)
+    if change == "update":
+        root["optimizer_history"][-1]["num_updates"] = 3
+    if change == "epoch":
+        root["epoch"] = 3
+    if change == "dtype":
+        root["model"] = {key: value.half() for key, value in root["model"].items()}
+    torch.save(root, file)
+    with pytest.raises(
+        UnreadableError, match=f"different saves: {file.name}, unlike the other 3, by the step, lengths"
+    ):
+        ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    file.unlink()
+    assert salvaged.keys() == ckptfix.open_checkpoint(tmp_path, salvage=True).keys()
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
