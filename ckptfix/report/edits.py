@@ -72,7 +72,7 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
     shaped = [edit.key for edit in moments if edit.shape and edit.source is not None]
     yield from _key_lines(f"{_INDENT}reshape the state of {{}}", shaped, limit)
     anew = [edit.key for edit in moments if edit.source is None and not edit.parts]
-    yield from _key_lines(f"{_INDENT}start {{}} without a state", anew, limit)
+    yield from _key_lines(f"{_INDENT}start the state of {{}} anew", anew, limit)
 
 
 def _change(edit: MergeAdapter) -> str:

@@ -114,17 +114,13 @@ def _edits(stack: Stack, layers: tuple[int, ...], specs: Mapping[str, TensorSpec
     """Yield the edits for one stack: a layer stays or its first use moves it, and any other one copies it."""
     first = {old: old if layers[old : old + 1] == (old,) else layers.index(old) for old in layers}
     for key, spec in specs.items():
-        if not key.startswith(f"{stack.path}."):
-            continue
-        number, _, rest = key.removeprefix(f"{stack.path}.").partition(".")
-        if not number.isdecimal() or not rest:
-            continue
-        uses = [new for new, old in enumerate(layers) if old == int(number)]
-        if not uses:
+        number, rest = next(((int(at), rest) for path, at, rest in layers_of(key) if path == stack.path), (-1, ""))
+        uses = [new for new, old in enumerate(layers) if old == number]
+        if number >= 0 and not uses:
             yield Drop(key)
         for new in uses:
             name = f"{stack.path}.{new}.{rest}"
-            if new != first[int(number)]:
+            if new != first[number]:
                 yield Adapt(name, key, DEPTH, spec.dtype, spec.shape, spec.shape)
             elif name != key:
                 yield Rename(key, name)

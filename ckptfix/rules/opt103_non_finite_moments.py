@@ -9,7 +9,7 @@ The first step of a training that goes on makes every weight NaN that such a mom
 the file are sound.
 
 ## Fix safety
-Unsafe: the state of these parameters is left out, and starts anew as for a new parameter. The others keep theirs.
+Unsafe: the state of these parameters starts anew, as for a new parameter. The others keep theirs.
 `--drop-optimizer` leaves the whole optimizer out, and `--keep-optimizer` keeps it as it is.
 
 ## Example
@@ -21,12 +21,21 @@ Unsafe: the state of these parameters is left out, and starts anew as for a new 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from typing import Any
 
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import Moments, Regroup
 from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.maps.optimizer_states import INITIAL, Optimizer, optimizers_of, values_in
+from ckptfix.maps.optimizer_states import (
+    INITIAL,
+    SCALARS,
+    Optimizer,
+    beginning,
+    logical_shape,
+    optimizers_of,
+    values_in,
+)
 from ckptfix.maps.positions import stored_names
 from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule
@@ -40,13 +49,15 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
         bad = _non_finite(optimizer, context)
         if not bad:
             continue
+        fix = without(optimizer, bad)
+        anew = (Remedy.of("starts these anew", unsafe_fixes=True),) if fix else ()
         yield rule.finding(
             Level.ERROR,
             f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
             "weights become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
-            fix=without(optimizer, bad),
-            remedies=(Remedy.of("starts these anew", unsafe_fixes=True), DROP, KEEP),
+            fix=fix,
+            remedies=(*anew, DROP, KEEP),
             is_accepted=context.settings.keep_optimizer,
         )
 
@@ -69,14 +80,18 @@ def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str
 
 
 def without(optimizer: Optimizer, bad: Container[object]) -> Fix | None:
-    """Return what leaves out the state of some parameters."""
+    """Return what starts the state of some parameters anew; None if they have to begin with one that is not known."""
     names = stored_names(optimizer) or {number: str(number) for number in optimizer.ids}
-    if any(INITIAL in group for group in optimizer.groups):
-        return None  # Adagrad has to begin with a state of the right shape
-    moments = (
-        Moments(optimizer.name, place, names[number], None if number in bad else str(number))
-        for place, group in enumerate(optimizer.groups)
-        for number in group["params"]
-    )
-    edits = (Regroup(optimizer.name, tuple(range(len(optimizer.groups)))), *moments)
-    return Fix.unsafe(edits)
+    for group in optimizer.groups:
+        if (INITIAL in group or optimizer.is_flat) and beginning(optimizer, group) is None:
+            return None
+
+    def moments(place: int, number: Any) -> Moments:
+        where = optimizer.name, place, names[number]
+        if number not in bad:
+            return Moments(*where, str(number))
+        shapes = (logical_shape(value) for name, value in optimizer.row(number).items() if name not in SCALARS)
+        return Moments(*where, None, next(filter(None, shapes), ()))
+
+    of_groups = (moments(place, number) for place, group in enumerate(optimizer.groups) for number in group["params"])
+    return Fix.unsafe((Regroup(optimizer.name, tuple(range(len(optimizer.groups)))), *of_groups))

@@ -110,7 +110,7 @@ def test_an_optimizer_that_two_rules_edit_has_the_parameters_of_each_apart():
     assert edit_lines(edits) == [
         "match the optimizer to the weights: 2 parameters in 1 group",
         "match the optimizer to the weights: 2 parameters in 1 group",
-        "  start 1 key without a state: 1",
+        "  start the state of 1 key anew: 1",
     ]
 
 

@@ -99,14 +99,16 @@ def test_classes_of_detectors(tmp_path):
         (("cat\ndog\ndog\nemu\nfox", "cat\ndog\nemu"), "old.txt has 'dog' 2 times; give each class its name"),
         (("cat\ndog\ncow\nemu\nfox", "cat\ncat\nmean"), "new.txt has 'cat' 2 times; give each class its name"),
         (("\n",), "a list of classes has no lines"),
+        (("0\n1\n\xff",), "new.txt: a list of classes cannot be read: 'utf-8' codec"),
+        (("0", "1", "2"), "give one map, or the names of the file's classes and those of the model's"),
         (("", "cat\ndog\nemu"), "a list of classes has no lines"),
         (("cat\ndog\ncow\nemu\nfox", "cat\ndog\nfax"), "'fax', is not a class of the file; did you mean 'fox'"),
     ],
 )
 def test_a_map_that_does_not_fit(lists, said, tmp_path):
-    names = ("old.txt", "new.txt")[-len(lists) :]
+    names = ("more.txt", "old.txt", "new.txt")[-len(lists) :]
     for name, text in zip(names, lists, strict=True):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="latin-1")
     given = ",".join(f"{tmp_path}/{name}" for name in names)
     with pytest.raises(UsageError, match=said):
         propose(shape_mismatch, head(5).state_dict(), head(3), adapt=(f"head={given}",))

@@ -140,6 +140,10 @@ REFUSED = {
         "scales": torch.ones(OUT, 4),
         "biases": torch.ones(OUT, 4),
     },
+    "scales in whole numbers": {
+        "weight": torch.ones(OUT, IN, dtype=torch.int8),
+        "weight_scale": torch.ones(OUT, 1, dtype=torch.int32),
+    },
     "EXL2": {"q_weight": WORDS, "q_scale": WORDS, "q_groups": torch.ones(4).short()},
     "zero points": {
         "weight": torch.ones(OUT, IN, dtype=torch.int8),

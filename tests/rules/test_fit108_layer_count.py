@@ -15,11 +15,13 @@ from tests.rules.proposals import propose, repaired
 
 
 def model(depth: int, width: int = 4) -> nn.Module:
-    """An encoder with normed layers, which have counters: tensors without an axis."""
+    """An encoder with a norm beside its layers, which have counters: tensors without an axis."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(depth)]
     for n, layer in enumerate(layers):
         layer.state_dict()["0.weight"].fill_(n)
-    return nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(width, 2)})
+    stack = nn.ModuleList(layers)
+    stack.add_module("norm", nn.LayerNorm(width))
+    return nn.ModuleDict({"layers": stack, "head": nn.Linear(width, 2)})
 
 
 def kept(state: dict[str, torch.Tensor], depth: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,38 @@ def test_what_is_not_finite_starts_anew(tmp_path, value, named):
     again.load_state_dict(made)
     again.step()
     assert ckptfix.repair(tmp_path / "run.pth", keep_optimizer=True).report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (partial(torch.optim.Adagrad, initial_accumulator_value=0.5), "sum", 0.5),
+        (partial(torch.optim.SGD, momentum=0.9, fused=True), "momentum_buffer", 0.0),
+    ],
+    ids=["Adagrad", "fused SGD"],
+)
+def test_what_begins_with_a_state_gets_one(tmp_path, make, name, value):
+    model = nn.Linear(3, 2)
+    saved = run(model, make)
+    saved["optimizer"]["state"][0][name][0, 0] = float("nan")
+    torch.save(saved, tmp_path / "run.pth")
+    ckptfix.repair(tmp_path / "run.pth", output=tmp_path / "out.pth", unsafe_fixes=True)
+    made = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    assert torch.equal(made["state"][0][name], torch.full((2, 3), value))
+    assert torch.equal(made["state"][1][name], saved["optimizer"]["state"][1][name])
+    again = make(model.parameters())
+    again.load_state_dict(made)
+    again.step()
+
+
+def test_no_command_starts_anew_what_has_to_begin_with_a_state(tmp_path):
+    saved = run(nn.Linear(3, 2), torch.optim.Adagrad)
+    saved["optimizer"]["state"][0]["sum"][0, 0] = float("nan")
+    saved["optimizer"]["state"][0]["own"] = torch.ones(2, 3)
+    torch.save(saved, tmp_path / "run.pth")
+    (finding,) = found(ckptfix.repair(tmp_path / "run.pth", unsafe_fixes=True).report, "OPT103")
+    assert finding.fix is None
+    assert not any(name == "unsafe_fixes" for remedy in finding.remedies for name, _ in remedy.options)
 
 
 def test_it_follows_after_other_edits(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,12 @@ def test_a_repair_shows_the_positions_of_its_result(tmp_path):
     report = ckptfix.repair(tmp_path / "run.pth", model[:1], output=tmp_path / "out.pth", **asked).report
     (finding,) = (finding for finding in report.findings if finding.code == "OPT105")
     assert list(finding.evidence["positions"]) == ["0.weight", "0.bias"]
+
+
+def test_names_without_a_moment_say_so(tmp_path):
+    torch.save(run(model := nn.Linear(3, 2), partial(torch.optim.SGD, lr=0.1)), tmp_path / "run.pth")
+    (finding,) = ckptfix.check(tmp_path / "run.pth", model, optimizer_positions=True).findings
+    assert finding.message.endswith("named by model.parameters(): no moment confirms it")
 
 
 def test_what_nothing_tells_is_said(tmp_path):

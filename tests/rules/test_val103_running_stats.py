@@ -101,6 +101,12 @@ def test_mean_and_variance_are_replaced_together(tmp_path):
     check_repaired(norm(variance=-1.0, batches=9), after, "VAL103", replace="VAL103", fill=str(tmp_path / "donor.pth"))
 
 
+def test_a_variance_without_its_mean_is_replaced(tmp_path):
+    torch.save(norm(mean=0.3, variance=0.4), tmp_path / "donor.pth")
+    bad, after = ({k: v for k, v in norm(variance=each).items() if "mean" not in k} for each in (-1.0, 0.4))
+    check_repaired(bad, after, "VAL103", replace="VAL103", fill=str(tmp_path / "donor.pth"))
+
+
 def norm_named(name: str) -> dict[str, torch.Tensor]:
     """A sound norm of another name."""
     return {key.replace("bn", name): value for key, value in norm().items()}

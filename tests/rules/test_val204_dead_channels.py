@@ -31,6 +31,7 @@ def test_healthy_models_are_quiet(name):
         pytest.param({"0.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-without-a-name"),
         pytest.param({"bn.weight": torch.zeros(8), "bn.bias": torch.zeros(8)}, id="a-norm-that-is-off"),
         pytest.param({"bn.weight": torch.tensor([0.0, 1]), "bn.bias": torch.tensor([1.0, 0])}, id="a-bias-is-left"),
+        pytest.param({"bn.weight": torch.tensor([0.0, 1]), "bn.bias": torch.ones(2)}, id="a-bias-without-a-zero"),
     ],
 )
 def test_noop(state):

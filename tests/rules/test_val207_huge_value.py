@@ -33,6 +33,7 @@ def test_noop_models_as_they_are_born(make):
         pytest.param({"attn.bias": torch.full((4, 4), -3.4e38)}, id="a bias of attention scores"),
         pytest.param({"scaler.mean_": torch.tensor([1e7, 2e8]), "y_std": torch.full((3,), 3e9)}, id="data in its unit"),
         pytest.param({"total_ops": torch.tensor(1e12)}, id="a counter"),
+        pytest.param({"head.logit_scale": torch.tensor(1e30)}, id="a number of any unit"),
         pytest.param({"steps": torch.tensor(10**12)}, id="a whole number"),
     ],
 )
