@@ -117,6 +117,11 @@ UNMERGED = {
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+def incomplete(path: str, words: str) -> AdapterError:
+    """Return the error for an adapter that is not as it was saved."""
+    return AdapterError(f"{path}: {words}; fetch the adapter again")
+
+
 class AdapterLayer(Struct, frozen=True):
     """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
     ``bias``, ``scale``, ``tokens``, ``alpha``, ``diff`` and ``diff_b``, and the names of LoHa and LoKr)."""
@@ -257,10 +262,10 @@ class Adapter(Struct, frozen=True):
         own = "lora_alpha" if "lora_alpha" in config else "alpha"
         if "alpha" in layer.keys:
             if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
-                raise AdapterError(f"{self.path}: {layer.keys['alpha']} is not one number; fetch the adapter again")
+                raise incomplete(self.path, f"{layer.keys['alpha']} is not one number")
             alpha = float(self.checkpoint.read(layer.keys["alpha"]))
             if not math.isfinite(alpha):
-                raise AdapterError(f"{self.path}: {layer.keys['alpha']} is {alpha}; fetch the adapter again")
+                raise incomplete(self.path, f"{layer.keys['alpha']} is {alpha}")
         elif own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
@@ -495,10 +500,8 @@ def check_alone(adapter: Adapter) -> None:
         if layer.component in scaled and {*_WITH_RANK} & layer.keys.keys() and "alpha" not in layer.keys
     ]
     if lacking:
-        raise AdapterError(
-            f"{path}: {len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as "
-            f"{lacking[0].module}; fetch the adapter again"
-        )
+        words = f"{len(lacking)} of {len(adapter.layers)} layers have lost their alpha, such as {lacking[0].module}"
+        raise incomplete(path, words)
     for layer in adapter.layers:
         for role, key in layer.keys.items():
             if role != "alpha" and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
@@ -516,9 +519,7 @@ def check_alone(adapter: Adapter) -> None:
             )
         specs = [spec for role in matrices if (spec := adapter.spec(layer, role)) is not None]
         if len(specs) < len(matrices):
-            raise AdapterError(
-                f"{path}: {layer.module} has only {len(specs)} of its {len(matrices)} matrices; fetch the adapter again"
-            )
+            raise incomplete(path, f"{layer.module} has only {len(specs)} of its {len(matrices)} matrices")
         if any(spec.numel == 0 for spec in specs):
             raise AdapterError(
                 f"{path}: {layer.module} has a matrix of no elements, as ZeRO-3 and FSDP save what was not gathered; "
@@ -535,9 +536,7 @@ def check_alone(adapter: Adapter) -> None:
             )
         for option, role in _LAYERS_HAVE.items():
             if settings.get(option) and role not in layer.keys:
-                raise AdapterError(
-                    f"{path}: trained with {option}, and {layer.module} has no {role} vector; fetch the adapter again"
-                )
+                raise incomplete(path, f"trained with {option}, and {layer.module} has no {role} vector")
             if settings.get(option) is False and role in layer.keys:
                 raise AdapterError(
                     f"{path}: {layer.module} has a {role} vector, and {CONFIG} says that {option} is off; take the "
@@ -545,6 +544,4 @@ def check_alone(adapter: Adapter) -> None:
                 )
     has_tokens = any("tokens" in layer.keys for layer in adapter.layers)
     if adapter.config.get("trainable_token_indices") and not has_tokens:
-        raise AdapterError(
-            f"{path}: trained with trainable_token_indices, and has no rows of tokens; fetch the adapter again"
-        )
+        raise incomplete(path, "trained with trainable_token_indices, and has no rows of tokens")

@@ -27,6 +27,7 @@ from ckptfix.reading.adapters import (
     Adapter,
     AdapterLayer,
     config_beside,
+    incomplete,
 )
 from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words
 from ckptfix.rules.quantised_layers import beside_codes
@@ -360,6 +361,10 @@ def _leaf(key: str) -> str:
     return key.rpartition(".")[0].rpartition(".")[2]
 
 
+def _of_other_base(adapter: Adapter, words: str) -> AdapterError:
+    return AdapterError(f"{adapter.path}: {words}; give the base that it was trained on")
+
+
 def _of_layer(
     checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
 ) -> Iterator[tuple[str, Delta]]:
@@ -422,10 +427,8 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
         is_turned = turned.is_turned(layer, key) if two[0] == one[1] else spec.shape != (two[0], one[1])
         rounds = narrow or is_parameter or layer.is_mlx
     if not fits:
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit "
-            f"{key} {list(spec.shape)} of the base; give the base that it was trained on"
-        )
+        words = f"{layer.module} has matrices {list(one)} and {list(two)} of rank {rank}, which do not fit {key}"
+        raise _of_other_base(adapter, f"{words} {list(spec.shape)} of the base")
     return Delta(adapter.path, form, factors, scaling, is_turned, rounds, narrow)
 
 
@@ -474,10 +477,8 @@ def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str)
     """Return the sum of a tensor and what the adapter has for all of it."""
     spec, value = checkpoint.specs.get(key), adapter.checkpoint.specs[stored]
     if spec is None or spec.shape != value.shape:
-        raise AdapterError(
-            f"{adapter.path}: has {stored} {list(value.shape)}, for which the base has "
-            f"{'no ' + key if spec is None else f'{key} {list(spec.shape)}'}; give the base that it was trained on"
-        )
+        has = f"no {key}" if spec is None else f"{key} {list(spec.shape)}"
+        raise _of_other_base(adapter, f"has {stored} {list(value.shape)}, for which the base has {has}")
     return Delta(adapter.path, "bias", (stored,), adapter.weight)
 
 
@@ -507,10 +508,8 @@ def _scales(
     wanted = [size if at == axis else 1 for at, size in enumerate(spec.shape)]
     wanted[:2] = wanted[1::-1] if is_turned else wanted[:2]
     if list(scale.shape) != wanted:
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has {list(scale.shape)} numbers, which do not fit {key} "
-            f"{list(spec.shape)}; give the base that it was trained on"
-        )
+        words = f"{layer.module} has {list(scale.shape)} numbers, which do not fit {key} {list(spec.shape)}"
+        raise _of_other_base(adapter, words)
     yield key, Delta(adapter.path, "scale", (layer.keys["scale"],), transposed=is_turned)
     bias = f"{key.rpartition('.')[0]}.bias"
     if is_output and bias in checkpoint.specs:
@@ -525,10 +524,10 @@ def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tupl
     values = adapter.checkpoint.specs[layer.keys["tokens"]]
     rows = tuple(given) if isinstance(given, list) and all(type(row) is int for row in given) else ()
     if not rows or values.shape != (len(rows), *spec.shape[1:]) or not all(0 <= row < spec.shape[0] for row in rows):
-        raise AdapterError(
-            f"{adapter.path}: {layer.module} has new rows {list(values.shape)}, for which trainable_token_indices of "
-            f"its configuration names no rows of {list(spec.shape)}; fetch the adapter again"
+        words = (
+            f"{layer.module} has new rows {list(values.shape)}, for which trainable_token_indices of its configuration"
         )
+        raise incomplete(adapter.path, f"{words} names no rows of {list(spec.shape)}")
     return rows
 
 
@@ -549,21 +548,13 @@ def _whole(
                 Opt("model"),
             )
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
-            raise AdapterError(
-                f"{adapter.path}: has {stored}, for which {checkpoint.path} has no place; give the base that it was "
-                "trained on"
-            )
+            raise _of_other_base(adapter, f"has {stored}, for which {checkpoint.path} has no place")
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
     elif ("float" in spec.dtype) != ("float" in value.dtype):
-        raise AdapterError(
-            f"{adapter.path}: has {key} as {value.dtype} and the base as {spec.dtype}: give the base that it was "
-            "trained on"
-        )
+        raise _of_other_base(adapter, f"has {key} as {value.dtype} and the base as {spec.dtype}")
     elif spec.shape != value.shape and not (is_of_words(key) and spec.shape[1:] == value.shape[1:]):
-        raise AdapterError(
-            f"{adapter.path}: has {key} as {list(value.shape)} and the base as {list(spec.shape)}: give the base that "
-            "it was trained on, resized as it was then"
-        )
+        shapes = f"{list(value.shape)} and the base as {list(spec.shape)}, which was resized for it or is another"
+        raise _of_other_base(adapter, f"has {key} as {shapes}")
     else:
         if spec.shape != value.shape:
             merge.resized[key] = value.shape[0]
