@@ -24,6 +24,7 @@ from ckptfix.maps.names import (
     module,
     numbers,
     parent,
+    roles,
     segments,
     similarity,
     template,
@@ -37,6 +38,7 @@ def doubt_what_may_differ(inference: Inference, sorted_sides: Sequence[int]) -> 
     """Lower the labels of all matches that something speaks against. ``sorted_sides`` (0 the source, 1 the target) have
     their keys sorted by name, which says nothing about the order of their layers."""
     _doubt_orientation(inference)
+    _doubt_rotary(inference)
     _doubt_torn_layers(inference)
     _doubt_norms(inference, sorted_sides)
     _doubt_torn_norms(inference, sorted_sides)
@@ -55,6 +57,27 @@ def _doubt_orientation(inference: Inference) -> None:
     square = (key for key, (rows, columns) in matrices.items() if rows == columns)
     renamed = (key for key in square if any(part.source != key for part in inference.matches[key].parts))
     inference.doubt(renamed, Label.LIKELY)
+
+
+def _doubt_rotary(inference: Inference) -> None:
+    """Call queries and keys ambiguous if only one side has the names of Meta's Llama, as torchtune and gpt-fast do: for
+    its rotary embeddings, the rows of a head have another order than in transformers. So is the table that shows whose
+    names they are, as another look has to find it."""
+    if _is_metas(inference.source) is _is_metas(inference.target):
+        return
+    turned, signs = [], []
+    for key, match in inference.matches.items():
+        names = segments(key), *(segments(part.source) for part in match.parts)
+        if any({"query", "key"} & {*roles(names[0])} & {*roles(name)} for name in names[1:]):
+            turned.append(key)
+        elif any("tok_embeddings" in name for name in names):
+            signs.append(key)
+    if any(inference.matches[key].label > Label.AMBIGUOUS for key in turned):
+        inference.doubt([*turned, *signs])
+
+
+def _is_metas(keys: Iterable[str]) -> bool:
+    return any("tok_embeddings" in path or module(path) in ("wq", "wk") for path in map(segments, keys))
 
 
 def _doubt_torn_layers(inference: Inference) -> None:

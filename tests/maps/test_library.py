@@ -481,6 +481,16 @@ def llama(size: int, heads: int = 2, width: int = 256) -> State:
     return {key: torch.randn(shape, dtype=torch.float64) for key, shape in whole.items()}
 
 
+def torchtune(state: State) -> State:
+    """The same with the names of torchtune, which rotates as Meta does."""
+    names = {"attention_norm.weight": "sa_norm.scale", "ffn_norm.weight": "mlp_norm.scale", "norm.weight": "norm.scale"}
+    names |= {"attention.wo": "attn.output_proj", "feed_forward": "mlp"}
+    names |= {f"attention.w{kind}": f"attn.{kind}_proj" for kind in "qkv"}
+    for ours, theirs in names.items():
+        state = {key.replace(ours, theirs): value for key, value in state.items()}
+    return state
+
+
 @proves("meta-llama-64_transformers", "meta-llama-128_transformers")
 @pytest.mark.parametrize("size", [64, 128])
 def test_llama_permutes_the_rows_of_query_and_key(size: int):
@@ -493,6 +503,29 @@ def test_llama_permutes_the_rows_of_query_and_key(size: int):
         pairs = rotated(ours, 0.7).reshape(-1, 2)
         assert torch.allclose(rotated_by_halves(found, 0.7), torch.cat([pairs[:, 0], pairs[:, 1]]))
     assert torch.equal(done["model.layers.1.mlp.up_proj.weight"], state["layers.1.feed_forward.w3.weight"])
+
+
+@proves("torchtune-64_transformers", "torchtune-128_transformers")
+@pytest.mark.parametrize("size", [64, 128])
+def test_torchtune_has_the_rows_of_metas_llama(size: int):
+    state = llama(size)
+    done = moved(torchtune(state), f"torchtune-{size}_transformers")
+    assert_equal(done, moved(state, f"meta-llama-{size}_transformers"))
+
+
+@pytest.mark.parametrize("is_back", [False, True], ids=["forth", "back"])
+def test_rows_of_a_torchtune_that_no_map_explains_are_left_to_the_user(tmp_path: Path, is_back: bool):
+    """Its Qwen2 has biases, and does not rotate as its Llama does."""
+    state = torchtune(llama(64))
+    target = moved(state, "torchtune-64_transformers")
+    for side in (state, target):
+        side |= {key[:-6] + "bias": value[:, 0] for key, value in side.items() if key.endswith(("q_proj.weight",))}
+    source, target = (target, state) if is_back else (state, target)
+    torch.save({key: torch.zeros_like(value) for key, value in target.items()}, tmp_path / "like.pth")
+    done, report = repair_state_dict(source, like=tmp_path / "like.pth", rename_layers=True, values=False)
+    assert report.exit_code == 1
+    assert {key for key in target if "q_proj" in key or "k_proj" in key}.isdisjoint(done)
+    assert {key for key in target if "v_proj" in key} <= done.keys()
 
 
 def test_the_size_of_a_llamas_head_decides_or_is_left_to_the_user(tmp_path: Path):
