@@ -169,8 +169,7 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
         "".join(header).encode("utf-8")  # an escape may be half a character
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"the header is not valid JSON ({error}): damaged, or not a safetensors file") from error
-    if not isinstance(header, dict):
-        raise damaged(path, "the header is not a JSON object: the file is damaged")
+    assert isinstance(header, dict), "its first character is a brace"
     return header
 
 

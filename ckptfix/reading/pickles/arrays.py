@@ -13,7 +13,7 @@ from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.dtypes import BY_NUMPY
 from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import UnreadableError, damaged
+from ckptfix.errors import UnreadableError
 from ckptfix.reading.pickles.claims import checked, sizes
 from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
@@ -38,8 +38,7 @@ class NumpyArray(Struct, eq=False):
         if isinstance(state, tuple) and len(state) in (4, 5):
             shape, dtype, fortran, data = state[-4:]
             shape = sizes(shape)
-            if self.is_plain:
-                _expect_bytes(shape, dtype, data)
+            _expect_bytes(shape, dtype, data)
             self.shape, self.dtype, self.fortran, self.data, self._spec = shape, dtype, fortran, data, None
         elif self.is_plain:
             raise MalformedError("a numpy array with an invalid state")
@@ -51,10 +50,7 @@ class NumpyArray(Struct, eq=False):
         code, order = numpy_type(self.dtype)
         dtype = BY_NUMPY.get(code)
         # Python 2 pickles keep the bytes of an array in a str.
-        try:
-            data = raw_bytes(self.data) if isinstance(self.data, str) else self.data
-        except UnicodeEncodeError as error:
-            raise damaged(path, "the values of a numpy array are text") from error
+        data = raw_bytes(self.data) if isinstance(self.data, str) else self.data
         if dtype is None or not isinstance(data, (bytes, bytearray, memoryview)):
             return None
         strides = contiguous_strides(self.shape)
@@ -63,10 +59,6 @@ class NumpyArray(Struct, eq=False):
         if order == ">":
             import numpy as np
 
-            if len(data) % dtype.itemsize:
-                raise damaged(
-                    path, f"a numpy array of {code} has {len(data)} bytes, which is not a whole number of elements"
-                )
             data = np.frombuffer(data, dtype=f">{code}").astype(f"<{code}").tobytes()
         self._spec = checked(TensorSpec(dtype.name, self.shape, strides, Storage("numpy", MemoryBytes(data))), path)
         return self._spec
@@ -78,7 +70,7 @@ def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
         raise MalformedError("a numpy array with an invalid dtype")
     known = BY_NUMPY.get(numpy_type(dtype)[0])
     data = raw_bytes(data) if isinstance(data, str) else data
-    if known is not None and isinstance(data, (bytes, bytearray)):
+    if known is not None and isinstance(data, (bytes, bytearray, memoryview)):
         needed = math.prod(shape) * known.itemsize
         if len(data) != needed:
             raise MalformedError(f"a numpy array of {len(data)} bytes, and its elements take {needed}")

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import copyreg
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy._core.multiarray import _reconstruct
+from torch._utils import _rebuild_device_tensor_from_numpy
+from torch.storage import _load_from_bytes
 
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.dtypes import BY_NUMPY, BY_STORAGE, DTYPES
@@ -49,6 +54,66 @@ def test_a_tensor_of_every_release_becomes_a_spec():
     assert call("torch._utils._rebuild_tensor_v3", raw, 4, (2, 3), (3, 1), False, {}, dtype) == expected
     parameter = call("torch._utils._rebuild_parameter", expected, True, {})
     assert (parameter.is_parameter, parameter.requires_grad) == (True, True)
+
+
+class Called:
+    """What is pickled as a call."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.made = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+
+class Kind(np.ndarray):
+    """An array of a class of its own."""
+
+
+RECONSTRUCTOR: Any = copyreg._reconstructor  # type: ignore[attr-defined] # of protocols 0 and 1
+ARRAY = partial(Called, _reconstruct, np.ndarray, (0,), b"b")
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (Called(_load_from_bytes, 3), "a torch file that is not bytes"),
+        (Called(_rebuild_device_tensor_from_numpy, np.ones(2), "f", "cpu", False), "'f' is not a dtype"),
+        (Called(_reconstruct, "no", (0,), b"b"), "a numpy array of no class"),
+        (ARRAY(state=(1, 2)), "a numpy array with an invalid state"),
+        (ARRAY(state=(1, (2,), "f4", False, bytes(8))), "a numpy array with an invalid dtype"),
+        (ARRAY(state=(1, (2,), np.dtype("f4"), False, bytes(7))), "of 7 bytes, and its elements take 8"),
+        (ARRAY(state=(1, (1,), np.dtype("f4"), False, "日本語字")), "values are of the wrong type"),
+        (
+            Called(_reconstruct, Kind, (0,), b"b", state=(1, (2,), np.dtype(">f4"), False, bytes(7))),
+            "of 7 bytes, and its elements take 8",
+        ),
+    ],
+)
+def test_what_its_function_would_refuse_is_malformed(made, why):
+    with pytest.raises(UnreadableError, match=why):
+        unpickled(made)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Called(getattr, "x", "y"),
+        Called(getattr, int, 3),
+        Called(RECONSTRUCTOR, "x", dict, {"a": 1}),
+        Called(_rebuild_device_tensor_from_numpy, "text", torch.float32, "cpu", False),
+    ],
+    ids=["of a text", "no name", "of no class", "of no array"],
+)
+def test_a_call_without_a_meaning_becomes_an_opaque_object(made):
+    found = unpickled(made)
+    assert isinstance(found, Opaque)
+    assert len(found.args) == len(made.made[1])
+
+
+def test_an_object_of_old_protocols_has_what_fills_its_base():
+    made = unpickled(Called(RECONSTRUCTOR, Called, dict, {"a": 1}))
+    assert (str(made.cls), made.pairs) == (f"{__name__}.Called", {"a": 1})
 
 
 def test_a_dtype_of_a_later_torch_is_no_damage():
