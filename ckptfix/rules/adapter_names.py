@@ -168,10 +168,8 @@ class BaseNames:
                     "twice; merge it with the release that trained it"
                 )
             if packed := beside_codes(module, self.checkpoint.entries):
-                return AdapterError(
-                    f"{base}: {module} is quantised (it has {packed.removeprefix(f'{module}.')} and no weight); merge "
-                    "into the weights that were quantised, and quantise the result"
-                )
+                has = packed.removeprefix(f"{module}.")
+                return quantised(base, f"{module} is quantised (it has {has} and no weight)")
         is_tied = all(map(self._may_be_tied, lacking)) and any(map(is_of_words, self.checkpoint.specs))
         if "model_type" in model_config(self.checkpoint) and not is_tied:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
@@ -204,6 +202,11 @@ class BaseNames:
         sizes = next(self.adapter.sizes(layer) for layer in self.layers if layer.module == module)
         words = (frozenset(spec.shape) for key, spec in self.checkpoint.specs.items() if is_of_words(key))
         return is_of_words(f"{module}.weight") or sizes in words
+
+
+def quantised(path: str, words: str) -> AdapterError:
+    """Return the error for a base whose weights are codes."""
+    return AdapterError(f"{path}: {words}; merge into the weights that were quantised, and quantise the result")
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:

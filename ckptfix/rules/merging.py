@@ -29,7 +29,7 @@ from ckptfix.reading.adapters import (
     config_beside,
     incomplete,
 )
-from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words
+from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words, quantised
 from ckptfix.rules.quantised_layers import beside_codes
 
 # What peft puts into the names of a model in which it has wrapped layers.
@@ -71,10 +71,7 @@ def find_merge(
     for adapter in adapters:
         for key, delta in _deltas(checkpoint, adapter, merge, target):
             if codes := beside_codes(key.rpartition(".")[0], checkpoint.entries):
-                raise AdapterError(
-                    f"{checkpoint.path}: {key} is quantised, as {codes} beside it says; merge into the weights that "
-                    "were quantised, and quantise the result"
-                )
+                raise quantised(checkpoint.path, f"{key} is quantised, as {codes} beside it says")
             if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
                 raise AdapterError(
                     f"{adapter.path}: {key} cannot be given back: the adapter has "
@@ -370,10 +367,7 @@ def _of_layer(
 ) -> Iterator[tuple[str, Delta]]:
     spec = checkpoint.specs[key]
     if spec.dtype not in _FLOATS or spec.storage is None or spec.quantizer is not None:
-        raise AdapterError(
-            f"{checkpoint.path}: {key} is stored as {spec.dtype}, that is quantised; merge into the weights that were "
-            "quantised, and quantise the result"
-        )
+        raise quantised(checkpoint.path, f"{key} is stored as {spec.dtype}, that is quantised")
     path = adapter.path
     if "scale" in layer.keys:
         yield from _scales(checkpoint, adapter, layer, key, turned)
