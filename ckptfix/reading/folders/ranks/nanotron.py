@@ -12,7 +12,6 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ NAME = NANOTRON
 
 _LATEST = "latest.txt"
 _NUMBER = re.compile(r"(\d+)")
-_LISTED = 4
 _SLICES, _SHAPE = "local_global_slices_pairs", "unsharded_shape"
 
 
@@ -64,10 +62,8 @@ def document(files: RankFiles) -> Document:
     lacking = {name: counts[name] - len(held) for name, held in found.items() if len(held) < counts[name]}
     if lacking:
         name = max(lacking, key=lambda name: lacking[name])
-        absent = (rank for rank in range(counts[name]) if rank not in found[name])
         path = next(iter(found[name].values()))
-        names = tuple(re.sub(r"tp-rank-\d+", f"tp-rank-{rank}", path.name) for rank in islice(absent, _LISTED))
-        files.damage.append(Fact.of(Kind.RANKS_LACKING, absent=lacking[name], ranks=counts[name], names=names))
+        files.note_missing(counts[name], found[name], re.sub(r"tp-rank-\d+", "tp-rank-{}", path.name))
     wholes = {name: _whole(files, name, held, name in lacking) for name, held in found.items()}
     weights = OrderedDict((name, spec) for name, spec in wholes.items() if spec is not None)
     if not weights:

@@ -251,6 +251,15 @@ class _States(Struct):
         return max(self.counts)
 
     @property
+    def save(self) -> tuple[object, ...]:
+        """What all ranks of one save have alike, with the step of every flat group, as far as the optimizer counts."""
+        dtypes = sorted({spec.dtype for spec in tensors_in([self.masters, self.optimizer])})
+        found = self.optimizer.get("state")
+        groups = found.values() if isinstance(found, dict) else ()
+        steps = [_number(group.get("step")) for group in groups if isinstance(group, dict)]
+        return self.stage, self.counts, dtypes, steps
+
+    @property
     def numbers(self) -> list[int]:
         """The key in ``state`` of each flat group."""
         groups = self.optimizer.get("param_groups", ())
@@ -385,11 +394,7 @@ class Merging:
 
     def _leave_out_others(self) -> None:
         """Leave out the ranks of another stage, number of ranks, dtype or step than most."""
-        dtypes = {
-            rank: sorted({spec.dtype for spec in tensors_in([made.masters, made.optimizer])})
-            for rank, made in self.states.items()
-        }
-        facts = {rank: (made.stage, made.counts, dtypes[rank], *_steps(made)) for rank, made in self.states.items()}
+        facts = {rank: made.save for rank, made in self.states.items()}
         names = {rank: file.name for rank, file in self.present.items()}
         for rank in self.files.of_another_save(facts, names, "stage, number of ranks, dtype or step"):
             del self.states[rank], self.present[rank]
@@ -621,13 +626,6 @@ def _states(root: Any) -> _States:
             "param_groups": inner.get("param_groups") if isinstance(inner, dict) else None,
         },
     )
-
-
-def _steps(states: _States) -> Iterator[float | None]:
-    """Yield the step of every flat group, as far as the optimizer counts them."""
-    found = states.optimizer.get("state")
-    for group in found.values() if isinstance(found, dict) else ():
-        yield _number(group.get("step")) if isinstance(group, dict) else None
 
 
 def _number(value: Any) -> float | None:
