@@ -162,7 +162,7 @@ def number_of(value: object) -> Hashable:
     """Return what tells two options or counts apart: the number in a 0-d tensor, or anything that is not a tensor."""
     if isinstance(value, TensorSpec):
         if value.storage is None or value.numel != 1:
-            return id(value)
+            return value.dtype, id(value)
         start, stop = value.extent
         stored = bytes(value.storage.source.read(start, stop))
         form = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(value.dtype)

@@ -31,7 +31,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
@@ -123,8 +122,7 @@ def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
 def _is_reversed(spec: TensorSpec) -> bool:
     """Return whether the values make an ordinary matrix once the bytes of each are reversed."""
     stored = encoding(spec.dtype)
-    if stored is None or not DTYPES[spec.dtype].is_float:
-        return False
+    assert stored is not None, "the figures of a matrix are those of floats"
     with np.errstate(all="ignore"):
         return _is_ordinary(stored.decode(first_units(spec, LOOK).byteswap()).astype(np.float64))
 

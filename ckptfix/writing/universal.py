@@ -10,6 +10,7 @@ The folder is made under a temporary name, and renamed when all of it is on the 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import Opt, WriteError
+from ckptfix.maps.recipes import number_of
 from ckptfix.reading.folders.ranks.universal import GROUPS, LATEST, MASTER, PARAMETERS
 from ckptfix.reading.folders.ranks.zero import beside
 from ckptfix.writing.atomic import temporary_folder_beside, unwritten
@@ -65,15 +67,15 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path}: {first_names(odd)} cannot be the names of folders, one for each parameter"
         )
     kept = {key: value for key, value in root.items() if key not in (place, *checkpoint.container[:1])}
-    steps = [entry.get("step") for entry in optimizer["state"].values()]
+    step = next((number_of(entry.get("step")) for entry in optimizer["state"].values()), None)
     around = {
         # What DeepSpeed reads without asking whether it is there.
         **{"dp_world_size": 1, "mp_world_size": 1, "global_steps": 0, "global_samples": 0, "skipped_steps": 0},
         **{"lr_scheduler": None, "ds_config": {}, "ds_version": RELEASE},
         **kept,
     }
-    if "global_steps" not in kept and steps and isinstance(steps[0], (int, float)):
-        around["global_steps"] = int(steps[0])
+    if "global_steps" not in kept and isinstance(step, (int, float)) and math.isfinite(step):
+        around["global_steps"] = int(step)
     whole = {_MODULE: dict(checkpoint.entries), **around, "optimizer": optimizer}
     return replace(checkpoint, container=(_MODULE,), root=whole)
 

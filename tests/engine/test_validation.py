@@ -62,6 +62,11 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
             "keep_optimizer=True exclude each other",
             id="drop and keep",
         ),
+        pytest.param(
+            {"format": "universal", "shard_size": "1GB"},
+            "shard_size= and format='universal' exclude each other",
+            id="shards of parameters",
+        ),
         pytest.param({"format": "h5"}, "give pth, safetensors or universal", id="format"),
         pytest.param({"for_torch": "new"}, "new", id="version"),
         pytest.param({"shard_size": "many"}, "many", id="size"),

@@ -225,6 +225,11 @@ def test_a_hostile_name_stays_text(lines):
         ("pth", (), "torch.load('a.out', weights_only=True)"),
         ("pth", ("model", 0), "torch.load('a.out', weights_only=True)['model'][0]"),
         ("safetensors", ("model",), "safetensors.torch.load_file('a.out')"),
+        (
+            "universal",
+            ("module",),
+            'engine.load_checkpoint(\'a.out\'), with "checkpoint": {"load_universal": true} in ds_config',
+        ),
         ("shards", (), "ckptfix.open_checkpoint('a.out').state_dict()"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 import ckptfix
 from ckptfix.errors import UsageError, WriteError
+from ckptfix.reading.folders.ranks.universal import LATEST
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import unpacked
 
@@ -77,9 +78,10 @@ def by_name(tmp_path: Path, name: str, dtype: torch.dtype) -> Path:
 
 
 def test_a_plain_file_with_names_becomes_one(tmp_path: Path) -> None:
-    ckptfix.repair(by_name(tmp_path, "w", torch.float32), output=tmp_path / "out", format="universal")
-    whole = ckptfix.open_checkpoint(tmp_path / "out")
-    assert torch.equal(whole.state_dict()["w"], torch.ones(2))
+    output = ckptfix.repair(by_name(tmp_path, "w", torch.float32), beside=True, format="universal").report.output
+    assert output == str(tmp_path / "a.universal")
+    assert torch.equal(ckptfix.open_checkpoint(output).state_dict()["w"], torch.ones(2))
+    assert (tmp_path / "a.universal" / LATEST).read_text() == "global_step7"
 
 
 @pytest.mark.parametrize(
