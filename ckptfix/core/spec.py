@@ -296,9 +296,10 @@ class TensorStatistics(Struct, gc=False):
     which cannot overflow. ``first_nonfinite`` is the flat row-major index of the first element that is NaN or infinite;
     None if there is none, and for sparse tensors.
     ``words`` are the 8 bytes at each multiple of 4 KiB of the file, of a row-major tensor in a file without checksums:
-    equal ones lead to blocks that were copied. ``has_faint_rows`` says whether a row of a matrix begins with a number
-    below ``FAINT`` that is not zero. ``sample`` are some 256 of the numbers, at equal distances, as float32; empty for
-    sparse tensors.
+    equal ones lead to blocks that were copied. So do equal ``marks``, of a matrix in any file: pairs of integers of 64
+    bits, a hash of 16 bytes and their place in the tensor, wherever these have certain bits. ``has_faint_rows`` says
+    whether a row of a matrix begins with a number below ``FAINT`` that is not zero. ``sample`` are some 256 of the
+    numbers, at equal distances, as float32; empty for sparse tensors.
     ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6."""
 
     numel: int = 0
@@ -315,6 +316,7 @@ class TensorStatistics(Struct, gc=False):
     rms: float = 0.0
     first_nonfinite: int | None = None
     words: bytes = b""
+    marks: bytes = b""
     has_faint_rows: bool = False
     sample: bytes = b""
 

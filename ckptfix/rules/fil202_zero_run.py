@@ -3,13 +3,13 @@
 ## What it finds
 A run of zero bytes of the size of a disk's sector (512) or more, in a matrix of floating-point numbers of which
 elsewhere hardly one in a hundred is zero: a warning if it begins and ends where sectors of the file do, perhaps in
-tensors before and after it, else a note. Runs of whole rows are not reported (padding of a vocabulary, pruned
-channels), unless they are blocks of the file of several rows, and so are storages that have a checksum, which says more
-(FIL201).
+tensors before and after it, or if it is whole sectors long in a file with checksums, which was saved with the hole;
+else a note. Runs of whole rows are not reported (padding of a vocabulary, pruned channels), unless they are blocks of
+the file of several rows.
 
 ## Why it matters
 Files of torch before 1.6, and safetensors, have no checksum. A block that a disk lost or a download skipped reads as
-zeros, the file loads, and the layer is partly dead.
+zeros, the file loads, and the layer is partly dead. A file that was saved from such weights has checksums that agree.
 
 ## Fix safety
 There is no fix: the zeros may be meant. Compare the file with another copy of it.
@@ -46,18 +46,16 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
     """Name the tensors with a hole; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:
         return
-    unproved: list[tuple[Storage, dict[str, TensorSpec]]] = []
+    stored: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, keys in storages_of(context.checkpoint):
-        if storage.crc32 is not None:
-            continue
         inside = {key: context.checkpoint.specs[key] for key in keys if key in context.checkpoint.specs}
         matrices = {key: spec for key, spec in inside.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
         if matrices:
-            unproved.append((storage, matrices))
+            stored.append((storage, matrices))
     # Asked for together, since they are computed side by side.
-    figures = dict(context.statistics.items()) if unproved else {}
+    figures = dict(context.statistics.items()) if stored else {}
     suspects: list[tuple[Storage, dict[str, TensorSpec]]] = []
-    for storage, matrices in unproved:
+    for storage, matrices in stored:
         some = {key: spec for key, spec in matrices.items() if key in figures and _may_hold(spec, figures[key])}
         if some:
             suspects.append((storage, some))
@@ -69,7 +67,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         for key, spec in some.items():
             across = _lies_across_rows(spec, hole)
             is_hole = bool(block) or hole.stop - hole.start >= LEAST
-            is_hole &= across or _is_of_rows(spec, hole, block)
+            is_hole &= across or (storage.crc32 is None and _is_of_rows(spec, hole, block))
             if is_hole and _is_dense_elsewhere(spec, figures[key].zeros, hole):
                 found[key] = hole
                 lost += [key] if block else []
@@ -89,7 +87,12 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _block(storage: Storage, hole: Hole) -> int:
     """Return the bytes of the blocks of the file that a hole is made of, with the zeros around its storage: a power of
-    two from a sector on; 0 if it does not begin and end where sectors do, or the file itself. It is known to a word."""
+    two from a sector on; 0 if it does not begin and end where sectors do, or the file itself. It is known to a word.
+
+    In a file with checksums, the sectors are those of another one: there are as many as fill the hole."""
+    if storage.crc32 is not None:
+        length = hole.stop - hole.start
+        return SECTOR if length >= LEAST and -length % SECTOR <= 2 * WORD else 0
     place = located(storage.source)
     if place is None or hole.stop - hole.start < PART:
         return 0

@@ -1,13 +1,15 @@
-"""FIL204 copied-block: a block of a file that holds the bytes of another block.
+"""FIL204 copied-block: a part of a weight matrix that is a part of another place, too.
 
 ## What it finds
-Blocks of 4 KiB inside of weight matrices whose bytes are those of another block of the file, where the bytes before and
-after are different. Only in files without checksums, and only whole blocks of the file: matrices and rows that are
-equal from end to end, as of tied or copied layers, are not reported.
+Runs of 512 bytes or more inside of weight matrices whose bytes are also at another place of the file, where the bytes
+before and after are different. Of small files hardly a run of 4 KiB is missed, and of any file hardly one of 64 KiB;
+blocks of 4 KiB that were put where another block of a file without checksums was are always found. What is equal by
+design is not reported: whole matrices, rows and kernels, the same place of two matrices of one shape, and whatever two
+matrices have in common many times.
 
 ## Why it matters
-Files of torch before 1.6, and safetensors, have no checksum. A block that a disk, a cache or a download put in the
-wrong place is full of ordinary numbers: the file loads, no figure is odd, and a part of a layer is another one's.
+A block that a disk, a cache or a download put in the wrong place, or that a program copied before the file was saved,
+is full of ordinary numbers: the file loads, no figure is odd, and a part of a layer is another one's.
 
 ## Fix safety
 There is no fix: which of the two is the copy is not in the file. Compare the file with another copy of it.
@@ -20,119 +22,159 @@ https://www.usenix.org/conference/fast-08/analysis-data-corruption-storage-stack
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
-from ckptfix.bytes.sources import FileBytes, located
+from msgspec import Struct
+
+from ckptfix.bytes.sources import SECTOR, FileBytes, located
 from ckptfix.core.checkpoint import IN_MEMORY
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import DISK_BLOCK, TensorSpec
 from ckptfix.rules.rule import Context, Rule
+from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_layers_own
 
-FEW = 1 << 17  # blocks of which a set is sooner made than numpy imported
-MOST = 256  # pairs of blocks with the same first bytes of which the rest is compared
-_PIECE = 1 << 20  # bytes that are compared at once: a run may be as long as a layer
-_BEYOND = 8  # bytes before and after a block that have to differ
+FEW = 1 << 17  # places of which a set is sooner made than numpy imported
+MOST = 256  # distances between equal places at which these are compared
+LONGEST = 1 << 24  # bytes of a run from which on it is a part of the layout, and not a block
+TOGETHER = 4  # runs that two matrices have in common, at most, if these are copies
+UNIT = 8  # numbers of a row or a kernel from which on a run does not begin and end with one by chance
+_PIECES = (1 << 12, 1 << 20)  # bytes that are compared at once: first, and from then on
 
 
-class _Matrix(NamedTuple):
-    """A matrix in a file: where it begins and ends there, and the bytes of a row."""
+class _Matrix(Struct, frozen=True, gc=False):
+    """A matrix in a file: where it begins and ends there, and its shape."""
 
     key: str
     file: FileBytes
     start: int
     stop: int
-    row: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def is_edge(self, place: int) -> bool:
+        """Return whether a row, or a kernel, of the matrix begins or ends at a byte of the file."""
+        number, unit = (place - self.start) // self.itemsize, 1
+        for size in reversed(self.shape[1:]):
+            unit *= size
+            if unit > UNIT and number % unit == 0:
+                return True
+        return False
+
+
+Run = tuple[_Matrix, _Matrix, int, int, int]  # two matrices, where each has the run in the file, and its bytes
 
 
 def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the tensors with a block that is somewhere else too; propose nothing."""
+    """Name the tensors with a run that is somewhere else too; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:
         return
-    files: dict[str, list[tuple[_Matrix, bytes]]] = defaultdict(list)
+    files: dict[str, list[tuple[_Matrix, memoryview, memoryview]]] = defaultdict(list)
     for key, figures in context.matrices.items():
-        if figures.words and is_layers_own(key):
+        if (figures.words or figures.marks) and is_layers_own(key):
             matrix = _placed(key, context.checkpoint.specs[key])
-            files[matrix.file.file.path].append((matrix, figures.words))
-    found = [pair for matrices in files.values() for pair in _copies(matrices)]
+            words, marks = (memoryview(data).cast("Q") for data in (figures.words, figures.marks))
+            files[matrix.file.file.path].append((matrix, words, marks))
+    found = [run for matrices in files.values() for run in _copies(matrices)]
     if found:
-        keys = dict.fromkeys(matrix.key for one, other, _, _ in found for matrix in (one, other))
+        keys = dict.fromkeys(matrix.key for one, other, *_ in found for matrix in (one, other))
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(found), 'block')} of {DISK_BLOCK} bytes or more with the bytes of another place of the file",
+            f"{counted(len(found), 'run')} of {SECTOR} bytes or more with the bytes of another place of the file",
             keys=keys,
-            evidence={"bytes_of_file": [[at, other] for _, _, at, other in found]},
+            evidence={"bytes_of_file": [[at, to] for _, _, at, to, _ in found], "length": [size for *_, size in found]},
             remedies=advise("compare the file with another copy"),
         )
 
 
 def _placed(key: str, spec: TensorSpec) -> _Matrix:
     file = located(spec.storage.source) if spec.storage is not None else None
-    assert file is not None, "words are kept of what is in a file"
+    assert file is not None, "words and marks are kept of what is in a file"
     start = file.offset + spec.offset * spec.itemsize
-    return _Matrix(key, file, start, start + spec.nbytes, spec.nbytes // spec.shape[0])
+    return _Matrix(key, file, start, start + spec.nbytes, spec.shape, spec.itemsize)
 
 
-def _copies(matrices: list[tuple[_Matrix, bytes]]) -> Iterator[tuple[_Matrix, _Matrix, int, int]]:
-    """Yield two matrices and the two places of the file at which a run of equal blocks begins."""
-    count = sum(len(words) // 8 for _, words in matrices)
-    if count <= FEW and len({*chain.from_iterable(memoryview(words).cast("Q") for _, words in matrices)}) == count:
+def _copies(found: Sequence[tuple[_Matrix, memoryview, memoryview]]) -> Iterator[Run]:
+    """Yield the runs that are in two places."""
+    matrices = [matrix for matrix, *_ in found]
+    first = [-(-matrix.start // DISK_BLOCK) * DISK_BLOCK for matrix in matrices]
+    blocks = _runs(
+        matrices,
+        [words for _, words, _ in found],
+        lambda owner, words: first[owner] + DISK_BLOCK * np.arange(len(words)),
+    )
+    marked = _runs(
+        matrices,
+        [marks[::2] for *_, marks in found],
+        lambda owner, _: matrices[owner].start + np.asarray(found[owner][2][1::2]).astype(np.int64),
+    )
+    copies = dict.fromkeys(run for run in chain(blocks, marked) if _is_copied(*run))
+    together = Counter((one.key, other.key) for one, other, *_ in copies)
+    yield from (run for run in copies if together[run[0].key, run[1].key] <= TOGETHER)
+
+
+def _runs(
+    matrices: Sequence[_Matrix], hashes: Sequence[memoryview], places: Callable[[int, memoryview], Array]
+) -> Iterator[Run]:
+    """Yield the runs around equal hashes, of some distances between the two places a few each."""
+    count = sum(map(len, hashes))
+    if not count or (count <= FEW and len({*chain.from_iterable(hashes)}) == count):
         return
-    numbers, places, owners = [], [], []
-    for at, (matrix, words) in enumerate(matrices):
-        first = -(-matrix.start // DISK_BLOCK)
-        numbers.append(np.frombuffer(words, np.uint64))
-        places.append(first + np.arange(len(numbers[-1])))
-        owners.append(np.full(len(numbers[-1]), at))
-    place, chosen = np.unique(np.concatenate(places), return_index=True)  # tied tensors are in one place
-    word, owner = np.concatenate(numbers)[chosen], np.concatenate(owners)[chosen]
-    order = np.argsort(word, kind="stable")
-    is_same = (word[order][1:] == word[order][:-1]) & (word[order][1:] >> np.uint64(32) != word[order][1:] & 0xFFFFFFFF)
-    one, other = order[:-1][is_same], order[1:][is_same]
-    step = int(place[-1]) + 2  # what the number of a pair grows by to that of the two blocks after it
-    pairs = np.sort(place[one] * (step - 1) + place[other])
-    pairs = pairs[np.argsort(pairs % step, kind="stable")]  # so that runs are together
-    begins = np.flatnonzero(np.diff(pairs, prepend=-1) != step)
-    lengths = np.diff(begins, append=len(pairs))
-    for pair, length in zip(pairs[begins[:MOST]].tolist(), lengths.tolist(), strict=False):
-        a, b = divmod(pair, step - 1)
-        mine, theirs = (matrices[owner[np.searchsorted(place, at)]][0] for at in (a, b))
-        if _is_copied(mine, theirs, a * DISK_BLOCK, b * DISK_BLOCK, length * DISK_BLOCK):
-            yield mine, theirs, a * DISK_BLOCK, b * DISK_BLOCK
+    # Tied tensors are in one place.
+    place, chosen = np.unique(np.concatenate([places(*each) for each in enumerate(hashes)]), return_index=True)
+    hashed = np.concatenate([np.asarray(some) for some in hashes])[chosen]
+    owner = np.repeat(np.arange(len(hashes)), [len(some) for some in hashes])[chosen]
+    order = np.argsort(hashed, kind="stable")
+    ranked = hashed[order]
+    same = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] >> np.uint64(32) != ranked[1:] & 0xFFFFFFFF))
+    one, other = order[same], order[same + 1]
+    ordered = np.lexsort((place[one], place[other] - place[one]))
+    one, other = one[ordered], other[ordered]
+    at = place[one]
+    begins = np.flatnonzero(np.diff(place[other] - at, prepend=-1)).tolist()
+    for begin, end in zip(begins[:MOST], [*begins[1:], len(at)], strict=False):
+        number = begin
+        for _ in range(TOGETHER + 1):
+            if number < end:
+                mine, theirs = matrices[owner[one[number]]], matrices[owner[other[number]]]
+                run = _run(mine, theirs, int(at[number]), int(place[other[number]]))
+                yield run
+                number = max(number + 1, begin + int(np.searchsorted(at[begin:end], run[2] + run[4])))
 
 
-def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, length: int) -> bool:
-    """Return whether two runs of blocks are equal, their surroundings differ, and one ends inside of a row."""
-    runs = ((one, at), (other, to))
-    if not any((edge - matrix.start) % matrix.row for matrix, start in runs for edge in (start, start + length)):
+def _run(one: _Matrix, other: _Matrix, at: int, to: int) -> Run:
+    """Return the run of equal numbers around two places, as far as it is not too long."""
+    before = _equal(one, other, at, to, -1, min(at - one.start, to - other.start, LONGEST))
+    after = _equal(one, other, at, to, 1, min(one.stop - at, other.stop - to, LONGEST))
+    return one, other, at - before, to - before, before + after
+
+
+def _equal(one: _Matrix, other: _Matrix, at: int, to: int, way: int, most: int) -> int:
+    """Return how many bytes are equal from two places on, or before them, in whole numbers."""
+    done, piece = 0, _PIECES[0]
+    while done < most:
+        size = min(piece, most - done)
+        mine, theirs = (
+            np.frombuffer(matrix.file.file.read(place + done if way > 0 else place - done - size, size), np.uint8)
+            for matrix, place in ((one, at), (other, to))
+        )
+        if len(mine) != len(theirs):
+            return done
+        different = np.flatnonzero(mine[::way] != theirs[::way])
+        if len(different):
+            return done + int(different[0]) // one.itemsize * one.itemsize
+        done, piece = done + size, _PIECES[1]
+    return done
+
+
+def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
+    """Return whether a run was copied, and is not equal by design."""
+    if not SECTOR <= size < LONGEST or (at - one.start == to - other.start and one.shape == other.shape):
         return False
-
-    def both(offset: int, size: int) -> list[bytes]:
-        return [matrix.file.file.read(start + offset, size) for matrix, start in runs]
-
-    before = min(_compared(start - matrix.start) for matrix, start in runs)
-    after = min(_compared(matrix.stop - start - length) for matrix, start in runs)
-    for offset, size in ((-before, before), (length, after)):
-        mine, theirs = both(offset, size)
-        if mine == theirs and mine:  # none after the end of the file
-            return False
-    for offset in range(0, length, _PIECE):
-        size = min(_PIECE, length - offset)
-        mine, theirs = both(offset, size)
-        if mine != theirs or len(mine) != size or (not offset and _is_repeated(mine)):
-            return False
-    return True
-
-
-def _compared(rest: int) -> int:
-    """Return how many bytes beyond a block are compared, if the matrix goes on for ``rest`` bytes there."""
-    return min(_BEYOND, rest) if rest > 0 else _BEYOND
-
-
-def _is_repeated(data: bytes) -> bool:
-    """Return whether a block is a few numbers over and over, as an initialisation may be."""
-    return len(set(memoryview(data[: len(data) // 8 * 8]).cast("Q"))) < len(data) // 32
+    if any(matrix.is_edge(start) and matrix.is_edge(start + size) for matrix, start in ((one, at), (other, to))):
+        return False
+    words = np.frombuffer(one.file.file.read(at, min(size // 8 * 8, DISK_BLOCK)), np.uint64)
+    return len(np.unique(words)) > len(words) // 2  # and not a few numbers over and over, as of an initialisation

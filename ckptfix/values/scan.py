@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ckptfix.bytes.checksums import crc32, is_open, note_checksum
-from ckptfix.bytes.sources import located
+from ckptfix.bytes.sources import SECTOR, located
 from ckptfix.bytes.threads import batched, side_by_side
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import np
@@ -37,7 +37,7 @@ class Scanner:
 
     ``order`` maps positions in the order of feeding (an int64 array of element numbers) to row-major indices; None
     if that is the order in which the elements are fed. ``narrowing`` is the cast of which to count the losses.
-    ``position`` is that of the first element that is fed."""
+    ``position`` is that of the first element that is fed. One word in 2^``rarity`` is marked, none if that is 0."""
 
     def __init__(
         self,
@@ -45,7 +45,9 @@ class Scanner:
         order: Callable[[Array], Array] | None = None,
         narrowing: Narrowing | None = None,
         position: int = 0,
+        rarity: int = 0,
     ) -> None:
+        self._rarity = rarity
         self._encoding = encoding
         self._order = order
         self._narrowing = narrowing
@@ -58,7 +60,8 @@ class Scanner:
             raise ValueError(f"{block.nbytes} bytes are not a whole number of elements")
         if not block.nbytes:
             return
-        found = _tally(block, self._encoding, self._narrowing)
+        at = self._position * self._encoding.itemsize * self._encoding.units
+        found = _tally(block, self._encoding, self._narrowing, self._rarity, at)
         if (unit := found.first_nonfinite) is not None:
             index = self._position + unit // self._encoding.units
             found.first_nonfinite = index if self._order is None else self._least_index(block)
@@ -76,11 +79,13 @@ class Scanner:
         return int(self._order(found).min())
 
 
-def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = None) -> TensorStatistics:
-    """Return the figures of the numbers of a block; ``first_nonfinite`` counts units."""
+def _tally(
+    block: memoryview, encoding: Encoding, narrowing: Narrowing | None = None, rarity: int = 0, at: int = 0
+) -> TensorStatistics:
+    """Return the figures of the numbers of a block; ``first_nonfinite`` counts units. Only the kernel makes marks."""
     compiled = kernel()
     if compiled is not None and encoding.part in KINDS:
-        return compiled.tally(block, encoding, narrowing)
+        return compiled.tally(block, encoding, narrowing, rarity, at)
     if not encoding.smallest_normal and block.nbytes <= FEW and (numbers := encoding.few(block.tobytes())):
         return tally_integers(numbers)
     units = np.frombuffer(block, dtype=encoding.unit)
@@ -93,7 +98,8 @@ def _tally(block: memoryview, encoding: Encoding, narrowing: Narrowing | None = 
 class ScanPart(NamedTuple):
     """Elements ``start`` to ``stop`` of a walk. ``proved`` is the storage whose checksum is worked out on the way,
     ``place`` the byte of the file at which the tensor begins, if words of it are kept, ``row`` the bytes of a row of a
-    matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next."""
+    matrix that may have faint ones, ``distance`` the bytes from one number of the sample to the next, and ``rarity``
+    that of the marks."""
 
     walk: Walk
     stored: Encoding
@@ -105,12 +111,13 @@ class ScanPart(NamedTuple):
     place: int | None = None
     row: int = 0
     distance: int = 0
+    rarity: int = 0
 
     def look(self, given: Iterable[memoryview] | None = None) -> TensorStatistics:
         """Return the figures of the bytes that are given, or else of those in the file. Raises ``UnreadableError`` if
         these are not there."""
         order = None if self.walk.is_row_major else self.walk.logical_order
-        scanner, crc = Scanner(self.stored, order, self.narrowing, self.start), 0
+        scanner, crc = Scanner(self.stored, order, self.narrowing, self.start, self.rarity), 0
         words: list[bytes] = []
         sample: list[bytes] = []
         is_faint, at = False, self.start * self.walk.spec.itemsize
@@ -167,9 +174,9 @@ _FAINT = Narrowing(math.nextafter(FAINT, 0), math.inf)  # float16 has no such sm
 Edges = Sequence[tuple[int, int]]
 
 
-def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = ()) -> list[ScanPart]:
+def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = (), rarity: int = 0) -> list[ScanPart]:
     """Return the parts of a strided tensor that has elements, and a storage; ``edges`` are the first and one past the
-    last element of each, if they are not to be chosen."""
+    last element of each, if they are not to be chosen. ``rarity`` is for the marks of matrices in a file."""
     dtype, stored, walk, storage = DTYPES[spec.dtype], encoding(spec.dtype), Walk(spec), spec.storage
     assert stored is not None, f"{spec.dtype} holds no numbers"
     cast = narrowing if dtype.is_float else None
@@ -178,26 +185,29 @@ def parts_of(spec: TensorSpec, narrowing: Narrowing | None, edges: Edges = ()) -
     # A checksum is that of a whole storage, from front to back.
     is_whole = storage is not None and not spec.offset and nbytes == storage.nbytes and walk.is_plain
     proved = storage if is_whole and storage is not None and is_open(storage) else None
-    place, row = _samples(spec, walk)
+    place, row, is_marked = _samples(spec, walk)
+    rarity *= is_marked
     distance = _distance(distinct * stored.units) * stored.itemsize
     if not edges and (nbytes <= PART or proved is not None or not walk.is_run):
-        return [ScanPart(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance)]
+        return [ScanPart(walk, stored, cast, 0, distinct, nbytes, proved, place, row, distance, rarity)]
     step = max(PART // size, 1)
     edges = edges or [(start, min(start + step, distinct)) for start in range(0, distinct, step)]
     return [
-        ScanPart(walk, stored, cast, start, stop, (stop - start) * size, None, place, row, distance)
+        ScanPart(walk, stored, cast, start, stop, (stop - start) * size, None, place, row, distance, rarity)
         for start, stop in edges
     ]
 
 
-def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int]:
-    """Return at which byte of the file a tensor begins and how many bytes a row has, if these are looked at."""
+def _samples(spec: TensorSpec, walk: Walk) -> tuple[int | None, int, bool]:
+    """Return at which byte of the file a tensor begins and how many bytes a row has, if these are looked at, and
+    whether it is marked."""
     storage = spec.storage
     if len(spec.shape) < 2 or not walk.is_plain or storage is None or not DTYPES[spec.dtype].is_float:
-        return None, 0
+        return None, 0, False
     row = spec.nbytes // spec.shape[0] if spec.dtype in ("float64", "float32", "bfloat16") else 0
-    file = located(storage.source) if storage.crc32 is None and spec.nbytes > DISK_BLOCK else None
-    return None if file is None else file.offset + spec.offset * spec.itemsize, row
+    file = located(storage.source) if spec.nbytes > SECTOR else None
+    place = None if file is None or storage.crc32 is not None else file.offset + spec.offset * spec.itemsize
+    return place, row, file is not None
 
 
 def looks(parts: Sequence[ScanPart]) -> Iterator[TensorStatistics]:
@@ -253,8 +263,9 @@ def first_numbers(spec: TensorSpec, count: int) -> Array:
 
 
 LIBRARY = Path(__file__).parent / "_kernel.so"
-INTERFACE = 6  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
+INTERFACE = 7  # As in `kernel.c`. A library of another interface was built from other sources, and is not used.
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+MARK = 16  # bytes of a mark
 STRIP = 16  # columns that `ckptfix_add_product` takes at a time
 
 
@@ -271,7 +282,15 @@ class _Cast(ctypes.Structure):
     _fields_ = (("vanishing", ctypes.c_double), ("largest", ctypes.c_double), ("wanted", ctypes.c_int))
 
 
-_NO_CAST = _Cast()
+class _Marks(ctypes.Structure):
+    _fields_ = (
+        *(("mask", ctypes.c_uint32), ("wanted", ctypes.c_uint32)),
+        *((name, ctypes.c_size_t) for name in "place room found".split()),
+        ("marks", ctypes.c_void_p),
+    )
+
+
+_NO_CAST, _NO_MARKS = _Cast(), _Marks()
 
 
 class Kernel:
@@ -280,7 +299,7 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._scan, self._count = library.ckptfix_scan, library.ckptfix_count
         pointer = ctypes.c_void_p
-        self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *map(ctypes.POINTER, (_Cast, _Figures)))
+        self._scan.argtypes = (ctypes.c_int, pointer, ctypes.c_size_t, *map(ctypes.POINTER, (_Cast, _Figures, _Marks)))
         self._count.argtypes = (pointer, ctypes.c_size_t, pointer)
         self._scan.restype = self._count.restype = None
         self.merges, self._merge = bool(library.ckptfix_multiplies_as_torch()), library.ckptfix_add_product
@@ -303,11 +322,21 @@ class Kernel:
             KINDS[dtype], address, two.ctypes.data, one.ctypes.data, len(two), width, two.shape[1], scaling, rounds
         )
 
-    def tally(self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
+    def tally(
+        self, block: memoryview, encoding: Encoding, narrowing: Narrowing | None, rarity: int = 0, at: int = 0
+    ) -> TensorStatistics:
         """Return the figures of the floats of a block, of one of the ``KINDS``; ``first_nonfinite`` counts units."""
-        cast = _NO_CAST if narrowing is None else _Cast(*narrowing, 1)
+        cast, marks, kept = _NO_CAST if narrowing is None else _Cast(*narrowing, 1), _NO_MARKS, b""
+        if rarity:
+            # Of 16-bit numbers, a word has two, of which the exponents say little.
+            mask = (1 << rarity) - 1 << 4 if encoding.itemsize == 4 else 0x7F | ((1 << rarity - 7) - 1) << 16
+            room = (block.nbytes >> rarity) + 16
+            buffer = ctypes.create_string_buffer(room * MARK)
+            marks = _Marks(mask, 0x5A5A5A5A & mask, at, room, 0, ctypes.addressof(buffer))
         found, count = _Figures(), block.nbytes // encoding.itemsize
-        self._scan(KINDS[encoding.part], _aligned(block, encoding.itemsize), count, cast, found)
+        self._scan(KINDS[encoding.part], _aligned(block, encoding.itemsize), count, cast, found, marks)
+        if marks.found:
+            kept = buffer.raw[: marks.found * MARK]
         return TensorStatistics(
             count,
             found.nan,
@@ -322,6 +351,7 @@ class Kernel:
             found.sum / found.finite if found.finite else 0.0,
             math.sqrt(found.squares / found.finite) if found.finite else 0.0,
             None if found.first < 0 else found.first,
+            marks=kept,
         )
 
     def count(self, block: memoryview) -> Array:

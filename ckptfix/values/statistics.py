@@ -42,7 +42,9 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
         self._of_key: dict[str, TensorStatistics] = {}
         self._of_spec: dict[TensorSpec, TensorStatistics] = {}
-        self._task = Task("scanning values", sum(spec.nbytes for spec in self._specs.values()))
+        total = sum(spec.nbytes for spec in self._specs.values())
+        self._task = Task("scanning values", total)
+        self._rarity = _rarity(total)
         self._asked: set[str] = set()
         self._is_whole = False
 
@@ -86,7 +88,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         known, keys = self._of_spec, list(keys)
         wanted = iter(dict.fromkeys(spec for spec in map(self._specs.__getitem__, keys) if spec not in known))
         while some := list(islice(wanted, AT_ONCE)):
-            parts = [_parts(spec, self._narrowing) for spec in some]
+            parts = [_parts(spec, self._narrowing, self._rarity) for spec in some]
             found = looks(list(chain.from_iterable(parts)))
             for spec, of_spec in zip(some, parts, strict=True):
                 known[spec] = _assemble(spec, of_spec, found)
@@ -150,6 +152,14 @@ def histogram(figures: TensorStatistics) -> str:
     return "".join(_DIGITS[height] for height in heights.tolist()) if counts.any() else ""
 
 
+def _rarity(nbytes: int) -> int:
+    """Return the rarity of the marks of a checkpoint: one word in 2^8 up to 32 MiB, so that hardly a copy of 4 KiB is
+    missed, and one in 2^12 from 512 MiB on, so that hardly one of 64 KiB is.
+
+    More marks there would take more than a tenth of the time of a check; from 16 GiB on, their memory is bounded."""
+    return max(min(max((nbytes >> 17).bit_length(), 8), 12), (nbytes >> 23).bit_length())
+
+
 def _is_numeric(spec: TensorSpec) -> bool:
     values = _values(spec)
     if values is None or encoding(values.dtype) is None:
@@ -172,11 +182,11 @@ def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> T
     return _assemble(spec, parts, looks(parts))
 
 
-def _parts(spec: TensorSpec, narrowing: Narrowing | None) -> list[ScanPart]:
+def _parts(spec: TensorSpec, narrowing: Narrowing | None, rarity: int = 0) -> list[ScanPart]:
     """Return what has to be looked at; nothing for a tensor without elements."""
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"
-    return parts_of(values, narrowing) if values.numel else []
+    return parts_of(values, narrowing, rarity=rarity) if values.numel else []
 
 
 def _assemble(spec: TensorSpec, parts: Sequence[ScanPart], looks: Iterator[TensorStatistics]) -> TensorStatistics:

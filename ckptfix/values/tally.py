@@ -34,7 +34,7 @@ def join(whole: TensorStatistics, other: TensorStatistics) -> None:
         whole.minimum, whole.maximum = min(whole.minimum, other.minimum), max(whole.maximum, other.maximum)
         whole.mean = whole.mean * before_share + other.mean * share
         whole.rms = math.hypot(whole.rms * math.sqrt(before_share), other.rms * math.sqrt(share))
-    for name in (*COUNTS, "words", "sample"):
+    for name in (*COUNTS, "words", "marks", "sample"):
         setattr(whole, name, getattr(whole, name) + getattr(other, name))
     whole.has_faint_rows |= other.has_faint_rows
     places = [place for place in (whole.first_nonfinite, other.first_nonfinite) if place is not None]

@@ -59,9 +59,26 @@ def test_noop_in_memory() -> None:
     check_noop({"weight": _with_zeros(300, 600, 40, 33)}, "FIL202")
 
 
-def test_noop_where_a_checksum_says_more(tmp_path: Path) -> None:
-    torch.save({"weight": _with_zeros(300, 600, 40, 33)}, tmp_path / "file.pth")
-    assert "FIL202" not in [finding.code for finding in ckptfix.check(tmp_path / "file.pth").findings]
+@pytest.mark.parametrize(
+    ("start", "stop", "levels"),
+    [
+        pytest.param(300, 600, [Level.NOTE], id="a_long_run"),
+        pytest.param(301, 301 + 128, [Level.WARNING], id="a_sector"),
+        pytest.param(300, 300 + 640, [Level.WARNING], id="five_sectors"),
+        pytest.param(33 * 4, 33 * 12, [], id="whole_rows"),
+        pytest.param(300, 400, [], id="less_than_a_sector"),
+    ],
+)
+def test_a_hole_from_before_the_file_was_saved(tmp_path: Path, start: int, stop: int, levels: list[Level]) -> None:
+    """The checksums agree: the hole was lost from another file, wherever its sectors were."""
+    torch.save({"weight": _with_zeros(start, stop, 40, 33)}, tmp_path / "file.pth")
+    found = ckptfix.check(tmp_path / "file.pth", select=("FIL202",)).findings
+    assert [finding.level for finding in found] == levels
+
+
+def test_noop_for_pruned_rows_of_whole_sectors_with_checksums(tmp_path: Path) -> None:
+    torch.save({"weight": _with_zeros(32 * 4, 32 * 12, 40, 32)}, tmp_path / "file.pth")
+    assert ckptfix.check(tmp_path / "file.pth", select=("FIL202",)).findings == ()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 import ckptfix
 from ckptfix.core.finding import Finding, Level
+from ckptfix.values.scan import kernel
 from tests.checks import check_noop
 from tests.rules.healthy import HEALTHY, build
 
@@ -79,15 +80,17 @@ def test_noop_in_memory() -> None:
 
 @pytest.mark.parametrize("shift", [0, 8, 24, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("source", "target", "blocks"), [(3, 7, 1), (2, 9, 2), (9, 2, 1)])
+@pytest.mark.parametrize(("source", "target", "blocks"), [(3, 8, 1), (2, 9, 2), (9, 2, 1)])
 def test_a_block_from_another_place(tmp_path: Path, shift: int, dtype, source: int, target: int, blocks: int) -> None:
     raw = _file(tmp_path, _weights(dtype), shift)
     size = 4096 * blocks
     raw[4096 * target : 4096 * target + size] = raw[4096 * source : 4096 * source + size]
     (finding,) = _found(tmp_path / "f.safetensors", raw)
     assert finding.level is Level.WARNING
-    places = sorted([4096 * source, 4096 * target])
-    assert [sorted(pair) for pair in finding.evidence["bytes_of_file"]] == [places]
+    ((at, to),), (length,) = finding.evidence["bytes_of_file"], finding.evidence["length"]
+    at, to = (at, to) if (at < to) == (source < target) else (to, at)
+    assert (to - at, length <= size) == (4096 * (target - source), True)
+    assert 0 <= at - 4096 * source < 256  # the rest is the end of another tensor
 
 
 def test_a_block_of_a_tensor_that_is_read_in_pieces(tmp_path: Path) -> None:
@@ -97,11 +100,61 @@ def test_a_block_of_a_tensor_that_is_read_in_pieces(tmp_path: Path) -> None:
     assert [sorted(pair) for pair in finding.evidence["bytes_of_file"]] == [[4096 * 700, 4096 * 2000]]
 
 
-def test_noop_where_a_checksum_says_more(tmp_path: Path) -> None:
-    weight = torch.randn(96, 129)
-    weight.view(-1)[4096:5120] = weight.view(-1)[1024:2048]
-    torch.save({"a.weight": weight}, tmp_path / "f.pth")
+def _tiled_columns(times: int) -> torch.Tensor:
+    """Queries that share a few heads, which the file has for each."""
+    return torch.randn(96, 160).repeat(1, times)
+
+
+def _updated(weight: torch.Tensor, share: float) -> torch.Tensor:
+    """A moving average in few bits, most of which an update leaves alone."""
+    return torch.where(torch.rand(weight.shape) < share, weight + 0.5, weight)
+
+
+def _positions() -> torch.Tensor:
+    """Half of each row is that of the height, half that of the width, as of MAE."""
+    halves = torch.randn(16, 300)
+    return torch.cat([halves.repeat_interleave(16, 0), halves.repeat(16, 1)], 1)
+
+
+EQUAL_WITH_CHECKSUM = {
+    **EQUAL_BY_RIGHT,
+    "heads that are shared": {"k_proj.weight": torch.randn(4, 64, 200).repeat_interleave(4, 0).flatten(0, 1)},
+    "columns": {"o_proj.weight": _tiled_columns(4)},
+    "two sets in few bits": {
+        "student.a.weight": (half := torch.randn(200, 129).bfloat16()),
+        "teacher.a.weight": _updated(half, 0.003),
+    },
+    "positions": {"pos_embed.weight": _positions()},
+    "kernels for twice the channels": {"conv.weight": torch.randn(64, 3, 7, 7).repeat(1, 2, 1, 1)},
+    "kernels through time": {"conv.weight": torch.randn(32, 3, 1, 7, 7).repeat(1, 1, 5, 1, 1)},
+    "experts that were one layer": {"experts.weight": torch.randn(1, 64, 129).repeat(4, 1, 1)},
+    "fused and apart": {"qkv.weight": (fused := torch.randn(96, 129)), "q.weight": fused[:32].clone()},
+    "unused rows": {"a.weight": torch.cat([torch.randn(9, 500), torch.ones(3, 500) * torch.randn(500)])},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EQUAL_WITH_CHECKSUM)
+def test_noop_with_checksums(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.save({key: value.to(dtype) for key, value in EQUAL_WITH_CHECKSUM[name].items()}, tmp_path / "f.pth")
     assert ckptfix.check(tmp_path / "f.pth", select=("FIL204",)).findings == ()
+
+
+@pytest.mark.skipif(kernel() is None, reason="only the kernel makes marks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("source", "target"), [("layers.0", "layers.0"), ("layers.0", "layers.2")])
+@pytest.mark.parametrize(("at", "to"), [(1001, 45679), (4096, 30_000)])
+def test_a_copy_from_before_the_file_was_saved(
+    tmp_path: Path, dtype, source: str, target: str, at: int, to: int
+) -> None:
+    torch.manual_seed(0)
+    weights = {f"layers.{number}.weight": torch.randn(300, 257).to(dtype) for number in range(3)}
+    size, at, to = 16384 // dtype.itemsize, at // 2 * 2, to // 2 * 2
+    weights[f"{target}.weight"].view(-1)[to : to + size] = weights[f"{source}.weight"].view(-1)[at : at + size]
+    torch.save(weights, tmp_path / "f.pth")
+    (finding,) = ckptfix.check(tmp_path / "f.pth", select=("FIL204",)).findings
+    assert set(finding.keys) == {f"{source}.weight", f"{target}.weight"}
+    assert finding.evidence["length"] == [16384]
 
 
 def test_a_long_copy_is_compared_in_pieces(tmp_path: Path) -> None:

@@ -172,3 +172,42 @@ def test_a_merge_has_the_bits_of_torch(dtype, rank):
             rows = memoryview(bytearray(weight.view(torch.uint8).numpy().tobytes()))
             compiled.merge(dtype, rows, two.numpy(), strips(one.numpy()), width, scaling, rounds)
             assert rows == wanted.view(torch.uint8).numpy().tobytes()
+
+
+def marks_of(units: np.ndarray, dtype: str, rarity: int = 8, at: int = 0) -> dict[int, int]:
+    """The hash of each marked word by its place."""
+    form = encoding(dtype)
+    assert form is not None
+    assert compiled is not None
+    found = compiled.tally(units.data.cast("B"), form, None, rarity, at).marks
+    hashes, places = np.frombuffer(found, np.uint64).reshape(-1, 2).T.tolist()
+    return dict(zip(places, hashes, strict=True))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_marks_are_where_the_bytes_are_and_as_rare_as_asked_for(dtype):
+    bits = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
+    bits[600_000:664_000] = bits[100_000:164_000]
+    marks = marks_of(units_of(bits, dtype), dtype, at=1000)
+    assert 0.9 < len(marks) / (len(bits) / 4 / 256) < 1.1
+    copied = {place: marks[place] for place in marks if 101_000 <= place < 165_000 - 16}
+    assert len(copied) > 30
+    assert all(marks[place + 500_000] == hashed for place, hashed in copied.items())
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_numbers_over_and_over_have_no_marks(dtype):
+    for start in range(4):
+        marks = marks_of(units_of(np.tile(np.arange(start, start + 8, dtype=np.uint16) * 0x1A5, 1 << 16), dtype), dtype)
+        assert len(marks) == 0
+    assert marks_of(units_of(np.full(1 << 16, 0x5A5A, np.uint16), dtype), dtype) == {}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("size", [16000, 16384, 16484])
+def test_a_mark_is_whole_in_its_block(dtype, size):
+    words = np.zeros(size // 4, np.uint32)
+    words[-3:] = 0x5A5A5A5A
+    assert marks_of(units_of(words.view(np.uint8), dtype), dtype) == {}
+    words[-8] = 0x5A5A5A5A
+    assert list(marks_of(units_of(words.view(np.uint8), dtype), dtype)) == ([size - 32] if size <= 16384 else [])
