@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ckptfix.core.checkpoint import Checkpoint, PathPart, value_at
 from ckptfix.core.edits import Assemble, Edit, Moments, Omit, Regroup
 from ckptfix.core.objects import MANY
+from ckptfix.core.parts import full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.engine.changes import assembled
 from ckptfix.errors import PlanError
@@ -169,7 +170,7 @@ def _assembled_rows(
         wanted = []
         for edit in made_of:
             first = specs[edit.parts[0].source]
-            if isinstance(first, TensorSpec) and first.shape:
+            if isinstance(first, TensorSpec) and (first.numel > 1 or edit.parts[0].box == full(first.shape)):
                 wanted.append(Assemble(edit.key, first.dtype, edit.shape, edit.parts))
             elif field in optimizer.row(ids[edit.parts[0].source]):
                 rows[edit.key][field] = with_own_storage(first)

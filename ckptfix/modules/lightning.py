@@ -12,7 +12,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import Opt, TargetError, UsageError
-from ckptfix.writing.plain import known_form, plain_root
+from ckptfix.writing.plain import has_plain_form, plain_root
 
 PREFIX = "lightning:"
 # The key of the saved arguments among those of the builder. No argument of a class can have this name.
@@ -75,10 +75,7 @@ def remarks_on(arguments: Any) -> tuple[str, ...]:
 def _is_data(value: Any) -> bool:
     """Return whether JSON says all of a value once it is plain."""
     if isinstance(value, Opaque):
-        is_container = str(value.cls).startswith(("omegaconf.", "pathlib.")) or str(value.cls).endswith(
-            ".AttributeDict"
-        )
-        return is_container or known_form(value) is not None
+        return has_plain_form(value) or str(value.cls).endswith(".AttributeDict")
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_data(member) for key, member in value.items())
     if isinstance(value, list | tuple):

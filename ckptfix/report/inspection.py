@@ -22,7 +22,7 @@ from ckptfix.report.advice import Presentation
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, elements, size, spec_text
-from ckptfix.writing.plain import NATIVE, known_form
+from ckptfix.writing.plain import has_plain_form
 
 # From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word.
 BLOAT = 1.25
@@ -213,12 +213,7 @@ def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
 
 def _is_known(value: Opaque) -> bool:
     """Return whether an object has a plain form that its class is known for, or is a module of torch's own."""
-    name = str(value.cls)
-    is_torch = name.startswith("torch.") and is_module(value)
-    return known_form(value) is not None or name in NATIVE or name.startswith(_PACKAGES) or is_torch
-
-
-_PACKAGES = ("pathlib.", "omegaconf.")  # packages of which every class has a plain form
+    return has_plain_form(value) or (str(value.cls).startswith("torch.") and is_module(value))
 
 
 def _counts(numbers: Mapping[str, int]) -> list[str]:

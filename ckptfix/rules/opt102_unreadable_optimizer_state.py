@@ -2,10 +2,12 @@
 
 ## What it finds
 Moments that a class makes of several tensors, as quantised optimizers have them, and other objects with tensors in the
-state of an optimizer; also such as an earlier version of ckptfix took apart into plain data.
+state of an optimizer; also such as an earlier version of ckptfix took apart into plain data. And options of its groups
+that are objects of a class or functions: an enum, a configuration.
 
 ## Why it matters
-As plain data they do not load into any optimizer, and nothing says so before the training goes on.
+As plain data they do not load into any optimizer, and nothing says so before the training goes on. Options take the
+place of those of the script: an optimizer that compares its method with a member of an enum goes on with another one.
 
 ## Fix safety
 The moments of torchao's 4-bit, 8-bit and fp8 optimizers are carried bit for bit in a `.pth`, which is a note:
@@ -28,6 +30,7 @@ from ckptfix.core.objects import Opaque, holds_tensors
 from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 from ckptfix.rules.rule import Context, Rule
+from ckptfix.writing.plain import has_plain_form
 
 
 def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -43,19 +46,31 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 f"{optimizer.label} has moments of {', '.join(carried)}, which are carried as they are: "
                 f"torch.load reads them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
             )
-        if others and context.settings.format != "safetensors":
+        options = _options(was.get(optimizer.name, optimizer))
+        found = [
+            ("state", others, counted(len(optimizer.ids), "parameter"), "it does not load"),
+            ("options", list(dict.fromkeys(options.values())), ", ".join(options), "they go"),
+        ]
+        for what, named, where, outcome in found:
+            if not named or context.settings.format == "safetensors":
+                continue
             yield rule.finding(
                 Level.ERROR,
-                f"{optimizer.label} has state of {', '.join(others)} "
-                f"({counted(len(optimizer.ids), 'parameter')}), which a file for weights_only=True holds as plain data "
-                "only: it does not load into an optimizer",
-                evidence={"classes": others},
+                f"{optimizer.label} has {what} of {', '.join(named)} ({where}), which a file for weights_only=True "
+                f"holds as plain data only: {outcome} into an optimizer",
+                evidence={"classes": named},
                 remedies=(
                     Remedy.of("leaves it out: training continues with new moments", drop_optimizer=True),
                     Remedy.of("keeps it as plain data", keep_optimizer=True),
                 ),
                 is_accepted=context.settings.keep_optimizer,
             )
+
+
+def _options(optimizer: Optimizer) -> dict[str, str]:
+    """Return the options of groups that have no plain form of their own, with their classes."""
+    options = ((name, value) for group in optimizer.groups for name, value in group.items())
+    return {name: str(getattr(value, "cls", value)) for name, value in options if not has_plain_form(value)}
 
 
 def _classes(optimizer: Optimizer) -> Iterator[str]:

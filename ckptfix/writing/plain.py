@@ -301,6 +301,18 @@ def known_form(value: Opaque) -> Callable[[Opaque], Any] | None:
     return _KNOWN.get(f"{MODULE_ALIASES.get(value.cls.module, value.cls.module)}.{value.cls.name}")
 
 
+_PACKAGES = ("pathlib.", "omegaconf.")  # packages of which every class has a plain form
+
+
+def has_plain_form(value: object) -> bool:
+    """Return whether a value is plain, or of a class that is known for its plain form; a function is not."""
+    if isinstance(value, Global):
+        return is_native_global(value)
+    if not isinstance(value, Opaque) or known_form(value) is not None:
+        return True
+    return str(value.cls) in NATIVE or str(value.cls).startswith(_PACKAGES)
+
+
 def natural_form(value: Opaque) -> Any:
     """Return what an object of a class held, in the nearest plain form. Its members are not converted yet."""
     name = str(value.cls)

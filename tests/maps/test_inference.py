@@ -750,11 +750,11 @@ def test_rows_that_metas_llama_has_in_another_order_are_ambiguous():
 def test_rows_of_an_implementation_that_rotates_as_metas_llama_does_are_ambiguous(tables, is_fused):
     """torchtune calls these layers as transformers does; litgpt fuses them."""
     apart: Specs = {"q_proj.weight": (24, 8), "k_proj.weight": (16, 8), "v_proj.weight": (16, 8)}
-    sides = [{f"{table}.weight": (99, 8)} for table in tables]
+    sides: list[Specs] = [{f"{table}.weight": (99, 8)} for table in tables]
     sides[0] |= stack("layers", [{f"attn.{key}": shape for key, shape in {**apart, "o.weight": (8, 24)}.items()}] * 2)
     apart = {"qkv.weight": (56, 8)} if is_fused else apart
     sides[1] |= stack("h", [{f"self.{key}": shape for key, shape in {**apart, "proj.weight": (8, 24)}.items()}] * 2)
-    found = infer(*sides).matches
+    found = infer(sides[0], sides[1]).matches
     doubtful = {key.partition("self.")[2] for key, match in found.items() if match.label is Label.AMBIGUOUS}
     expected = {"qkv.weight"} if is_fused else {"q_proj.weight", "k_proj.weight"}
     assert doubtful - {"tok_embeddings.weight", ""} == (expected if "tok_embeddings" in tables else set())

@@ -822,6 +822,20 @@ def brought_in_step(path: Path, edits: list[Edit]) -> tuple[dict[str, Any], ckpt
     return made, report
 
 
+def test_a_number_that_is_a_tensor_of_one_element_is_not_cut(tmp_path):
+    """QHAdam counts its steps and keeps the weights of its averages so."""
+    optimizer = torch.optim.AdamW(named(Layers(**Q)))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {"exp_avg": torch.randn_like(parameter), "weight": torch.ones(1)}
+    state = optimizer.state_dict()["state"]
+    torch.save({"model": Layers(**Q).state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    made, _ = brought_in_step(tmp_path / "run.pth", [FUSE])
+    row = next(one for one in made["optimizer"]["state"].values() if one["exp_avg"].shape == (6, 3))
+    assert torch.equal(row["exp_avg"], torch.cat([state[at]["exp_avg"] for at in range(3)]))
+    assert torch.equal(row["weight"], torch.ones(1))
+
+
 @pytest.mark.parametrize("spoilt", ["steps", "a state is missing", "factored", "lists", "axes"])
 def test_what_cannot_be_cut_exactly_starts_anew(tmp_path, spoilt):
     model = Layers(**Q)

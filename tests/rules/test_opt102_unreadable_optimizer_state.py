@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import pickle
+import types
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -92,6 +96,24 @@ def test_another_class_is_named_and_not_written_in_silence(tmp_path):
     assert report.exit_code == 0
     report = ckptfix.repair(tmp_path / "b.pth", keep_optimizer=True, **settings | {"output": tmp_path / "d.pth"}).report
     assert report.exit_code == 0
+
+
+class Method(enum.IntEnum):
+    SIGN = 1
+
+
+@pytest.mark.parametrize(("option", "named"), [
+    (Method.SIGN, "Method"), (nn.functional.relu, "relu"), (types.SimpleNamespace(a=1), ""), (torch.float16, ""),
+    ((0.9, 0.99), ""), (np.float64(0.1), ""), (Path("runs"), ""),
+], ids=["enum", "function", "namespace", "dtype", "betas", "number", "path"])  # fmt: skip
+def test_an_option_that_has_no_plain_form_is_named(tmp_path, option, named):
+    """An optimizer takes its options from the file: with a dict in the place of an enum, it makes other steps."""
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"kind": option, "params": [0]}]}
+    torch.save({"model": {"w.weight": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "a.pth")
+    report = ckptfix.repair(tmp_path / "a.pth", output=tmp_path / "b.pth").report
+    found = [finding.message for finding in report.remaining if finding.code == "OPT102"]
+    assert report.exit_code == bool(named) == len(found)
+    assert all(f"options of {getattr(option, '__module__', '')}" in each and "(kind)" in each for each in found)
 
 
 @pytest.mark.parametrize(
