@@ -76,7 +76,7 @@ def read_document(content: Content) -> Document:
         if not content.damage:
             raise
         inner = error.without(f"{content.path}: ")
-        raise UnreadableError(f"{content.path}: {clauses(content.damage)}; what is in it ", *inner) from error
+        raise UnreadableError(f"{content.path}: {clauses(content.damage)}; its content: ", *inner) from error
     document.damage[:0] = content.damage
     document.remarks += _other_suffix(content, document.format)
     # Tensors without a checksum of their own may be wrong if what they were packed in fails its own.

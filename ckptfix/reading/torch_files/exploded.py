@@ -9,7 +9,7 @@ from ckptfix.bytes.limits import Bounds
 from ckptfix.bytes.sources import FileBytes
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.spec import ByteSource
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.torch_files import torchscript
 from ckptfix.reading.torch_files.torch_zip import TorchArchive, read_archive
@@ -26,10 +26,7 @@ def looks_like(folder: Path) -> bool:
 
 def read_folder(folder: Path) -> Document:
     """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or cut."""
-    root = _root(folder)
-    if root is None:
-        raise UnreadableError(f"{folder}: has no data.pkl of a torch file in it; name the folder that holds it")
-    archive = FolderArchive(str(folder), _files(root))
+    archive = FolderArchive(str(folder), _files(_root(folder) or folder))
     with refusing_payload(str(folder), archive.bounds.names):
         if "constants.pkl" in archive.members:
             document = torchscript.read_script(archive)

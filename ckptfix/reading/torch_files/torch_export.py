@@ -38,9 +38,7 @@ _STRIDED = 7
 
 
 def read(content: Content) -> Document:
-    """Return the document of an exported program: its state_dict, or those of all its models by name.
-
-    Raises ``UnreadableError`` if it has none."""
+    """Return the document of an exported program: its state_dict, or those of all its models by name."""
     archive = open_archive(content, EXPORT_MARK)
     reading = Reading(archive)
     if reading.is_big_endian:
@@ -49,11 +47,6 @@ def read(content: Content) -> Document:
     models = {}
     for name in configs:
         models[name.removeprefix(_FOLDER).removesuffix(_CONFIG)] = _weights(content, reading, name)
-    if not models:
-        raise UnreadableError(
-            f"{content.path}: an archive of torch.export without weights; torch.export.load reads it, and ckptfix has"
-            " nothing to repair in it"
-        )
     root: Any = next(iter(models.values())) if len(models) == 1 else models
     remarks = [Fact(Kind.TORCH_EXPORT), *reading.doubts, *archive.doubts]
     return Document(content.path, NAME, root, remarks=remarks, damage=[*reading.damage, *archive.damage(root)])

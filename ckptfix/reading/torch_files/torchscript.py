@@ -145,18 +145,16 @@ class ScriptClass(Struct, frozen=True):
 def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
     """Return the classes in the sources of an archive, by their full names. The sources are searched as text."""
     classes: dict[str, ScriptClass] = {}
-    total = 0
+    left = _SOURCE_LIMIT
     for name in reading.whole:
         if not name.startswith(folder) or not name.endswith(".py"):
             continue
         try:
-            source = reading.member(name, _SOURCE_LIMIT).decode("utf-8", "replace")
+            source = reading.member(name, left).decode("utf-8", "replace")
         except UnreadableError:
             reading.faults.append(Fact(Kind.MEMBER_PACKED, name))
             continue
-        total += len(source)
-        if total > _SOURCE_LIMIT:
-            raise hostile(reading.archive.path, "more than 64 MB of TorchScript sources")
+        left -= len(source)
         package = name.removeprefix(folder).removesuffix(".py").replace("/", ".")
         # A class is a match, its text, and a record; a line of a few bytes may begin one.
         reading.archive.bounds.spend(1000 * source.count("\nclass ") + len(source))

@@ -76,6 +76,9 @@ README = {"README.md": b"In this folder: weights", "__MACOSX/._model.pth": b"\x8
 WRAPPERS: dict[str, Callable[[bytes], bytes]] = {
     "nothing": lambda data: data,
     "gzip": gzip.compress,
+    "gzip with a field of its own": lambda data: (
+        b"\x1f\x8b\x08\4" + bytes(6) + b"\6\0AB\2\0zz" + gzip.compress(data)[10:]
+    ),
     "gzip of two streams": lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:]),
     "gzip padded with zeros, as on a tape": lambda data: gzip.compress(data) + bytes(512),
     "bzip2": bz2.compress,
@@ -174,6 +177,16 @@ REFUSED = {
         UnreadableError,
         "bzip2 stream fails after 0 bytes.*nothing of it",
     ),
+    "gzip with flags that no standard has": (
+        b"\x1f\x8b\x08\xff" + gzip.compress(saved())[4:],
+        UnreadableError,
+        "gzip stream ends early, 0 bytes",
+    ),
+    "zip of a damaged bzip2 stream": (
+        (lambda data: data[:90] + bytes(20) + data[110:])(zipped({"model.pth": saved()}, zipfile.ZIP_BZIP2)),
+        UnreadableError,
+        r"model\.pth' is damaged from its first bytes on",
+    ),
     "gzip of nothing": (gzip.compress(b""), UnreadableError, "what is packed in it is empty"),
     "tar cut short": (
         tarred({"model.pth": saved()})[:1024],
@@ -214,14 +227,40 @@ def test_damage_and_strange_archives_are_named(tmp_path: Path, case: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_an_encrypted_member_is_named(tmp_path: Path) -> None:
-    data = bytearray(zipped({"model.pth": saved()}))
-    data[6] |= 1
+def encrypted(data: bytearray) -> None:
+    data[data.rindex(b"PK\x03\x04") + 6] |= 1
     data[data.rindex(b"PK\x01\x02") + 8] |= 1
+
+
+def misplaced(data: bytearray) -> None:
+    place = data.rindex(b"PK\x03\x04")
+    data[place : place + 4] = b"\0\0\0\0"
+    data[data.rindex(b"PK\x01\x02") + 42] ^= 1
+
+
+def with_damage(data: bytearray) -> None:
+    place = data.rindex(b"PK\x03\x04") + 39
+    data[place : place + 20] = b"\xff" * 20
+
+
+@pytest.mark.parametrize("member", [None, "model.pth"], ids=["alone", "by its name"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (encrypted, r"'model\.pth' is encrypted; unpack the archive with its password"),
+        (misplaced, r"directory's entry of member model\.pth|is not where the directory of the archive says"),
+        (with_damage, r"is damaged from its first bytes on|its packed bytes fail after 0 bytes"),
+    ],
+)
+def test_a_member_that_cannot_be_read_is_named(
+    tmp_path: Path, damage: Callable[[bytearray], None], message: str, member: str | None
+) -> None:
+    data = bytearray(zipped({"a.txt": b"a", "b.txt": b"b", "model.pth": saved()}))
+    damage(data)
     path = tmp_path / "model.zip"
     path.write_bytes(data)
-    with pytest.raises(UnreadableError, match=r"'model\.pth' is encrypted; unpack the archive with its password"):
-        ckptfix.open_checkpoint(path)
+    with pytest.raises(UnreadableError, match=message):
+        ckptfix.open_checkpoint(path, member=member)
 
 
 BOMB = b"\x80\x02" + bytes(10 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -75,6 +76,17 @@ def test_an_odd_entry_is_read_as_zipfile_does(change: Callable[[zipfile.ZipInfo]
 def test_numbers_of_zip64_are_those_of_its_field(monkeypatch: pytest.MonkeyPatch, front: bytes) -> None:
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
     assert_as_zipfile(front + zipped({"archive/data.pkl": bytes(50), "archive/data/0": bytes(7), "a": bytes(90)}))
+
+
+def test_the_field_of_zip64_may_come_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    buffer, info = io.BytesIO(), zipfile.ZipInfo("archive/data.pkl")
+    info.extra = b"UT\1\0\1"
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(info, bytes(50))
+    data, count = re.subn(rb"(\x01\0\x10\0.{16})(UT\x01\0\x01)", rb"\2\1", buffer.getvalue(), flags=re.DOTALL)
+    assert count
+    assert_as_zipfile(data)
 
 
 def test_an_archive_without_members_has_a_whole_directory() -> None:

@@ -15,6 +15,7 @@ from ckptfix.core.facts import Kind
 from ckptfix.core.finding import Level
 from ckptfix.errors import DamageWarning, HostileError, UnreadableError
 from ckptfix.reading.archives import unpacking
+from ckptfix.reading.torch_files import torch_zip
 from tests.checks import assert_same
 from tests.reading.archives.zips import CENTRAL, Zip, saved
 
@@ -67,6 +68,15 @@ def test_a_bomb_is_refused_while_it_unpacks(tmp_path: Path, monkeypatch: pytest.
     path = write(tmp_path, rezipped(saved({"z": torch.zeros(1_000_000)}), zipfile.ZIP_DEFLATED))
     with pytest.raises(HostileError, match="expands more than 50 times"):
         ckptfix.check(path)
+
+
+def test_a_pickle_of_more_than_its_archive_is_refused_before_it_unpacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_zip, "SMALL_LIMIT", 1 << 10)
+    data = rezipped(DATA, zipfile.ZIP_DEFLATED, lambda name, data: data + bytes(1 << 20) * name.endswith("data.pkl"))
+    with pytest.raises(HostileError, match=r"member data\.pkl declares \d{7} bytes"):
+        ckptfix.check(write(tmp_path, data))
 
 
 def test_views_of_a_packed_storage_unpack_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

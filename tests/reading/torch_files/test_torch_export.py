@@ -101,15 +101,22 @@ def test_claims_that_do_not_hold_are_refused(
     assert not (tmp_path / "out.pth").exists()
 
 
-@pytest.mark.parametrize("listed", [b"\x00\x00\x00{\x00\xff\xff\xff", b"[" * 100_000], ids=["of no text", "nested"])
-def test_a_list_of_weights_that_is_no_json_is_refused(
-    exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, listed: bytes
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        pytest.param("_config.json", b"\x00\x00\x00{\x00\xff\xff\xff", "list of weights", id="a list of no text"),
+        pytest.param("_config.json", b"[" * 100_000, "list of weights", id="a nested list"),
+        pytest.param("byteorder", b"big", "big-endian machine; export it again", id="big-endian"),
+    ],
+)
+def test_a_program_with_another_member_is_refused(
+    exported: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, name: str, changed: bytes, message: str
 ) -> None:
     with zipfile.ZipFile(exported[0]) as old, zipfile.ZipFile(tmp_path / "a.pt2", "w") as new:
         for info in old.infolist():
-            data = listed if info.filename.endswith("_weights_config.json") else old.read(info)
+            data = changed if info.filename.endswith(name) else old.read(info)
             new.writestr(zipfile.ZipInfo(info.filename), data)
-    with pytest.raises(CkptfixError, match="list of weights"):
+    with pytest.raises(CkptfixError, match=message):
         ckptfix.check(tmp_path / "a.pt2")
 
 

@@ -111,6 +111,11 @@ BROKEN = {
         HostileError,
         "claims 324 bytes of a storage of 24",
     ),
+    "a tensor of a tensor": (
+        {"tensors": pickled(2) + tensor(11, 1, "FloatTensor", (2,), (1,), 0) + tensor(12, 11, "x", (2,), (1,), 0)},
+        UnreadableError,
+        "tensor 12 has no storage",
+    ),
     "a negative stride": (
         {"tensors": pickled(1) + tensor(11, 1, "FloatTensor", (2,), (-1,), 1)},
         UnreadableError,

@@ -13,6 +13,7 @@ from torch import nn
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.reading.torch_files import torchscript
 from tests.checks import assert_same
 
 
@@ -144,6 +145,20 @@ def test_a_frozen_module_is_named(tmp_path: Path) -> None:
     torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU()).eval())).save(str(path))
     with pytest.raises(UnreadableError, match="was frozen: its 2 weights are constants without names"):
         ckptfix.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [("_SOURCE_LIMIT", 99, r"member code/.*\.py declares \d+ bytes"), ("VISIT_LIMIT", 2, "nested deeper than")],
+    ids=["sources", "modules"],
+)
+def test_an_archive_of_more_than_anybody_writes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
+) -> None:
+    monkeypatch.setattr(torchscript, limit, most)
+    torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).save(str(tmp_path / "model.pt"))
+    with pytest.raises(HostileError, match=message):
+        ckptfix.check(tmp_path / "model.pt")
 
 
 def test_a_class_of_the_archive_is_no_payload_whatever_its_name(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_the_other_state_dict_is_taken_when_it_is_named(weights, tmp_path):
     assert {candidate.name for candidate in checkpoint.candidates} == {"ema", "model"}
 
 
+def test_a_dict_of_tensors_in_a_state_dict_is_taken_when_it_is_named(tmp_path):
+    path = saved({**NET, "ema": EMA}, tmp_path)
+    assert opened(path).container == ()
+    assert list(opened(path, "ema").specs) == list(EMA)
+
+
 def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     with pytest.raises(UsageError, match="found: ema, model"):
         opened(saved({"ema": EMA, "model": NET}, tmp_path), "teacher")

@@ -63,18 +63,18 @@ def test_the_tensors_get_the_names_of_the_parameters(tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    "listed",
+    ("widths", "listed"),
     [
-        [torch.ones(4, 4), torch.ones(4, 4)],
-        [torch.ones(3, 4), torch.ones(4, 4)],
-        [torch.ones(4, 4)],
-        [torch.ones(4, 4)] * 4,
-        [torch.ones(4, 4)] * 2 + [None],
+        ((4, 4, 4), [torch.ones(4, 4), torch.ones(4, 4)]),
+        ((4, 4, 4), [torch.ones(3, 4), torch.ones(4, 4)]),
+        ((1, 2, 3, 4), [torch.ones(4, 1), torch.ones(4, 2)]),
+        ((4, 4, 4), [torch.ones(4, 4)] * 4),
+        ((4, 4, 4), [torch.ones(4, 4)] * 2 + [None]),
     ],
     ids=["any two of three", "another shape", "too few", "too many", "not only tensors"],
 )
-def test_no_name_is_guessed(tmp_path, listed):
-    state = {f"layers.{at}.weight": torch.rand(4, 4) for at in range(3)}
+def test_no_name_is_guessed(tmp_path, widths, listed):
+    state = {f"layers.{at}.weight": torch.rand(4, width) for at, width in enumerate(widths)}
     torch.save({"model": state, "ema": {"shadow_params": listed}}, tmp_path / "a.pth")
     assert ckptfix.check(tmp_path / "a.pth", select=("FIL101",)).findings == ()
     with pytest.raises(UsageError, match=r"have no names|no weights under"):

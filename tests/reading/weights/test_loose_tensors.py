@@ -116,7 +116,7 @@ NOTHING: dict[str, Callable[[], Any]] = {
     "gradients": run_backward,
     "an optimizer's state": stepped,
     "a hook": unused_hook,
-    "a metric": Metric,
+    "a metric": lambda: nn.Sequential(linear(), Metric()),
     "a view of a parameter, and the whole model again": itself,
     "caches": lambda: linear(bias_cache={"cpu": torch.ones(99)}, _cached=torch.ones(3), kv_caches=[torch.ones(2)]),
     "what releases save or do not": lambda: linear(inv_freq=torch.ones(9), original_inv_freq=torch.ones(9)),
