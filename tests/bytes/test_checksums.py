@@ -243,7 +243,12 @@ def test_a_storage_is_proved_by_what_passes_and_the_rest_is_read(name, is_sound_
     other = Storage("1", WindowBytes(FileBytes(file, 2, 99), 1, 3), crc32=zlib.crc32(b"ore"))
     read: list[int] = []
     real = OpenFile.fill
-    monkeypatch.setattr(OpenFile, "fill", lambda *given: (read.append(given[1].nbytes), real(*given))[1])
+
+    def fill(file: OpenFile, buffer: memoryview, start: int) -> None:
+        read.append(buffer.nbytes)
+        real(file, buffer, start)
+
+    monkeypatch.setattr(OpenFile, "fill", fill)
     passing = Passing([Storage("all", MemoryBytes(b""), parts=(storage, other)), storage])
     for start, stop in passes:
         passing.take(file, 6 + start, memoryview(BYTES)[start:stop])

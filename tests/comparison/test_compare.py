@@ -170,9 +170,10 @@ def test_a_long_list_of_differences_is_cut(tmp_path: Path):
 
 
 def test_a_state_dict_is_compared_as_its_file_is(tmp_path: Path):
-    state, other = model().state_dict(), {"model": model().state_dict(), "epoch": 1}
+    state, changed = model().state_dict(), model().state_dict()
     assert ckptfix.diff(state, saved(tmp_path, "a.pth", state)).exit_code == 0
-    other["model"]["4.bias"] += 1
+    changed["4.bias"] += 1
+    other = {"model": changed, "epoch": 1}
     (pair, _) = ckptfix.diff(state, other, other_weights="model").values[0]
     assert pair.key == "4.bias"
     with pytest.raises(ckptfix.UsageError, match="give a path or a state_dict"):

@@ -357,6 +357,7 @@ def test_a_part_of_the_model_in_a_set_of_its_own_is_joined(tmp_path):
     result = ckptfix.repair(tmp_path / "file.pt", model, output=tmp_path / "out.pt")
     assert [finding.code for finding in result.report.fixed] == ["FIT101"]
     assert not result.report.left
+    assert result.report.coverage
     assert result.report.coverage.share == 1
     written = torch.load(tmp_path / "out.pt")
     model.load_state_dict(written["model"])
