@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import Checkpoint, PathPart, is_inside, path_name, value_at
 from ckptfix.core.objects import DEPTH, MANY, Opaque, is_flat_optimizer, tensors_in
@@ -40,6 +41,8 @@ class Optimizer(Struct, frozen=True):
     state: Mapping[Any, Any]
     groups: tuple[Mapping[str, Any], ...]
     is_flat: bool = False  # whether the file has it in flat keys: `state.fc.weight.exp_avg`
+    copies: str = ""
+    """The entry in or beside it that lists a copy of each parameter, as apex and Megatron keep them in float32."""
 
     @property
     def name(self) -> str:
@@ -68,8 +71,8 @@ class Optimizer(Struct, frozen=True):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the state is of all parameters together, as that of LBFGS: it follows no change of one of them."""
-        return any("prev_flat_grad" in self.row(number) for number in self.ids)
+        """Whether something is kept of all parameters together, as LBFGS does: it follows no change of one of them."""
+        return bool(self.copies) or any("prev_flat_grad" in self.row(number) for number in self.ids)
 
     def row(self, number: Any) -> Mapping[str, Any]:
         """Return what is kept of a parameter; empty if it never had a gradient."""
@@ -88,10 +91,22 @@ def optimizer_of(value: object, path: tuple[PathPart, ...] = ()) -> Optimizer | 
         return None
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
         return None
-    found = Optimizer(path, state, tuple(groups))
+    found = _with_copies(Optimizer(path, state, tuple(groups)), value)
     ids = found.ids
     is_usual = all(type(number) in (int, str) for number in ids) and len(set(map(str, ids))) == len(ids)
     return found if is_usual else None
+
+
+def _with_copies(optimizer: Optimizer, around: Mapping[Any, Any]) -> Optimizer:
+    """Return the optimizer with the name of the entry that lists a tensor for each of its parameters, if there is one:
+    all in one list, or in one for each group."""
+    for name, value in around.items():
+        lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+        if all(isinstance(each, list) for each in lists):
+            tensors = [one for each in lists for one in each]
+            if 1 < len(tensors) == sum(optimizer.sizes) and all(isinstance(one, TensorSpec) for one in tensors):
+                return replace(optimizer, copies=str(name))
+    return optimizer
 
 
 def _from_flat(value: Mapping[Any, Any], path: tuple[PathPart, ...]) -> Optimizer | None:
@@ -134,7 +149,8 @@ def optimizers_in(root: object, path: tuple[PathPart, ...] = ()) -> Iterator[Opt
         members = root.items() if isinstance(root, Mapping) else enumerate(root)
     for name, member in members:
         if isinstance(name, (str, int)) and isinstance(member, (Mapping, list)):
-            yield from optimizers_in(member, (*path, name))
+            for one in optimizers_in(member, (*path, name)):
+                yield _with_copies(one, root) if path and isinstance(root, Mapping) and not one.copies else one
 
 
 def beginning(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float] | None:

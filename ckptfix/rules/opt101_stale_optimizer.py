@@ -38,7 +38,8 @@ Nothing is touched if
 - the names fit both at the top and under a prefix;
 - another state_dict of the file fits too, and the optimizer's name does not say whose it is (`optG` of `G`);
 - a parameter is new, and nothing tells its group, or its place in an order of your own;
-- the state is of all parameters together (L-BFGS).
+- the state is of all parameters together (L-BFGS), or a list beside it has a copy of each (the float32 weights of
+  apex and Megatron).
 
 `ckptfix.load(model, file, optimizer=optimizer)` in the training script knows groups and order, and an optimizer with
 names (`AdamW(model.named_parameters())`) has none of these doubts. With the positions, the state_dict takes on the
@@ -254,6 +255,8 @@ def _reason(optimizer: Optimizer, found: list[Followed], known: list[Naming]) ->
         )
     if found:
         return f"{counted(len(found), 'way')} to name its parameters fit and differ"
+    if optimizer.copies:
+        return f"{optimizer.copies} lists a copy of each parameter, by position"
     if optimizer.is_joint:
         return "its state is of all parameters together"
     if _is_named(known):

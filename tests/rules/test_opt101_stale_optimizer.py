@@ -883,6 +883,22 @@ def test_a_state_of_all_parameters_together_follows_none(tmp_path, groups):
     assert "all parameters together" in left.message
 
 
+@pytest.mark.parametrize("is_inside", [False, True], ids=["apex", "FusedAdam"])
+def test_float32_copies_by_position_follow_no_parameter_that_goes(tmp_path, is_inside):
+    """Their loaders copy what the list has, one after another, into the weights of the new model."""
+    model = Net()
+    optimizer = saved(model, one_group, tmp_path / "plain.pth").state_dict()
+    copies = [parameter.detach().clone() for parameter in model.parameters()]
+    whole = optimizer | {"master_weights": copies} if is_inside else {"optimizer": optimizer, "fp32": [copies]}
+    torch.save({"model": model.state_dict(), "optimizer": whole}, tmp_path / "run.pth")
+    assert findings(ckptfix.check(tmp_path / "run.pth", Net())) == []
+    output = {"output": tmp_path / "out.pth", "unsafe_fixes": True}
+    report = ckptfix.repair(tmp_path / "run.pth", without_aux(Net()), **output).report
+    (left,) = report.remaining
+    assert (left.code, left.fix) == ("OPT101", None)
+    assert f"{'master_weights' if is_inside else 'fp32'} lists a copy of each parameter" in left.message
+
+
 def test_a_saved_plan_without_the_optimizer_is_not_silent(tmp_path):
     saved(Net(), one_group, tmp_path / "run.pth")
     plan = Plan((Step("X", (Drop("head.bias"),)),))
