@@ -203,6 +203,11 @@ REFUSED = {
         UnreadableError,
         "without a checkpoint in it",
     ),
+    "gzip of an index of shards": (
+        gzip.compress(b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+        UnreadableError,
+        "an index of shards without them; unpack it beside its shards",
+    ),
     "archive of shards": (
         zipped({**TWO, "model.safetensors.index.json": b"{}"}),
         UsageError,

@@ -101,6 +101,13 @@ def test_a_shard_that_is_cut_short(shards: tuple[Path, Path], tmp_path: Path) ->
     assert sorted(checkpoint.lost) == ["w"]
 
 
+def test_shards_without_a_whole_tensor(shards: tuple[Path, Path], tmp_path: Path) -> None:
+    shards[0].unlink()
+    shards[1].write_bytes(b"not a shard")
+    with pytest.raises(UnreadableError, match=r"cannot be read.*; no tensor is whole"):
+        ckptfix.open_checkpoint(tmp_path, salvage=True)
+
+
 def test_tensors_may_go_on_in_a_last_shard_that_cannot_be_read(shards: tuple[Path, Path], tmp_path: Path) -> None:
     shards[1].write_bytes(b"not a shard")
     report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "one.safetensors").report
@@ -114,8 +121,9 @@ def test_a_shard_of_another_save(shards: tuple[Path, Path], tmp_path: Path) -> N
     assert "is not complete: the chunks of w differ in their dtypes" in map(clause, checkpoint.damage)
 
 
-def test_a_damaged_note(shards: tuple[Path, Path], tmp_path: Path) -> None:
-    shards[0].write_bytes(shards[0].read_bytes().replace(b"[0, 0]", b"[0, -]"))
+@pytest.mark.parametrize("offsets", [b"[0, -]", b"[0   ]"], ids=["of no JSON", "of fewer dimensions"])
+def test_a_damaged_note(shards: tuple[Path, Path], tmp_path: Path, offsets: bytes) -> None:
+    shards[0].write_bytes(shards[0].read_bytes().replace(b"[0, 0]", offsets))
     with pytest.raises(UnreadableError, match="damaged note DCP_SHARDING_INFO"):
         ckptfix.open_checkpoint(tmp_path)
 

@@ -133,8 +133,9 @@ def moved_key(folder: Path, index: dict[str, Any]) -> None:
     index["weight_map"]["head.steps"] = SAFETENSORS.format(1)
 
 
-def doubled_key(folder: Path, index: dict[str, Any]) -> None:
-    save_file({"head.steps": torch.tensor(4), **{key: STATE[key] for key in SHARDS[0]}}, folder / SAFETENSORS.format(1))
+def doubled_key(folder: Path, index: dict[str, Any], dtype: torch.dtype = torch.int64) -> None:
+    steps = {"head.steps": torch.tensor(4, dtype=dtype)}
+    save_file({**steps, **{key: STATE[key] for key in SHARDS[0]}}, folder / SAFETENSORS.format(1))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +184,9 @@ def test_a_key_in_two_shards_with_the_same_bytes_is_a_tie(tmp_path: Path) -> Non
     assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), STATE)
 
 
-def test_two_values_and_no_index_is_nobodys_choice(tmp_path: Path) -> None:
-    doubled_key(tmp_path, write(tmp_path))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_two_values_and_no_index_is_nobodys_choice(tmp_path: Path, dtype: torch.dtype) -> None:
+    doubled_key(tmp_path, write(tmp_path), dtype)
     next(tmp_path.glob("*.index.json")).unlink()
     for salvage in (False, True):
         with pytest.raises(UnreadableError, match=r"head\.steps is in .* no index says which is meant"):
@@ -264,6 +266,17 @@ def test_the_index_says_how_much_is_missing(tmp_path: Path) -> None:
     index["metadata"]["total_size"] = 20  # less than what is there: not to be believed
     write_index(tmp_path, index)
     with pytest.raises(UnreadableError, match=r"00002\.safetensors with 2 keys: fetch"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_how_much_is_missing_is_not_known_beside_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    stale_entry(tmp_path, index)
+    truncated(tmp_path, index)
+    write_index(tmp_path, index)
+    with pytest.raises(
+        UnreadableError, match=r"00009-of-00002\.safetensors with 1 key; has a shard that cannot be read"
+    ):
         ckptfix.open_checkpoint(tmp_path)
 
 

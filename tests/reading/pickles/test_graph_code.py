@@ -143,6 +143,7 @@ def test_what_torch_writes_is_harmless(line):
         "y = torch.os.system('x')",
         "y = torch.nn.functional.importlib.import_module('os')",
         "y = torch.nn.functional; z = y.warnings.sys.modules",
+        "y = torch.nn.functional.torch.multiprocessing.Process(x)",
         "y = torch.hub.load('a', 'b')",
         "y = torch.serialization",
         "y = getattr(torch, 'os')",

@@ -116,6 +116,30 @@ def test_an_object_of_old_protocols_has_what_fills_its_base():
     assert (str(made.cls), made.pairs) == (f"{__name__}.Called", {"a": 1})
 
 
+@pytest.mark.parametrize(
+    ("called", "given"),
+    [
+        ("numpy.core._ufunc_reconstruct", ("numpy", 3)),
+        ("torch.fx.graph_module.reduce_package_graph_module", ("text", "name")),
+        ("torch_utils.persistence._reconstruct_persistent_obj", ({"state": 3},)),
+    ],
+)
+def test_so_does_a_call_of_what_need_not_be_installed(called, given):
+    made = call(called, *given)
+    assert (type(made), str(made.cls), made.args) == (Opaque, called, given)
+
+
+def test_an_array_is_no_function():
+    data = pickle.dumps(np.ones(2), 2)[:-1] + b"K\x01\x85R."
+    with pytest.raises(UnreadableError, match="a numpy array is called as a function"):
+        PickleMachine(data, "some.pkl", table().call, lambda pid: pid).load()
+
+
+def test_a_variable_of_torch_0_3_is_its_tensor():
+    spec = call("torch._utils._rebuild_tensor_v2", FLOATS, 0, (2,), (1,), False, {})
+    assert call("torch.autograd.variable.Variable", spec) is spec
+
+
 def test_a_dtype_of_a_later_torch_is_no_damage():
     made = b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat6_e3m2\nK\x01\x85K\x01\x85\x89tR."
     with pytest.raises(UnreadableError, match=r"some\.pkl: the dtype torch\.float6_e3m2 is newer .*; update it"):

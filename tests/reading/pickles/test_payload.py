@@ -214,7 +214,7 @@ HARMLESS = """torch._utils._rebuild_tensor_v2 torch.FloatStorage collections.Ord
     pathlib.PosixPath numpy.core.multiarray.scalar numpy.dtype models.yolo.Model builtins.getattr
     __builtin__.set builtins.slice _codecs.encode copyreg._reconstructor torch.nn.modules.conv.Conv2d
     omegaconf.dictconfig.DictConfig datetime.datetime operator.itemgetter codecs.encode functools.partial
-    types.SimpleNamespace mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net
+    types.SimpleNamespace parser.Net mymodel.os_utils.System sysmodel.Net osprey.Net models.system.Net
     joblib.numpy_pickle.NumpyArrayWrapper torch._dynamo.decorators._DimRange
     torch._inductor.compile_fx.compile_fx torch._dynamo.backends.debugging.eager
     torch._dynamo.backends.cudagraphs.CudagraphsBackend

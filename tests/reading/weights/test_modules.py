@@ -34,10 +34,13 @@ class Net(torch.nn.Module):
         self.plain = torch.ones(5)
 
 
-@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-def test_a_pickled_module_gives_its_state_dict_without_its_class(new, tmp_path):
+@pytest.mark.parametrize(
+    ("new", "protocol"), [(True, 2), (False, 2), (False, 0)], ids=["zip", "legacy", "legacy of protocol 0"]
+)
+def test_a_pickled_module_gives_its_state_dict_without_its_class(new, protocol, tmp_path):
     net = Net()
-    built: Any = opened(saved(net, tmp_path, _use_new_zipfile_serialization=new)).state_dict()
+    path = saved(net, tmp_path, _use_new_zipfile_serialization=new, pickle_protocol=protocol)
+    built: Any = opened(path).state_dict()
     expected: Any = net.state_dict()
     same(dict(built), {key: tensor.requires_grad_(built[key].requires_grad) for key, tensor in expected.items()})
     assert built["head.weight"].data_ptr() == built["tied.weight"].data_ptr() == built["again.weight"].data_ptr()
