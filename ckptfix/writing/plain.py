@@ -98,16 +98,6 @@ def _is_odd_key(key: Any) -> bool:
     )
 
 
-def state_dict_tree(checkpoint: Checkpoint) -> OrderedDict[str, Any]:
-    """Return the entries of a checkpoint as the dict that torch saves, with ``_metadata`` as its attribute."""
-    state_dict: OrderedDict[str, Any] = OrderedDict(checkpoint.entries)
-    if checkpoint.metadata is not None:
-        state_dict.__dict__["_metadata"] = OrderedDict(
-            (module, dict(versions)) for module, versions in checkpoint.metadata.items()
-        )
-    return state_dict
-
-
 class _Plainer:
     """One walk over a container; an object that is in two places stays one object."""
 
@@ -149,18 +139,20 @@ class _Plainer:
     def _state_dict(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
         if isinstance(value, Opaque):
             self._note(path, str(value.cls), "state_dict")
-        made = state_dict_tree(self.checkpoint)
-        if isinstance(value, dict):
-            made.update((key, entry) for key, entry in value.items() if is_of_training(entry))
-        for key, entry in made.items():
-            if not isinstance(entry, TensorSpec):
-                made[key] = self.convert(entry, (*path, key), depth + 1)
-        numbers = {str(key): key for key in value if _is_odd_key(key)} if isinstance(value, dict) else {}
-        if not numbers.keys() & made.keys():
-            return made
-        keyed = OrderedDict((numbers.get(key, key), entry) for key, entry in made.items())
-        keyed.__dict__.update(made.__dict__)
-        return keyed
+        entries: dict[str, Any] = dict(self.checkpoint.entries)
+        metadata = self.checkpoint.metadata
+        old = value if isinstance(value, dict) else {}
+        entries.update((key, entry) for key, entry in old.items() if is_of_training(entry))
+        numbers = {str(key): key for key in old if _is_odd_key(key)}
+        is_plain = isinstance(value, dict) and not isinstance(value, OrderedDict) and metadata is None
+        made: dict[Any, Any] = {} if is_plain else OrderedDict()
+        for key, entry in entries.items():
+            is_tensor = isinstance(entry, TensorSpec)
+            made[numbers.get(key, key)] = entry if is_tensor else self.convert(entry, (*path, key), depth + 1)
+        if metadata is not None:
+            rows = OrderedDict((module, dict(versions)) for module, versions in metadata.items())
+            made.__dict__["_metadata"] = rows  # as torch saves it
+        return made
 
     def _note(self, path: tuple[PathPart, ...], before: str, after: str) -> None:
         where = path_name(path)

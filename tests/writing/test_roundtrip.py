@@ -202,6 +202,19 @@ def test_torch_reads_what_surrounds_the_state_dict(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("keys", [("w", "b"), (0, 1)])
+def test_a_state_dict_keeps_the_class_of_its_container(form, kind, is_wrapped, keys, tmp_path):
+    state_dict = kind((key, torch.ones(2)) for key in keys)
+    path = write(opened(saved({"model": state_dict} if is_wrapped else state_dict, tmp_path)), form, tmp_path)
+    got = torch.load(path, weights_only=True)
+    got = got["model"] if is_wrapped else got
+    assert type(got) is kind
+    assert tuple(got) == keys
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_an_object_that_stands_in_two_places_stays_one(form, tmp_path):
     shared: list[Any] = [1]
     shared.append({"me": shared})
