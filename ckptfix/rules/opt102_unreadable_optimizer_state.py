@@ -1,36 +1,45 @@
-"""OPT102 unreadable-optimizer-state: the optimizer's state holds objects that a repaired file cannot hold as they are.
+"""OPT102 unreadable-optimizer-state: the optimizer's state does not load into an optimizer once the file is repaired.
 
 ## What it finds
 Moments that a class makes of several tensors, as quantised optimizers have them, and other objects with tensors in the
 state of an optimizer; also such as an earlier version of ckptfix took apart into plain data. And options of its groups
-that are objects of a class or functions: an enum, a configuration.
+that are objects of a class or functions: an enum, a configuration. A warning: state of torch's own optimizers without
+`step`, which no release of torch fills in.
 
 ## Why it matters
 As plain data they do not load into any optimizer, and nothing says so before the training goes on. Options take the
 place of those of the script: an optimizer that compares its method with a member of an enum goes on with another one.
+Without `step`, `optimizer.load_state_dict`, or with a torch before 1.12 the first step, fails with `KeyError: 'step'`.
 
 ## Fix safety
 The moments of torchao's 4-bit, 8-bit and fp8 optimizers are carried bit for bit in a `.pth`, which is a note:
 `torch.load` reads the file with `weights_only=True` after `import torchao.optim`. Those of bitsandbytes are plain
-tensors and need nothing. There is no fix for other classes: `--drop-optimizer` leaves the optimizer out, and
-`--keep-optimizer` keeps its state as plain data.
+tensors and need nothing. There is no fix for other classes, and none for steps that were not saved: `--drop-optimizer`
+leaves the optimizer out, and `--keep-optimizer` keeps its state, as plain data.
 
 ## Example
 `optimizer.state[0].exp_avg` is a `torchao.optim.subclass_8bit.OptimState8bit`: codes, scales and a map of 256 values.
 
 ## Sources
-https://github.com/pytorch/ao/tree/main/torchao/optim; `torch/_tensor.py` (`_rebuild_from_type_v2`)."""
+https://github.com/pytorch/ao/tree/main/torchao/optim; `torch/_tensor.py` (`_rebuild_from_type_v2`);
+`torch/optim/adam.py` (`__setstate__`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ckptfix.core.finding import Finding, Level, Remedy, counted
 from ckptfix.core.objects import Opaque, holds_tensors
 from ckptfix.maps.optimizer_states import Optimizer, optimizers_of
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
+from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.writing.plain import has_plain_form
+
+# What only groups of torch's own optimizers, and those made like them, have, and what they keep beside `step`.
+_OF_TORCH = {"amsgrad", "differentiable"}
+_AVERAGES = {"exp_avg_sq", "exp_inf", "square_avg", "sum", "prev", "ax"}
 
 
 def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -60,9 +69,19 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 f"holds as plain data only: {outcome} into an optimizer",
                 evidence={"classes": named},
                 remedies=(
-                    Remedy.of("leaves it out: training continues with new moments", drop_optimizer=True),
+                    DROP,
                     Remedy.of("keeps it as plain data", keep_optimizer=True),
                 ),
+                is_accepted=context.settings.keep_optimizer,
+            )
+        uncounted = list(_without_step(optimizer))
+        if uncounted and context.settings.format != "safetensors":
+            yield rule.finding(
+                Level.WARNING,
+                f"{optimizer.label} has no `step` for {counted(len(uncounted), 'parameter')}: torch's optimizers fail "
+                "with KeyError: 'step'",
+                evidence={"parameters": [str(number) for number in uncounted]},
+                remedies=(DROP, KEEP),
                 is_accepted=context.settings.keep_optimizer,
             )
 
@@ -81,6 +100,14 @@ def _classes(optimizer: Optimizer) -> Iterator[str]:
                 yield name
             elif isinstance(value, Opaque) and holds_tensors(value):
                 yield str(value.cls)
+
+
+def _without_step(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the parameters whose averages have no number of steps, where torch's optimizers need one."""
+    for group in optimizer.groups:
+        if "step" not in group and group.keys() & _OF_TORCH:  # apex has one for the whole group
+            rows = ((number, optimizer.row(number)) for number in group["params"])
+            yield from (number for number, row in rows if "step" not in row and row.keys() & _AVERAGES)
 
 
 def _is_taken_apart(optimizer: Optimizer) -> bool:

@@ -172,3 +172,53 @@ def test_the_forward_test_does_not_need_torchao(tmp_path):
         assert set(read_state_dict(str(tmp_path / "a.pth"))) == {"weight", "bias"}
     finally:
         torch.serialization.add_safe_globals(known)
+
+
+def trained(make: Any) -> dict[str, Any]:
+    """The checkpoint of a training."""
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+OF_TORCH = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop")
+
+
+@pytest.mark.parametrize("name", [*OF_TORCH, "SGD", "ASGD"])
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_state_without_steps_is_named_if_torch_fails_on_it(tmp_path, name, has_steps):
+    make = getattr(torch.optim, name)
+    saved = trained(make)
+    for row in () if has_steps else saved["optimizer"]["state"].values():
+        row.pop("step", None)
+    torch.save(saved, tmp_path / "run.pth")
+    found = [each for each in ckptfix.check(tmp_path / "run.pth").findings if each.code == "OPT102"]
+    if has_steps or name == "SGD":
+        assert found == []
+        make(nn.Linear(3, 2).parameters()).load_state_dict(saved["optimizer"])
+        return
+    assert [(each.level, each.evidence["parameters"]) for each in found] == [(Level.WARNING, ["0", "1"])]
+    with pytest.raises(KeyError, match="step"):
+        make(nn.Linear(3, 2).parameters()).load_state_dict(saved["optimizer"])
+    report = ckptfix.repair(tmp_path / "run.pth", output=tmp_path / "out.pth", drop_optimizer=True).report
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "row"),
+    [
+        ({"step": 3, "bias_correction": True}, ("exp_avg", "exp_avg_sq")),  # apex
+        ({"step": 3, "foreach": None, "amsgrad": False}, ("exp_avg", "exp_avg_sq")),
+        ({"k": 3, "foreach": True}, ("z", "exp_avg_sq")),  # schedulefree
+        ({"foreach": None, "differentiable": False}, ("exp_avg",)),  # Lion
+        ({"amsgrad": False, "differentiable": False}, ()),  # frozen
+    ],
+)
+def test_optimizers_that_keep_no_steps_there_are_no_finding(tmp_path, group, row):
+    model = nn.Linear(3, 2)
+    rows = {n: {name: torch.ones_like(p) for name in row} for n, p in enumerate(model.parameters())}
+    optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "run.pth")
+    assert "OPT102" not in [each.code for each in ckptfix.check(tmp_path / "run.pth").findings]
