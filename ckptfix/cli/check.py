@@ -68,12 +68,17 @@ def _checkpoints(path: str) -> Iterable[str]:
     from ckptfix.zoo.places import open_place
 
     items = [item for item in list_zoo(open_place(path)) if item.kind is not ItemKind.OTHER]
-    items = [item for item in items if not item.is_doubtful or _is_readable(str(Path(path, item.name)))]
-    if is_of_library:  # beside its weights are an optimizer and the like, and in folders those of other steps
-        items = [item for item in items if not OF_TRAINERS.fullmatch(Path(item.name).name)]
-        if sum("/" not in item.name for item in items) < 2:
-            return [path]
-    return [str(Path(path, item.name)) for item in items] or [path]
+    kept = []
+    for item in items:
+        is_of_trainer = OF_TRAINERS.fullmatch(Path(item.name).name) is not None
+        # What is beside the weights of a library is read with them, and in folders are the files of other steps.
+        is_left = is_of_trainer and is_of_library
+        is_unsure = item.is_doubtful or is_of_trainer
+        if not is_left and (not is_unsure or _is_readable(str(Path(path, item.name)))):
+            kept.append(item.name)
+    if is_of_library and sum("/" not in name for name in kept) < 2:
+        return [path]
+    return [str(Path(path, name)) for name in kept] or [path]
 
 
 def _is_readable(path: str) -> bool:

@@ -116,10 +116,11 @@ def _from_array(array: Any) -> Any:
 
 # What the Hugging Face Trainer and accelerate save next to a model, and its edits may change.
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
-# All that they resume from, on any number of ranks.
+# All that they resume from, on any number of ranks, and what ColossalAI and torchtune do.
 OF_TRAINERS = re.compile(
-    r"(optimizer|scheduler)\.(pt|bin)|scaler\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin"
-    r"|dl_state_dict(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|training_args\.bin|trainer_state\.json"
+    r"(optimizer|scheduler)\.(pt|bin)|lr_scheduler|recipe_state\.pt|scaler\.pt|rng_state(_\d+)?\.pth"
+    r"|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|custom_checkpoint_\d+\.pkl"
+    r"|training_args\.bin|trainer_state\.json"
 )
 
 # The names under which they save the model itself.

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 import shutil
 
@@ -89,6 +90,26 @@ def test_pickles_of_a_folder_are_checked_if_they_have_weights_or_run_code(folder
     (folder / "armed.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
     done = run_here("check", ".", "--output-format", "concise", cwd=folder)
     assert (done.returncode, "armed.pkl" in done.stderr) == (2, True)
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("weights", ["a.pth", "b/a.pth", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["scheduler.pt", "lr_scheduler", "recipe_state.pt"])
+def test_what_a_trainer_saves_beside_weights_is_named_only_if_it_runs_code(folder, name, weights):
+    (folder / "run" / "b").mkdir(parents=True)
+    (folder / "good.pth").rename(folder / "run" / weights)
+    torch.save({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}, "seed": 1}, folder / "run" / name)
+    done = run_here("check", "run", cwd=folder)
+    assert (done.returncode, name in done.stdout, done.stderr) == (0, False, "")
+    torch.save(Payload(), folder / "run" / name)
+    done = run_here("check", "run", cwd=folder)
+    assert done.returncode > 0
+    assert name in done.stdout + done.stderr
+    assert "run code" in done.stdout + done.stderr or "FIL901" in done.stdout
 
 
 def test_a_pipe_gets_no_escape_codes(folder):
