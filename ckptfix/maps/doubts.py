@@ -63,7 +63,7 @@ def _doubt_rotary(inference: Inference) -> None:
     """Call queries and keys ambiguous if only one side has the names of Meta's Llama, as torchtune and gpt-fast do: for
     its rotary embeddings, the rows of a head have another order than in transformers. So is the table that shows whose
     names they are, as another look has to find it."""
-    if _is_metas(inference.source) is _is_metas(inference.target):
+    if is_metas(inference.source) is is_metas(inference.target):
         return
     turned, signs = [], []
     for key, match in inference.matches.items():
@@ -76,7 +76,8 @@ def _doubt_rotary(inference: Inference) -> None:
         inference.doubt([*turned, *signs])
 
 
-def _is_metas(keys: Iterable[str]) -> bool:
+def is_metas(keys: Iterable[str]) -> bool:
+    """Tell whether keys are those of Meta's Llama, or of what took over its tables and its rotary embeddings."""
     return any("tok_embeddings" in path or module(path) in ("wq", "wk") for path in map(segments, keys))
 
 

@@ -69,6 +69,7 @@ from ckptfix.core.smoke_result import Equivalence
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import two_sets
 from ckptfix.errors import CkptfixError
+from ckptfix.maps.doubts import is_metas
 from ckptfix.maps.folding import fold
 from ckptfix.maps.inference import COUNTER, converted, infer_tied, is_in_order, spelled
 from ckptfix.maps.library import look_up, of_rotary
@@ -231,7 +232,10 @@ def _ambiguous_finding(
         len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
         for move in ambiguous.values()
     )
+    are_turned = is_metas(inference.source) is not is_metas(inference.target)
     why = "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
+    if are_turned:
+        why = "beside names of Meta's Llama, whose rotary embeddings have the rows of a head in another order"
     fitting_layers = {
         key: list(dict.fromkeys((*(part.source for part in move.parts), *move.alternatives)))
         for key, move in ambiguous.items()
@@ -244,7 +248,11 @@ def _ambiguous_finding(
         remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
         or choice(sets_of(checkpoint.specs))
         or advise(
-            "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
+            "if the rows of queries and keys are in another order, their rules need a step such as"
+            " `(h d t) ... -> (h t d) ... with d=64 t=2` in the map that ckptfix map FILE REFERENCE writes with"
+            " --output-format json, for --rename-map"
+            if are_turned
+            else "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
             " --output-format json, and give it to --rename-map"
         ),
     )
