@@ -126,10 +126,9 @@ def _arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _placed(value: Any, model: nn.Module) -> Any:
-    """Return a tensor on the model's device and, where it holds floats, in the dtype of its parameters."""
+    """Return a tensor on the model's device and, where it holds floats, in the dtype of its parameters, or if it has
+    none, of its statistics."""
     if not isinstance(value, torch.Tensor):
         return value
-    first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    if first is None:
-        return value
+    first = next(own for own in (*model.parameters(), *model.buffers()) if own.is_floating_point())
     return value.to(first.device, first.dtype) if value.is_floating_point() else value.to(first.device)

@@ -105,6 +105,13 @@ def test_what_cannot_be_measured(batches: list[Any], settings: dict[str, Any], s
         ckptfix.recalibrate(Net(), batches, **settings)
 
 
+def test_floats_take_the_dtype_of_a_model_without_parameters(data: torch.Tensor):
+    model = nn.BatchNorm1d(4, affine=False)
+    ckptfix.recalibrate(model, loader(data.double()))
+    assert model.running_mean is not None
+    torch.testing.assert_close(model.running_mean, data.mean(0))
+
+
 def test_a_model_without_norms():
     with pytest.raises(ckptfix.UsageError, match="nothing to measure"):
         ckptfix.recalibrate(nn.Linear(2, 2), [torch.ones(1, 2)])

@@ -50,6 +50,16 @@ def test_a_healthy_file_is_left_alone(tmp_path: Path, trained: nn.Module, data: 
     assert not repaired.plan
 
 
+def test_the_model_of_a_factory_measures_what_the_model_itself_does(tmp_path: Path, trained: nn.Module, data: Path):
+    path = saved(tmp_path, trained, {"1.running_var": math.nan})
+    given, made = (ckptfix.repair(path, model, recalibrate=str(data)) for model in (net(), f"{__name__}:net"))
+    assert made.report.exit_code == 0
+    values = made.state_dict()
+    assert {key: bytes_of(tensor) for key, tensor in given.state_dict().items()} == {
+        key: bytes_of(tensor) for key, tensor in values.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("broken", "module"),
     [
