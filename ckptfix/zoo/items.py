@@ -321,8 +321,10 @@ def _indexed(place: Place, index: Entry, files: Files) -> Item | None:
 def _numbered(files: Files) -> Iterator[Item]:
     """Yield the folders with numbered shards and no index, if opening them would give nothing else of them."""
     for folder, sets in sorted(files.shards.items()):
+        # Those of several epochs are no folder to be opened, and one without a total may be whole.
+        held = [entries for each, entries in sets.items() if each.total or len(sets) == 1 < len(entries)]
         # Data sets are numbered in the same way.
-        shards = [e for entries in sets.values() for e in entries if files.looks.get(e.name) is Looks.CHECKPOINT]
+        shards = [entry for entries in held for entry in entries if files.looks.get(entry.name) is Looks.CHECKPOINT]
         if shards and files.parts.isdisjoint(entry.name for entry in files.folders[folder]):
             yield _group(folder or ROOT, shards)
 

@@ -576,3 +576,13 @@ def test_the_corpus_is_seen_whole(corpus: Path):
         if path.is_file() and by_bytes("thing", path.read_bytes()[:HEAD]) is Looks.OTHER
     ]
     assert unseen == []
+
+
+@pytest.mark.parametrize("names", [("0001_0", "0002_0"), ("0001_0",), ("0001_0", "0002_0", "0001_1", "0002_1")])
+def test_shards_of_torchtune_are_one_folder_if_they_are_of_one_epoch(tmp_path: Path, names: tuple[str, ...]):
+    (tmp_path / "zoo").mkdir()
+    files = [f"hf_model_{name}.pt" for name in names]
+    for file in files:
+        torch.save({f"{file[9:13]}.weight": torch.ones(2)}, tmp_path / "zoo" / file)
+    found = kinds(LocalPlace(str(tmp_path / "zoo")))
+    assert found == ({".": FOLDER} if len(names) == 2 else dict.fromkeys(sorted(files), FILE))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -21,19 +21,21 @@ from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
 
 WEIGHT_MAP = "weight_map"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
+_OF_TORCHTUNE = re.compile(r"(hf_model)_(\d{4})(_\d+\.pt)")  # before 0.5, with the epoch
 PACKED = (".gz", ".bz2", ".xz")  # how the names of shards end that were compressed one by one
 INDEX_LIMIT = 256 << 20  # bytes of the largest index that is parsed; a million keys take a third of it
 
 
 class Numbering(Struct, frozen=True):
-    """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``."""
+    """The common part of the names of numbered shards: ``model-…-of-00003.safetensors``; ``total`` is empty if they do
+    not say it, as torchtune's ``hf_model_…_0.pt``."""
 
     stem: str
     total: str
     suffix: str
 
     def __str__(self) -> str:
-        return f"{self.stem}-…-of-{self.total}{self.suffix}"
+        return f"{self.stem}-…-of-{self.total}{self.suffix}" if self.total else f"{self.stem}_…{self.suffix}"
 
     @property
     def count(self) -> int:
@@ -42,10 +44,20 @@ class Numbering(Struct, frozen=True):
     @classmethod
     def of(cls, name: str) -> Numbering | None:
         """Return the numbering that a file name belongs to."""
+        if match := _OF_TORCHTUNE.fullmatch(name):
+            return cls(match[1], "", match[3])
         match = _NUMBERED.fullmatch(name)
         return cls(match[1], match[3], match[4]) if match else None
 
-    def names(self) -> list[str]:
+    def names(self, present: Iterable[str] = ()) -> list[str]:
+        """Return the names of all shards; if they do not say how many there are, up to the last that is present."""
+        if not self.total:
+            numbers = [
+                int(match[2])
+                for name in present
+                if (match := _OF_TORCHTUNE.fullmatch(name)) and match[3] == self.suffix
+            ]
+            return [f"{self.stem}_{number:04}{self.suffix}" for number in range(1, max(numbers) + 1)]
         return [f"{self.stem}-{number:05}-of-{self.total}{self.suffix}" for number in range(1, self.count + 1)]
 
 

@@ -8,7 +8,7 @@ that two shards hold. Any of these is damage; loaders that look one way only fil
 from __future__ import annotations
 
 from codecs import BOM_UTF8
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _merge(path: str, folder: Folder, index: str) -> Document:
     else:
         sets, present = _sets(folder), {name_unpacked(name) for name in folder.names()}
         # The only set of shards is complete, and no file that the index names exists.
-        if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names()):
+        if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names(present)):
             stale, merge = sets[0], _Merge(path, folder, None)
         if content[:3] == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
@@ -194,7 +194,7 @@ class _Merge:
         """Return the shards that should be there: those of the index and their numbered siblings, or the whole set."""
         if self.index is None:
             (numbering,) = _sets(self.folder)
-            return numbering.names()
+            return numbering.names(map(name_unpacked, self.present))
         named = self.index.files
         sets = {Numbering.of(name) for name in named} - {None}
         siblings = [name for name in map(name_unpacked, sorted(self.present)) if Numbering.of(name) in sets]
@@ -313,5 +313,6 @@ def _indexes(folder: Path) -> list[Path]:
 
 
 def _sets(folder: Folder) -> list[Numbering]:
-    found = (Numbering.of(name_unpacked(name)) for name in folder.names())
-    return list(dict.fromkeys(numbering for numbering in found if numbering is not None))
+    counts = Counter(Numbering.of(name) for name in dict.fromkeys(map(name_unpacked, folder.names())))
+    # A file that may be whole by its name has others beside it.
+    return [numbering for numbering, count in counts.items() if numbering and (numbering.total or count > 1)]

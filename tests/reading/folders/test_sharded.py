@@ -479,3 +479,28 @@ def test_any_number_of_missing_shards_is_told_in_bounded_time(tmp_path: Path) ->
     start = time.process_time()
     assert len(ckptfix.open_checkpoint(tmp_path, salvage=True).lost) == 19_999
     assert time.process_time() - start < 15  # 300 seconds where each key looked through all names
+
+
+def test_shards_of_torchtune_are_those_of_one_epoch(tmp_path: Path) -> None:
+    """Before 0.5 their names say an epoch and no total; beside them are an adapter and the state of the recipe."""
+    for number, keys in enumerate(SHARDS, 1):
+        torch.save({key: STATE[key] for key in keys}, tmp_path / f"hf_model_000{number}_0.pt")
+    torch.save({"a.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_0.pt")
+    torch.save({"seed": 1, "epochs_run": 0}, tmp_path / "recipe_state.pt")
+    opened = ckptfix.open_checkpoint(tmp_path)
+    assert_same(opened.state_dict(), STATE)
+    assert not opened.damage
+    assert ckptfix.check(tmp_path).exit_code == 1  # the NaN
+
+    torch.save(STATE, tmp_path / "hf_model_0001_1.pt")  # the only one of its epoch is whole
+    assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), STATE)
+    torch.save({}, tmp_path / "hf_model_0002_1.pt")
+    with pytest.raises(UnreadableError, match=r"2 sets of shards \(hf_model_…_0\.pt, hf_model_…_1\.pt\)"):
+        ckptfix.open_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_of_torchtune_is_damage(tmp_path: Path) -> None:
+    for number in (1, 3):
+        torch.save({f"{number}.weight": torch.ones(2)}, tmp_path / f"hf_model_000{number}_4.pt")
+    with pytest.raises(UnreadableError, match=r"hf_model_0002_4\.pt"):
+        ckptfix.open_checkpoint(tmp_path)
