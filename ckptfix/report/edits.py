@@ -274,7 +274,10 @@ def _assemble_lines(edits: Sequence[Assemble], limit: int | None) -> Iterator[st
     yield from reshapes([edit for edit in edits if edit.is_reshape], limit)
     edits = [edit for edit in edits if not edit.is_reshape]
     users = Counter(part.source for edit in edits for part in edit.parts)
-    for made in _alike(edits, lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
+    own = [edit for edit in edits if edit.parts[0].source == edit.key]
+    yield from _headed(lambda edit: f"assemble {{}}{_how(edit, users)}")(own, limit)
+    renamed = [edit for edit in edits if edit.parts[0].source != edit.key]
+    for made in _alike(renamed, lambda edit: rename_pattern(edit.parts[0].source, edit.key)):
         change = _numbered([rename_pattern(edit.parts[0].source, edit.key) for edit in made])
         yield f"assemble {counted(len(made), 'key')}: {change[0]} → {change[1]}{_how(made[0], users)}"
 

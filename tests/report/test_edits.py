@@ -11,11 +11,13 @@ from ckptfix.core.edits import (
     Plain,
     Regroup,
     Rename,
+    RenameModule,
     Replace,
     Retag,
     Tie,
     Zero,
 )
+from ckptfix.core.parts import Part, box_at, full
 from ckptfix.report.edits import LINES, edit_lines, rename_pattern
 
 
@@ -68,12 +70,24 @@ def test_each_kind_in_its_words():
         Tie("dec.weight", "emb.weight"),
         Cast("x.w", "float16", "float32"),
         Assemble.reshape("n2", "float32", (1,), ()),
+        RenameModule("module.norm", "norm"),
+        Assemble("0.fc.weight", "float32", (3, 2), (Part("0.fc.weight", full((2, 3)), full((3, 2)), axes=(1, 0)),)),
+        Assemble("1.fc.weight", "float32", (3, 2), (Part("1.fc.weight", full((2, 3)), full((3, 2)), axes=(1, 0)),)),
+        Assemble(
+            "qk.bias",
+            "float32",
+            (2, 4),
+            tuple(Part(name, full((4,)), box_at((at, 0), (1, 4))) for at, name in enumerate(("q.b", "k.b"))),
+        ),
         Plain("args", "argparse.Namespace", "dict"),
         Retag("cuda:3"),
     )
     assert edit_lines(edits) == [
         "rename 2 keys: module.{…} → {…}",
+        "rename 1 row of _metadata: module.{…} → {…}",
         "reshape 1 key from [1] to []: n2",
+        "assemble 2 keys (transposed): {0,1}.fc.weight",
+        "assemble 1 key: q.b → qk.bias (of 2 tensors, reshaped)",
         "drop 2 keys: head.{0,1}",
         "fill 1 key (1 element) with zeros: n  int64[]",
         "fill 1 key (5.12 k elements) from the initial values of the target (not trained): fc.weight  float32[10, 512]",
