@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -109,6 +110,8 @@ def read_folder(path: str, salvage: bool) -> Document:
                 return document
         for framework in FRAMEWORKS:
             place = framework.find(folder)
+            if place is not None and framework is llama and _has_fsdp(folder):
+                raise UnreadableError(f"{path}: holds ranks of FSDP beside consolidated weights; name a file of either")
             if place is not None and (merged := _merged(framework, RankFiles(place, salvage))) is not None:
                 return merged
         if (items := _read_items(folder, salvage)) is not None:
@@ -136,6 +139,12 @@ def read_siblings(file: Path, salvage: bool) -> Document | None:
         if (folder := form.folder_of(file)) is not None:
             return _merged(form, RankFiles(folder, salvage, named=file))
     return None
+
+
+def _has_fsdp(folder: Path) -> bool:
+    with suppress(UnreadableError):  # several sets, of which none may be of FSDP
+        return fsdp.is_named(folder)
+    return False
 
 
 def _merged(form: ModuleType, files: RankFiles) -> Document | None:

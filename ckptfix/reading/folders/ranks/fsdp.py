@@ -404,7 +404,8 @@ class _Merge:
             optimizer = next((part for part in above if is_optimizer(_at(root, part))), None)
             if optimizer is None and path in lacking:
                 raise UnreadableError(
-                    f"{lacking[path]}: holds {path_name(path)}, which the first rank lacks; stages are not merged"
+                    f"{lacking[path]}: holds {path_name(path)}, which the first rank lacks: its ranks are of different"
+                    " saves, or of stages of a pipeline, which are not merged; put the files of one save together"
                 )
             if optimizer is not None and optimizer not in self.left_out:
                 self.left_out.add(optimizer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
@@ -23,9 +23,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.limits import shown
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
 from ckptfix.core.finding import counted
-from ckptfix.core.objects import Opaque
+from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.parts import box_at, full
 from ckptfix.core.spec import TensorSpec, contiguous_strides, with_own_storage
 from ckptfix.core.wording import first_names
@@ -153,12 +154,20 @@ class _Joined:
             del roots[numbers], found[numbers]
         first = roots[min(roots)]
         args = _arguments(first)
-        settings = {
-            found[numbers].parent.name: {key: root.get(key) for key in _SETTINGS} for numbers, root in roots.items()
-        }
-        self.files.note_foreign(settings)
-        self.files.note_repeated({found[numbers].parent.name: roots[numbers] for numbers in roots})
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
+        dtypes = {numbers: _dtype(root) for numbers, root in roots.items()}
+        names = {numbers: file.parent.name for numbers, file in found.items()}
+        for line in dict.fromkeys(_place(numbers, sizes)[1:] for numbers in roots):  # which divide the same tensors
+            alike = {numbers: dtype for numbers, dtype in dtypes.items() if _place(numbers, sizes)[1:] == line}
+            for numbers in self.files.of_another_save(alike, names, "dtype"):
+                del roots[numbers], found[numbers]
+        self.files.note_foreign(
+            {
+                names[numbers]: {"dtype": dtypes[numbers], **{key: root.get(key) for key in _SETTINGS}}
+                for numbers, root in roots.items()
+            }
+        )
+        self.files.note_repeated({names[numbers]: root for numbers, root in roots.items()})
         grid = self._grid(found, sizes)
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
         self._check_complete(by_place, grid, partial(_folder_name, found[min(found)].parent.name, sizes))
@@ -550,6 +559,15 @@ def _renumbered(
 
 def _experts(state: Mapping[tuple[str, ...], Any]) -> int:
     return len({match[2] for path in state if (match := _EXPERT.search(path[-1]))})
+
+
+def _dtype(root: Mapping[Any, Any]) -> str | None:
+    """Return the dtype of most floats in the weights of a rank; None if it has none."""
+    counts: Counter[str] = Counter()
+    for spec in tensors_in([part for key, part in root.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]):
+        if DTYPES[spec.dtype].is_float:
+            counts[spec.dtype] += spec.numel
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 def _has_experts(root: Any) -> bool:

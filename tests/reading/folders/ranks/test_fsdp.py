@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,33 @@ def test_what_a_trainer_saves_beside_the_model_is_not_taken_for_it(tmp_path: Pat
     (folder / stem.format(1)).unlink()
     (folder / other.format(1)).unlink()
     with pytest.raises(UnreadableError, match=re.escape(stem.format(1))):
+        ckptfix.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_consolidated_weights_beside_ranks_hide_neither(tmp_path: Path, is_marked: bool) -> None:
+    folder, truth = saved(tmp_path)
+    torch.save({"w": torch.ones(2)}, folder / "consolidated.00.pth")
+    if is_marked:
+        with pytest.raises(UnreadableError, match="ranks of FSDP beside consolidated weights; name a file of either"):
+            ckptfix.open_checkpoint(folder)
+        assert ckptfix.open_checkpoint(rank_file(folder, 1)).keys() == list(truth["model"])
+    else:  # files of each rank that are none of FSDP
+        for file in folder.glob("*rank*"):
+            torch.save({"seed": 1}, file)
+        assert ckptfix.open_checkpoint(folder).keys() == ["w"]
+    assert ckptfix.open_checkpoint(folder / "consolidated.00.pth").keys() == ["w"]
+
+
+def test_a_rank_with_other_keys_may_be_of_another_save(tmp_path: Path) -> None:
+    folder, _ = saved(tmp_path)
+    file = rank_file(folder, 2)
+    root = torch.load(file, weights_only=False)
+    root["model"] = OrderedDict((f"other.{key}", value) for key, value in root["model"].items())
+    torch.save(root, file)
+    with pytest.raises(
+        UnreadableError, match=r"rank_2\.pt: holds .*other\..*: its ranks are of different saves, or of"
+    ):
         ckptfix.open_checkpoint(folder)
 
 

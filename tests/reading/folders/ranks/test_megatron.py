@@ -280,6 +280,47 @@ def test_a_rank_of_another_iteration_is_named(tmp_path: Path) -> None:
     assert ckptfix.open_checkpoint(tmp_path, salvage=True).keys() == without.keys()
 
 
+def cast(file: Path, dtype: torch.dtype) -> None:
+    root = torch.load(file, weights_only=False)
+    root["model"] = OrderedDict((key, value.to(dtype)) for key, value in root["model"].items())
+    torch.save(root, file)
+
+
+def test_a_rank_of_another_dtype_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path, tensor=4, pipeline=2)
+    cast(tmp_path / "iter_0000007" / "mp_rank_02_001" / "model_optim_rng.pt", torch.bfloat16)
+    with pytest.raises(UnreadableError, match="saves: mp_rank_02_001, unlike the other 3, by the dtype; put"):
+        ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in salvaged.specs
+    assert "output_layer.weight" in salvaged.lost
+
+
+def test_a_stage_of_another_dtype_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path, tensor=2, pipeline=4)
+    for rank in range(2):
+        cast(tmp_path / "iter_0000007" / f"mp_rank_0{rank}_002" / "model_optim_rng.pt", torch.bfloat16)
+    found = [mark for mark in ckptfix.open_checkpoint(tmp_path).remarks if mark.kind is Kind.RANK_FOREIGN]
+    assert [(mark.place, mark.data["names"]) for mark in found] == [
+        ("mp_rank_00_002", ("dtype",)),
+        ("mp_rank_01_002", ("dtype",)),
+    ]
+
+
+@pytest.mark.parametrize("key", ["decoder.final_layernorm.weight", "output_layer.weight"])
+def test_a_part_in_another_dtype_is_no_other_save(tmp_path: Path, key: str) -> None:
+    """Norms, routers and heads may be kept in float32, in the stage that has them."""
+    write_megatron(tmp_path, tensor=2, pipeline=2)
+    for file in tmp_path.glob("**/model_optim_rng.pt"):
+        cast(file, torch.bfloat16)
+        root = torch.load(file, weights_only=False)
+        root["model"].update({name: value.float() for name, value in root["model"].items() if name == key})
+        torch.save(root, file)
+    got = ckptfix.open_checkpoint(tmp_path)
+    assert got.specs[key].dtype == "float32"
+    assert not got.remarked(Kind.RANK_FOREIGN)
+
+
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     write_megatron(tmp_path, 2)
     for rank in range(2):
