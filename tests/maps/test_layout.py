@@ -84,6 +84,15 @@ CASES = [
                  {"w": torch.cat([A, C.reshape(3, 4).t()])[None]}, id="transposed in part"),
     pytest.param(a_map("w", "c", "o (i h w) -> o i h w with h=1 w=3"), {"w": A}, {"c": A.view(4, 1, 1, 3)}, id="conv"),
     pytest.param(a_map("w", "c", "o i -> 1 o 1 i"), {"w": A}, {"c": A.view(1, 4, 1, 3)}, id="axes of one element"),
+    pytest.param(a_map("w", "v", "swap"), {"w": A}, {"v": A[[2, 3, 0, 1]]}, id="halves exchanged"),
+    pytest.param(a_map("l.{n}.e.{m}.w", "l.{n}.w", "stack"),
+                 {"l.0.e.0.w": A, "l.0.e.1.w": B, "l.5.e.0.w": C, "l.5.e.1.w": A + 50},
+                 {"l.0.w": torch.stack([A, B]), "l.5.w": torch.stack([C, A + 50])}, id="experts of each layer"),
+    pytest.param(a_map("{g,u}.{m}.w", "all.{g,u}", "stack"), {"g.0.w": A, "g.1.w": B, "u.0.w": C, "u.1.w": A + 50},
+                 {"all.g": torch.stack([A, B]), "all.u": torch.stack([C, A + 50])}, id="experts by a text"),
+    pytest.param(a_map("s.{n}.b.{n}", "s.{n}"), {"s.1.b.1": A, "s.1.b.2": B}, {"s.1": A, "s.1.b.2": B}, id="twice"),
+    pytest.param(RenameMap((MapRule("w", "v", (), optional=True), MapRule("a", "b"))), {"a": A}, {"b": A},
+                 id="a key that need not be there"),
 ]  # fmt: skip
 
 
@@ -115,6 +124,7 @@ def test_a_map_applied_backwards_and_the_inverse_plan_give_the_source_back(renam
         (("split 0",), "there is no step"),
         (("a b -> b a for q",), "need a concat"),
         (("a b -> b a for q", "split"), "need a concat|comes too late"),
+        (("swap", "split"), "swap is a step by itself"),
     ],
 )
 def test_steps_without_a_meaning(steps, says):
