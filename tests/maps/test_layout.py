@@ -15,7 +15,7 @@ from ckptfix.core.parts import check_bijection
 from ckptfix.core.plan import Plan
 from ckptfix.core.rename_map import MapRule, RenameMap
 from ckptfix.engine.applying import apply_plan
-from ckptfix.errors import PlanError
+from ckptfix.errors import PlanError, UsageError
 from ckptfix.maps.code import python_code
 from ckptfix.maps.layout import Steps
 from ckptfix.maps.resolving import inverse, resolve
@@ -130,6 +130,18 @@ def test_a_map_applied_backwards_and_the_inverse_plan_give_the_source_back(renam
 def test_steps_without_a_meaning(steps, says):
     with pytest.raises(ValueError, match=says):
         Steps.parse(steps)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps", "says"),
+    [
+        ("e.{2n}", "e", ("stack",), "cannot be computed in a function; number from 0"),
+        ("e.x", "e.{n}", (), "what {n} is depends on the target"),
+    ],
+)
+def test_no_function_is_pasted_that_would_need_the_keys_of_a_target(source, target, steps, says):
+    with pytest.raises(UsageError, match=says):
+        python_code(a_map(source, target, *steps))
 
 
 # ---- any composition of the steps is a bijection, or refused

@@ -148,10 +148,28 @@ def test_an_optional_rule_may_name_what_is_not_there():
     assert ckptfix.repair_state_dict(fused(), transformer(*SPLIT), rename_map=rules)[1].exit_code == 0
 
 
-def test_a_gap_in_a_stack_is_refused():
-    state = {f"e.{at}.w": torch.ones(2) for at in (0, 1, 3)}
-    with pytest.raises(ckptfix.PlanError, match="have a gap"):
-        ckptfix.repair_state_dict(state, rename_map=with_rule(MapRule("e.{e}.w", "e.w", ("stack",))))
+@pytest.mark.parametrize(
+    ("rule", "shapes", "says"),
+    [
+        (MapRule("e.{e}.w", "e.w", ("stack",)), {"e.0.w": (2,), "e.1.w": (2,), "e.3.w": (2,)}, "have a gap"),
+        (MapRule("e.{e}", "e", ("stack",)), {"e.0": (2,), "e.1": (3,)}, "e.0 and e.1 have other shapes"),
+        (MapRule("a", "b.{n}", ("unstack",)), {"a": ()}, "a single number cannot be unstacked"),
+        (MapRule("a", "b", ("swap",)), {"a": (3,)}, "the 3 rows of a have no halves"),
+        (MapRule("{a,b}", "c", ("concat",)), {"a": (2, 3), "b": (2, 4)}, "a and b differ in more than one axis"),
+        (MapRule("{a,b}", "c", ("a b -> b a for z", "concat")), {"a": (2, 2), "b": (2, 2)}, "z is not one of {a,b}"),
+        (MapRule("{a,b}.{n}", "c.{n}", ("concat",)), {"a.0": (2,), "b.1": (2,)}, "a.0 has no sibling b"),
+        (MapRule("a", "b", ("(h d) -> (d h)",)), {"a": (6,)}, "size of h is not known; add 'with h=…'"),
+        (MapRule("{a,b}", "{c,d,e}"), {"a": (2,), "b": (2,)}, "two lists in braces have different lengths"),
+        (MapRule("a.*", "b"), {"a.x": (2,)}, r"one side has 1 \* more"),
+        (MapRule("{a,a}", "{b,c}"), {"a": (2,)}, "names a text twice"),
+        (MapRule("a.{n}", "b.{1-n}"), {"a.3": (2,)}, "{n} would count down to -2"),
+    ],
+    ids=lambda each: str(each) if isinstance(each, MapRule) else "",
+)
+def test_a_rule_that_has_no_meaning_for_these_shapes_is_refused(rule, shapes, says):
+    state = {key: torch.ones(shape) for key, shape in shapes.items()}
+    with pytest.raises(ckptfix.PlanError, match=rf"rule 1 .*{says}.*; correct the rule"):
+        ckptfix.repair_state_dict(state, rename_map=with_rule(rule))
 
 
 def test_an_ambiguous_rule_is_not_applied():
