@@ -124,8 +124,7 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     yield (Span("left:", "strong"),)
     explained = _explained(remaining)
     for finding in remaining:
-        keys = () if "shapes" in finding.evidence else finding.keys  # another name gives a tensor no other shape
-        by = Counter(explained[key] for key in keys if explained.get(key, finding.code) != finding.code)
+        by = _covering(finding, explained)
         share = "" if by.total() == len(finding.keys) else f"{by.total()} of "
         if text := f"the fix of {', '.join(by)} covers {share}these keys" if by else _text(finding, presentation):
             yield ("  ", Span(finding.code, finding.level.name.lower()), f" {finding.name}: {text}")
@@ -183,7 +182,12 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
     # What the repair itself cures forbids it nothing.
-    open_ones = [finding for finding in remaining if not report.is_fixable(finding)]
+    explained = _explained(remaining)
+    open_ones = [
+        finding
+        for finding in remaining
+        if not report.is_fixable(finding) and not 0 < _covering(finding, explained).total() == len(finding.keys)
+    ]
     blocking = [finding for finding in open_ones if finding.blocks and finding.level is Level.ERROR]
     # What no option cures, as that the other ranks are elsewhere, makes the result of any command useless.
     is_new = is_new and all(any(remedy.options for remedy in remedies_of(finding)) for finding in blocking)
@@ -307,6 +311,12 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
                 names = edit.sources if isinstance(edit, Fold) else ()
             explained |= dict.fromkeys(names, finding.code)
     return explained
+
+
+def _covering(finding: Finding, explained: Mapping[str, str]) -> Counter[str]:
+    """Return the rules whose fixes give keys of a finding another name or layout, with the number of those keys."""
+    keys = () if "shapes" in finding.evidence else finding.keys  # another name gives a tensor no other shape
+    return Counter(explained[key] for key in keys if explained.get(key, finding.code) != finding.code)
 
 
 def _text(finding: Finding, presentation: Presentation) -> str:
