@@ -113,7 +113,8 @@ class Cast(Edit, frozen=True, tag="cast"):
 
 class Dequantise(Edit, frozen=True, tag="dequantise"):
     """Multiply the codes of a matrix by the scales under another key: one for all, one for each row, or one for each
-    square of 128 rows and columns. ``scheme`` is the name of the format, which knows the factor of all scales."""
+    square of 128 rows and columns. ``scheme`` is the name of the format, which knows the factor of all scales, and what
+    else it keeps beside the codes."""
 
     key: str
     before: str

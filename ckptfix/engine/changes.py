@@ -21,6 +21,7 @@ from ckptfix.reading.boxes import boxed, bytes_of_boxes, shaped
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_number, spec_of_tensor
 from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
+from ckptfix.values.four_bits import FOUR_BITS, four_bit_spec
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
@@ -77,8 +78,11 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
             raise foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
         if isinstance(edit, Cast):
             return cast_spec(spec, edit.dtype, path)
-        scales = checkpoint.entries.get(edit.source)
-        made = dequantised_spec(spec, scales, edit, path) if isinstance(scales, TensorSpec) else None
+        if edit.scheme == FOUR_BITS:
+            made = four_bit_spec(edit.key, checkpoint.specs, edit.dtype, path)
+        else:
+            scales = checkpoint.specs.get(edit.source)
+            made = dequantised_spec(spec, scales, edit, path) if scales is not None else None
         if made is None:
             raise foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
         return made

@@ -17,20 +17,23 @@ is off by its scale. Dropping the scales as unexpected keys makes that final.
 Unsafe: `--unsafe-fixes` multiplies codes by their scales if the formula is known:
 
 - bitsandbytes int8, in row order;
+- bitsandbytes NF4 and FP4, also with double quantisation, bit for bit as its `dequantize_4bit` does;
 - 8-bit codes with one scale for the matrix, for each row, or for each square of 128;
 - MXFP4, bit for bit as transformers does, if the shapes of the model say whether matrices are turned.
 
 From all other formats nothing is written, as the file lacks something that their formula needs: the order in which
-4-bit codes are packed, or whether zero points were stored less one (GPTQ). Load them with the library that wrote them,
+codes are packed, or whether zero points were stored less one (GPTQ). Nor is it from a layer whose scales do not fit its
+codes. Load them with the library that wrote them,
 dequantise, and save the result. Scales follow their codes to other names; nothing is written from codes that lost them.
 
 ## Example
     ckptfix repair int8.pth --model my_models:net --unsafe-fixes
     # multiply the codes of 224 keys by their scales (bitsandbytes int8)
-    ckptfix repair fp8_folder --dtype bfloat16 --unsafe-fixes -o model.safetensors
+    ckptfix repair nf4_folder --dtype bfloat16 --unsafe-fixes -o model.safetensors
 
 ## Sources
-- https://arxiv.org/abs/2208.07339 and `bitsandbytes/functional.py` (`int8_vectorwise_dequant`)
+- https://arxiv.org/abs/2208.07339, https://arxiv.org/abs/2305.14314, and `bitsandbytes/functional.py`
+  (`int8_vectorwise_dequant`, `dequantize_4bit`)
 - https://huggingface.co/deepseek-ai/DeepSeek-V3 (`weight_scale_inv`, squares of 128)
 - https://github.com/ModelCloud/GPTQModel (the two formats of GPTQ, which differ in the zero points)"""
 
@@ -43,10 +46,15 @@ from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Slot, Target
+from ckptfix.reading.adapters import model_config
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import BLOCKS, INT8, MXFP4, MXFP4_TURNED, scale_steps, unpacked_shape
+from ckptfix.values.four_bits import FOUR_BITS, QuantState, quant_state
 from ckptfix.values.scan import first_numbers
+
+_LACKS = "the file does not have all that is needed to make floats of them"
+_OTHER_SHAPE = "the model wants other shapes than their `quant_state` says"
 
 
 def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -56,53 +64,89 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if not layers:
         return
     schemes = ", ".join(dict.fromkeys(layer.scheme for layer in layers.values()))
-    target = context.target or _as_asked(layers, context)
-    cures = {path: _cure(path, layer, context, target) if target else () for path, layer in layers.items()}
+    states = _quant_states(layers, context)
+    target = context.target or _as_asked(layers, states, context)
+    cures = {path: _cure(path, layer, context, states, target) if target else () for path, layer in layers.items()}
     if context.target is not None:
         cures.update(_unpacked(layers, specs, context.target))
-    known = [path for path in layers if cures[path]]
-    other = [path for path in layers if not cures[path]]
-    if known:
+    if known := [path for path in layers if cures[path]]:
+        made = f"multiplies them, which rounds to the dtype that is wanted{_config(context)}"
         yield rule.finding(
             Level.ERROR,
             f"the weights of {counted(len(known), 'layer')} are stored as codes, to be multiplied by their scales",
             keys=[key for path in known for key in layers[path].parts.values()],
             evidence={"formats": schemes},
             fix=Fix.unsafe(edit for path in known for edit in cures[path]),
-            remedies=(Remedy.of("multiplies them, which rounds to the dtype that is wanted", unsafe_fixes=True),),
+            remedies=(Remedy.of(made, unsafe_fixes=True),),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )
-    if other and context.target is None:
+    others: dict[str, list[str]] = {}  # the layers by why nothing is made of them
+    for path in layers:
+        if not cures[path]:
+            others.setdefault(_reason(states.get(path), context.target), []).append(path)
+    for reason, paths in others.items():
         yield rule.finding(
-            Level.NOTE,
-            f"the weights of {counted(len(other), 'layer')} are quantised ({schemes}): a model has to be prepared by "
-            "the library that wrote them",
-            keys=[key for path in other for key in layers[path].parts.values()],
-        )
-    elif other:
-        yield rule.finding(
-            Level.ERROR,
-            f"the weights of {counted(len(other), 'layer')} are quantised ({schemes}), and the file does not have all "
-            "that is needed to make floats of them",
-            keys=[key for path in other for key in layers[path].parts.values()],
-            remedies=advise(DEQUANTISE),
-            blocks=Blocks.FILLING | Blocks.WRITING,
+            Level.ERROR if context.target else Level.NOTE,
+            f"the weights of {counted(len(paths), 'layer')} are quantised ({schemes}){reason}",
+            keys=[key for path in paths for key in layers[path].parts.values()],
+            remedies=advise(DEQUANTISE) if context.target else (),
+            blocks=Blocks.FILLING | Blocks.WRITING if context.target else Blocks.NOTHING,
         )
 
 
-def _as_asked(layers: Mapping[str, QuantisedLayer], context: Context) -> Target | None:
+def _reason(state: QuantState | str | None, target: Target | None) -> str:
+    """Return why no floats are made of a layer, after its format."""
+    if isinstance(state, str):
+        return f", and {state}"
+    if target is not None:
+        return f", and {_LACKS if state is None else _OTHER_SHAPE}"
+    reason = ": a model has to be prepared by the library that wrote them"
+    return reason if state is None else f"{reason}; a repair with another dtype and unsafe fixes makes floats of them"
+
+
+def _config(context: Context) -> str:
+    """Return what to do about the configuration beside the file, which describes quantised weights."""
+    is_named = "quantization_config" in model_config(context.checkpoint)
+    return "; then take `quantization_config` out of config.json" if is_named else ""
+
+
+def _quant_states(layers: Mapping[str, QuantisedLayer], context: Context) -> dict[str, QuantState | str]:
+    """Return what layers of bitsandbytes in four bits say of themselves, or why floats cannot be made of them."""
+    specs, file = context.checkpoint.specs, context.checkpoint.path
+    is_read = context.settings.values
+    if not is_read and context.target is None:
+        return {}
+    return {
+        path: quant_state(f"{path}weight", specs, file) if is_read else "their `quant_state` was not to be read"
+        for path, layer in layers.items()
+        if layer.scheme == FOUR_BITS
+    }
+
+
+def _as_asked(
+    layers: Mapping[str, QuantisedLayer], states: Mapping[str, QuantState | str], context: Context
+) -> Target | None:
     """Return the weights in the dtype of ``--dtype`` as a target, if no model says what it wants."""
     dtype, specs = context.settings.dtype, context.checkpoint.specs
     if dtype is None or DTYPES[dtype].itemsize == 1:
         return None
+    shapes = {f"{path}weight": state.shape for path, state in states.items() if isinstance(state, QuantState)}
     keys = (layer.parts["weight"] for layer in layers.values() if "weight" in layer.parts)
-    return Target("--dtype", {key: Slot(dtype, specs[key].shape, PARAMETER) for key in keys})
+    return Target("--dtype", {key: Slot(dtype, shapes.get(key, specs[key].shape), PARAMETER) for key in keys})
 
 
-def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) -> tuple[Edit, ...]:
+def _cure(
+    path: str, layer: QuantisedLayer, context: Context, states: Mapping[str, QuantState | str], target: Target
+) -> tuple[Edit, ...]:
     """Return the edits that make floats of the codes; none if the formula is not known."""
-    scale = next((layer.parts[part] for part in SCALES if part in layer.parts), "")
     specs, key = context.checkpoint.specs, f"{path}weight"
+    beside = tuple(Drop(other) for part, other in layer.parts.items() if part != "weight")
+    if path in states:
+        state, slot = states[path], target.slots[key]
+        if isinstance(state, str) or state.shape != slot.shape:
+            return ()
+        return Dequantise(key, specs[key].dtype, slot.dtype, f"{key}.absmax", FOUR_BITS), *beside
+    scale = next((layer.parts[part] for part in SCALES if part in layer.parts), "")
     extra = layer.parts.keys() - {"weight", "weight_format", "input_scale", "scale_input", *SCALES}
     if scale and specs[scale].numel == 1 and specs[key].dtype.startswith("float8"):
         extra -= {"comfy_quant"}  # its other formats rotate the weights, or have a scale for each block
@@ -113,10 +157,7 @@ def _cure(path: str, layer: QuantisedLayer, context: Context, target: Target) ->
         return ()
     if specs[key].dtype not in CODES or not DTYPES[specs[scale].dtype].is_float:
         return ()
-    return (
-        Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme),
-        *(Drop(other) for part, other in layer.parts.items() if part != "weight"),
-    )
+    return Dequantise(key, specs[key].dtype, slot.dtype, scale, layer.scheme), *beside
 
 
 def _unpacked(

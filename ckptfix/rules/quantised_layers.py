@@ -11,6 +11,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.values.casting import BLOCKS, INT8, MXFP4, unpacked_shape
+from ckptfix.values.four_bits import FOUR_BITS
 
 # What libraries put beside the codes, or in their place.
 _BESIDE = re.compile(
@@ -24,7 +25,7 @@ _BESIDE = re.compile(
 # The part that only one format has, and its name.
 _NAMES = (
     ("SCB", INT8),
-    ("weight.absmax", "bitsandbytes 4-bit"),
+    ("weight.absmax", FOUR_BITS),
     ("qweight", "GPTQ or AWQ"),
     ("Qweight", "GPTQ or AWQ"),
     ("weight_packed", "compressed-tensors"),
@@ -37,6 +38,7 @@ _NAMES = (
     ("weight_scale", BLOCKS),
     ("scale_weight", BLOCKS),
 )
+MULTIPLIED = (INT8, BLOCKS, FOUR_BITS)  # the formats whose formula is known without a model
 SCALES = ("SCB", "weight_scale_inv", "weight_scale", "scale_weight")
 
 CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -82,11 +84,13 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
         codes = specs.get(f"{path}weight")
         if codes is not None and codes.dtype == "uint32" and {"scales", "biases"} <= layer.parts.keys():
             layer.parts["weight"], layer.scheme = f"{path}weight", "MLX"
-        elif codes is not None and DTYPES[codes.dtype].itemsize == 1:
+        elif codes is not None and (
+            DTYPES[codes.dtype].itemsize == 1 or (layer.scheme == FOUR_BITS and codes.shape[1:] == (1,))
+        ):  # codes of four bits may be stored as any dtype (`bnb_4bit_quant_storage`)
             layer.parts["weight"] = f"{path}weight"
             is_scaled = codes.dtype in CODES and any("scale" in part for part in layer.parts)
             layer.scheme = layer.scheme or _OTHER * is_scaled
-        elif layer.scheme in (INT8, BLOCKS, "bitsandbytes 4-bit"):
+        elif layer.scheme in MULTIPLIED:
             layer.scheme = ""  # their codes are the weight itself
     for key, codes in specs.items():
         found = _PACKED.fullmatch(key)

@@ -15,6 +15,7 @@ from ckptfix.core.finding import Level
 from ckptfix.errors import TargetError
 from ckptfix.report.display import report_lines
 from tests.checks import bytes_of, check_noop, check_repaired
+from tests.values import test_four_bits
 
 OUT, IN = 200, 260
 
@@ -199,6 +200,63 @@ def test_a_dtype_says_what_is_wanted_where_no_model_does(dtype):
     assert (report.exit_code, [*made]) == (0, ["a.weight", "b.weight"])
     spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(made["a.weight"], (codes.float() * spread).to(dtype))
+
+
+class FourBits(nn.Module):
+    """The plain model of the two layers of ``tests/values/test_four_bits.py``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(13, 5, bias=False), nn.Linear(23, 3)
+
+
+def four_bits(**other: Any) -> dict[str, torch.Tensor]:
+    layers = {"a": test_four_bits.nested(**other), "b": test_four_bits.plain()}
+    beside = {f"{name}.weight.{part}".rstrip("."): each for name, one in layers.items() for part, each in one.items()}
+    return {**beside, "b.bias": torch.ones(3)}
+
+
+def _made() -> dict[str, torch.Tensor]:
+    a, b = (
+        torch.frombuffer(bytearray.fromhex(text), dtype=dtype).reshape(shape)
+        for text, dtype, shape in (
+            (test_four_bits.NESTED_MADE, torch.bfloat16, (5, 13)),
+            (test_four_bits.PLAIN_MADE, torch.float16, (3, 23)),
+        )
+    )
+    return {"a.weight": a.float(), "b.weight": b.float(), "b.bias": torch.ones(3)}
+
+
+def test_four_bits_of_bitsandbytes():
+    check_repaired(four_bits(), _made(), "FIT107", FourBits(), unsafe_fixes=True)
+
+
+def test_four_bits_become_floats_of_a_dtype():
+    made, report = ckptfix.repair_state_dict(four_bits(), dtype="float32", unsafe_fixes=True)
+    assert report.exit_code == 0
+    assert {key: bytes_of(each) for key, each in made.items()} == {key: bytes_of(each) for key, each in _made().items()}
+
+
+def test_a_check_of_four_bits_says_that_a_repair_makes_floats():
+    (found,) = ckptfix.repair_state_dict(four_bits(), select=("FIT107",))[1].findings
+    assert (found.level, "makes floats of them" in found.message) == (Level.NOTE, True)
+
+
+def test_four_bits_that_do_not_fit_are_refused_with_the_reason():
+    found = ckptfix.repair_state_dict(four_bits(nested_offset=None), FourBits(), unsafe_fixes=True)[1].findings
+    refused = [finding.message for finding in found if finding.code == "FIT107" and not finding.fix]
+    assert [("1 layer" in message, "lacks `nested_blocksize`" in message) for message in refused] == [(True, True)]
+    turned = ckptfix.repair_state_dict(four_bits(shape=[13, 5]), FourBits(), unsafe_fixes=True)[1].findings
+    assert any("the model wants other shapes than their `quant_state` says" in finding.message for finding in turned)
+
+
+def test_the_configuration_of_quantised_weights_is_named(tmp_path):
+    save_file(four_bits(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "x", "quantization_config": {"load_in_4bit": true}}')
+    report = ckptfix.check(tmp_path, FourBits())
+    shown = "\n".join(map(str, report_lines(report)))
+    assert "take `quantization_config` out of config.json" in shown
+    assert "unsafe_fixes=True" in shown.splitlines()[-1]  # a command, although the parts beside codes do not fit
 
 
 class Quantised(nn.Module):

@@ -1,0 +1,137 @@
+"""Weights that bitsandbytes packs into four bits: what it keeps beside the codes, and the floats that it makes of them.
+
+Each byte has two codes, the high half first. A code is a place in a table of numbers between -1 and 1, which are
+multiplied by the largest magnitude of their block (``absmax``). Those may be codes of eight bits themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from ckptfix.bytes.sources import ComputedBytes, is_torn
+from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.lazy import torch
+from ckptfix.core.spec import TensorSpec, computed
+from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
+from ckptfix.values.casting import whole_tensor
+
+FOUR_BITS = "bitsandbytes 4-bit"
+
+# fmt: off
+_TABLES = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": tuple(sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
+}
+# fmt: on
+_LONGEST = 4096  # bytes of a quant_state
+
+BlockSize = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+
+
+class QuantState(Struct, frozen=True):
+    """What a ``quant_state`` says, by the names that bitsandbytes gives it."""
+
+    quant_type: Literal["nf4", "fp4"]
+    blocksize: BlockSize
+    dtype: Literal["float32", "float16", "bfloat16"]
+    shape: tuple[int, ...]
+    nested_blocksize: BlockSize | None = None
+    nested_offset: float | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of weights."""
+        return math.prod(self.shape)
+
+
+def quant_state(key: str, specs: Mapping[str, TensorSpec], path: str) -> QuantState | str:
+    """Return what the ``quant_state`` of a weight says; the reason if floats cannot be made of the codes."""
+    names = [f"{key}.quant_state.bitsandbytes__{kind}" for kind in _TABLES]
+    stored = [specs[name] for name in names if name in specs]
+    if len(stored) != 1 or stored[0].nbytes > _LONGEST:
+        return "they do not have one `quant_state` of NF4 or FP4 each"
+    needed = {part: specs.get(f"{key}.{part}") for part in ("absmax", "quant_map")}
+    is_nested = needed["absmax"] is not None and needed["absmax"].dtype == "uint8"
+    if is_nested:
+        needed |= {part: specs.get(f"{key}.{part}") for part in ("nested_absmax", "nested_quant_map")}
+    for part, spec in needed.items():
+        if spec is None:
+            return f"`{part}` is missing beside them"
+    plain = [spec for spec in (specs[key], stored[0], *needed.values()) if spec is not None]
+    if any(spec.storage is None or spec.parts or spec.math_bits or spec.quantizer or is_torn(spec) for spec in plain):
+        return "some of their bytes are missing"
+    try:
+        state = msgspec.json.decode(row_major_bytes(stored[0], path), type=QuantState)
+    except msgspec.DecodeError as error:
+        return f"their `quant_state` is damaged ({error})"
+    if min(state.shape, default=0) < 1 or plain[0].nbytes != -(-state.numel // 2):
+        return "the shape in their `quant_state` does not fit the codes"
+    blocks = -(-state.numel // state.blocksize)
+    sizes = {"absmax": blocks, "quant_map": 16, "nested_quant_map": 256}
+    if is_nested:
+        if state.nested_blocksize is None or state.nested_offset is None:
+            return "their `quant_state` lacks `nested_blocksize` or `nested_offset`"
+        sizes["nested_absmax"] = -(-blocks // state.nested_blocksize)
+    for part, spec in needed.items():
+        assert spec is not None
+        if spec.numel != sizes[part] or not (DTYPES[spec.dtype].is_float or (is_nested and part == "absmax")):
+            return f"`{part}` is not as long as their `quant_state` says, or not of its dtype"
+    table = whole_tensor(specs[f"{key}.quant_map"], path).flatten()
+    if not torch.equal(table, torch.tensor(_TABLES[state.quant_type]).to(table.dtype)):
+        return f"`quant_map` does not have the numbers of {state.quant_type}"
+    return state
+
+
+def four_bit_spec(key: str, specs: Mapping[str, TensorSpec], dtype: str, path: str) -> TensorSpec | None:
+    """Return the weights as floats, which are worked out when they are read; None if what is beside the codes does not
+    fit them."""
+    state = quant_state(key, specs, path)
+    if isinstance(state, str):
+        return None
+    size, step = DTYPES[dtype].itemsize, state.blocksize
+    content = ComputedBytes(state.numel * size, step * size, partial(_floats, key, specs, state, dtype, path))
+    parts = ("absmax", "nested_absmax", "nested_quant_map")
+    beside = [specs[name] for name in (f"{key}.{part}" for part in parts) if name in specs]
+    storages = [storage for spec in (specs[key], *beside) for storage in spec.storages]
+    return computed(specs[key], f"dequantised {dtype}", content, storages, dtype=dtype, shape=state.shape)
+
+
+def _floats(
+    key: str, specs: Mapping[str, TensorSpec], state: QuantState, dtype: str, path: str, first: int, last: int
+) -> memoryview:
+    """Return the bytes of blocks of weights, the same as ``dequantize_4bit`` makes, in another dtype."""
+    start, stop = first * state.blocksize, min(last * state.blocksize, state.numel)
+    codes = torch.frombuffer(
+        bytearray(RowMajorBytes(specs[key], path).read(start // 2, -(-stop // 2))), dtype=torch.uint8
+    )
+    table = torch.tensor(_TABLES[state.quant_type])
+    pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), -1)  # of each byte
+    numbers = pairs[codes.int()].flatten()[: stop - start]
+    steps = _largest(key, specs, state, path, first, last).repeat_interleave(state.blocksize)[: stop - start]
+    made = (numbers * steps).to(torch_dtype(state.dtype)).to(torch_dtype(dtype))
+    return bytes_of(made.view(torch.uint8))
+
+
+def _largest(
+    key: str, specs: Mapping[str, TensorSpec], state: QuantState, path: str, first: int, last: int
+) -> torch.Tensor:
+    """Return the largest magnitude of each of these blocks."""
+    stored = specs[f"{key}.absmax"]
+    raw = bytearray(RowMajorBytes(stored, path).read(first * stored.itemsize, last * stored.itemsize))
+    absmax = torch.frombuffer(raw, dtype=torch_dtype(stored.dtype))
+    if state.nested_blocksize is None or state.nested_offset is None or stored.dtype != "uint8":
+        return absmax.float()
+    scales, table = (
+        whole_tensor(specs[f"{key}.{part}"], path).flatten().float() for part in ("nested_absmax", "nested_quant_map")
+    )
+    blocks = torch.arange(first, last) // state.nested_blocksize
+    return table[absmax.int()] * scales[blocks] + torch.tensor(state.nested_offset)
