@@ -13,7 +13,7 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.finding import counted
 from ckptfix.errors import AdapterError, Opt
 from ckptfix.reading.adapters import CONFIG, Adapter, AdapterLayer, model_config
-from ckptfix.rules.quantised_layers import beside_codes
+from ckptfix.rules.quantised_layers import MULTIPLIED, beside_codes, wanted_layers
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "tok_embeddings", "embed_in")
 HEADS = ("lm_head", "embed_out")
@@ -169,7 +169,7 @@ class BaseNames:
                 )
             if packed := beside_codes(module, self.checkpoint.entries):
                 has = packed.removeprefix(f"{module}.")
-                return quantised(base, f"{module} is quantised (it has {has} and no weight)")
+                return quantised(self.checkpoint, f"{module} is quantised (it has {has} and no weight)")
         is_tied = all(map(self._may_be_tied, lacking)) and any(map(is_of_words, self.checkpoint.specs))
         if "model_type" in model_config(self.checkpoint) and not is_tied:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
@@ -204,9 +204,13 @@ class BaseNames:
         return is_of_words(f"{module}.weight") or sizes in words
 
 
-def quantised(path: str, words: str) -> AdapterError:
+def quantised(checkpoint: Checkpoint, words: str) -> AdapterError:
     """Return the error for a base whose weights are codes."""
-    return AdapterError(f"{path}: {words}; merge into the weights that were quantised, and quantise the result")
+    words = f"{checkpoint.path}: {words}; merge into the weights that were quantised, and quantise the result"
+    if not any(layer.scheme in MULTIPLIED for layer in wanted_layers(checkpoint.specs, None).values()):
+        return AdapterError(words)
+    options = Opt("dtype", "bfloat16"), " ", Opt("unsafe_fixes", True)
+    return AdapterError(f"{words}, or first make floats of the base alone by a repair with ", *options)
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:

@@ -70,8 +70,7 @@ def find_merge(
         twins[spec.view].append(key)
     for adapter in adapters:
         for key, delta in _deltas(checkpoint, adapter, merge, target):
-            if codes := beside_codes(key.rpartition(".")[0], checkpoint.entries):
-                raise quantised(checkpoint.path, f"{key} is quantised, as {codes} beside it says")
+            _refuse_codes(checkpoint, key)
             if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
                 raise AdapterError(
                     f"{adapter.path}: {key} cannot be given back: the adapter has "
@@ -358,6 +357,12 @@ def _leaf(key: str) -> str:
     return key.rpartition(".")[0].rpartition(".")[2]
 
 
+def _refuse_codes(checkpoint: Checkpoint, key: str) -> None:
+    """Raise AdapterError if a tensor is quantised, as what is beside it says."""
+    if codes := beside_codes(key.rpartition(".")[0], checkpoint.entries):
+        raise quantised(checkpoint, f"{key} is quantised, as {codes} beside it says")
+
+
 def _of_other_base(adapter: Adapter, words: str) -> AdapterError:
     return AdapterError(f"{adapter.path}: {words}; give the base that it was trained on")
 
@@ -366,8 +371,9 @@ def _of_layer(
     checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
 ) -> Iterator[tuple[str, Delta]]:
     spec = checkpoint.specs[key]
+    _refuse_codes(checkpoint, key)
     if spec.dtype not in _FLOATS or spec.storage is None or spec.quantizer is not None:
-        raise quantised(checkpoint.path, f"{key} is stored as {spec.dtype}, that is quantised")
+        raise quantised(checkpoint, f"{key} is stored as {spec.dtype}, that is quantised")
     path = adapter.path
     if "scale" in layer.keys:
         yield from _scales(checkpoint, adapter, layer, key, turned)

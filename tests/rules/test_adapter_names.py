@@ -74,6 +74,20 @@ def test_another_base_is_refused(change, says, tmp_path):
         ckptfix.repair_state_dict(base, adapter=adapter)
 
 
+@pytest.mark.parametrize(
+    ("beside", "is_named"),
+    [("SCB", True), ("weight_scale", True), ("weight.absmax", True), ("W_q", False)],
+)
+def test_a_base_whose_formula_is_known_can_become_floats_first(beside, is_named, tmp_path):
+    """The codes of FSDP's four bits have a dtype of floats; their shape is no other model."""
+    adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
+    codes = torch.ones(528, 1).bfloat16() if beside == "weight.absmax" else torch.ones(33, 32).char()
+    base = {**net().state_dict(), "q.weight": codes, f"q.{beside}": torch.ones(33)}
+    with pytest.raises(AdapterError, match="is quantised, as q") as refused:
+        ckptfix.repair_state_dict(base, adapter=adapter)
+    assert ("dtype='bfloat16' unsafe_fixes=True" in str(refused.value)) is is_named
+
+
 def test_scales_of_activations_are_no_reason_to_refuse(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     base = {**net().state_dict(), "q.input_scale": torch.ones(1), "embed.weight_scale": torch.ones(50)}
