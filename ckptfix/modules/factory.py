@@ -110,10 +110,10 @@ def resolve(spec: str, seed: int) -> Any:
                 return partial(build_class, _object(name.name, seed), name.arguments)
             made = named_builder(spec)
     except TargetError:
-        try:
-            return _object(spec, seed)  # pkg.mod:factory with a package that has the name of a scheme
-        except TargetError:
-            pass
+        with contextlib.suppress(TargetError):  # pkg.mod:factory with a package that has the name of a scheme
+            found = _object(spec, seed)
+            if not isinstance(found, type) or issubclass(found, torch.nn.Module):
+                return found
         raise
     return made or _object(spec, seed)
 
@@ -127,14 +127,13 @@ def _object(spec: str, seed: int) -> Any:
             "such as timm:resnet50",
         )
     with user_code(spec, seed):
-        module = _import(path, spec)
-    made: Any = module
-    for attribute in name.split("."):
-        if not hasattr(made, attribute):
-            close = nearest(attribute, dir(made))
-            hint = f"; did you mean {close}?" if close else f"; see what {_place(module)} defines"
-            raise TargetError(Opt("model", spec), f": {path} has no {name}{hint}")
-        made = getattr(made, attribute)
+        made: Any = (module := _import(path, spec))
+        for attribute in name.split("."):
+            if not hasattr(made, attribute):
+                close = nearest(attribute, dir(made))
+                hint = f"; did you mean {close}?" if close else f"; see what {_place(module)} defines"
+                raise TargetError(Opt("model", spec), f": {path} has no {name}{hint}")
+            made = getattr(made, attribute)
     if not callable(made):
         raise TargetError(
             Opt("model", spec), f" is of type {type(made).__name__}; name a function, a class or a torch.nn.Module"

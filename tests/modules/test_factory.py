@@ -163,6 +163,11 @@ def test_the_user_s_error_has_the_user_s_frames_only(module, tmp_path):
         pytest.param("def f(:\n", "SyntaxError", id="does not parse"),
         pytest.param("import no_such_dependency\n", "No module named 'no_such_dependency'", id="a missing dependency"),
         pytest.param("raise SystemExit(2)\n", "SystemExit", id="parses arguments on import"),
+        pytest.param(
+            "def __getattr__(name):\n    import no_such_dependency\n",
+            "No module named 'no_such_dependency'",
+            id="a missing dependency of a name that is imported when it is asked for",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported(module, tmp_path, source, says):
