@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.files import is_url
 from ckptfix.core.edits import Assemble, Dequantise, Drop, Fill, Fold, Rename, RenameModule, Replace
-from ckptfix.core.finding import Blocks, Finding, Level, Placeholder, Remedy, counted
+from ckptfix.core.finding import Blocks, Finding, Level, Placeholder, Remedy, Subject, counted
 from ckptfix.core.option import CHECK, REPAIR
 from ckptfix.core.options import command_words, flag_text, option_words
 from ckptfix.core.report import Call, Report
@@ -189,6 +189,9 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
         if not report.is_fixable(finding) and not 0 < _covering(finding, explained).total() == len(finding.keys)
     ]
     blocking = [finding for finding in open_ones if finding.blocks and finding.level is Level.ERROR]
+    if any(finding.subject is Subject.NAMES and _offers_sets(finding) for finding in remaining):
+        # Each of these sets fits by its names, which the examined whole of them does not.
+        blocking = [finding for finding in blocking if finding.subject is not Subject.FIT]
     # What no option cures, as that the other ranks are elsewhere, makes the result of any command useless.
     is_new = is_new and all(any(remedy.options for remedy in remedies_of(finding)) for finding in blocking)
     is_blocked = bool(blocking) or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
@@ -198,6 +201,10 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     if is_new or (is_undone and not (is_blocked or report.obstacles)):
         again = _written_again(report, choices)
         yield from ((with_remedies(again, chosen), price_text(report, chosen)) for chosen in found)
+
+
+def _offers_sets(finding: Finding) -> bool:
+    return any(name == "weights" for remedy in remedies_of(finding)[:1] for name, _ in remedy.options)
 
 
 def settling(report: Report) -> list[tuple[Remedy, ...]]:

@@ -206,6 +206,39 @@ def test_a_check_gives_the_command_for_a_layout_that_a_repair_restores(tmp_path,
     assert torch.load("conv.fixed.pth", weights_only=True)["proj.weight"].shape == (8, 8)
 
 
+def int8(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As bitsandbytes has it: codes and the largest number of each row."""
+    state = model.state_dict()
+    for key in [key for key in state if key.endswith("weight")]:
+        largest = state[key].abs().amax(1)
+        state[key.replace("weight", "SCB")] = largest
+        state[key] = torch.round(state[key] * 127 / largest[:, None]).to(torch.int8)
+    return state
+
+
+def two_networks(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As ema_pytorch has it, with a wrapper around the average."""
+    state = {"initted": torch.tensor(True), "step": torch.tensor(9)}
+    for prefix in ("online_model.", "ema_model.module."):
+        state |= {prefix + key: value.clone() for key, value in model.state_dict().items()}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "option"), [(int8, "--unsafe-fixes"), (two_networks, "--weights online_model")], ids=["int8", "ema"]
+)
+def test_a_check_gives_a_command_that_works(make, option, tmp_path, monkeypatch):
+    """What another rule's fix covers, or is of no set that the names allow, forbids it nothing."""
+    monkeypatch.chdir(tmp_path)
+    model = layers(8, 8, 6)
+    torch.save(make(model), "old.pth")
+    torch.save(model.state_dict(), "model.pth")
+    command = next_command(ckptfix.check("old.pth", like="model.pth"), Presentation(choices={"like": "model.pth"}))
+    assert command == f"ckptfix repair old.pth --like model.pth {option}"
+    assert exit_code(shlex.split(command)[1:]) == 0
+    model.load_state_dict(torch.load("old.fixed.pth", weights_only=True))
+
+
 CLASSES = [
     pytest.param(adapted(), layers(8, 8, 8), id="an adapter that was not merged"),
     pytest.param(squares("q", "k", "v", "out"), fused(), id="another layout"),
