@@ -65,7 +65,8 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     suspects = _not_by_design(zero, context, use_names=not empty_file)
     excused = [] if empty_file else _excused(suspects, matrices, context, is_trained)
     excused += [key for key in suspects if key in closed and key not in excused]
-    excused += _unlike_others({*zero}.difference(suspects), matrices) if not context.initial else []
+    quiet = {*zero}.difference(suspects)
+    excused += _unlike_others(quiet, matrices) if quiet and not context.initial else []
     excused = [key for key in excused if not replaces(context.settings, rule.code, key)]
     are_excused = set(excused)
     listed = reported = dict.fromkeys(key for key in suspects if key not in are_excused)
