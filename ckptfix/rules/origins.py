@@ -121,7 +121,8 @@ class Change(Struct, frozen=True, dict=True):
     kinds: Mapping[str, bool] = field(default_factory=dict)
     """Which tensors of the file are parameters, as far as the model says so."""
     is_ordered: bool = True
-    """Whether the file has its tensors in the order of the model, which safetensors does not keep."""
+    """Whether the file has its tensors in the order of the model, which safetensors and sorting do not keep."""
+    is_by_name: bool = False  # whether its keys are in alphabetical order, be it that of the model or not
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
     signs: Collection[str] = ()  # the files beside it that only one trainer leaves there
@@ -144,12 +145,15 @@ class Change(Struct, frozen=True, dict=True):
             for source in origin.sources
             if target is not None and target.modules is not None and key in target.slots
         }
-        is_ordered = not before.format.endswith("safetensors")
+        is_by_name = _is_by_name(list(before.specs))
+        is_ordered = not (before.format.endswith("safetensors") or (is_by_name and _is_sorted(before)))
         is_current = _is_current(before, target)
         signs = {HF_FILE} if Path(before.path).with_name(HF_FILE).is_file() else set()
         if isinstance(before.root, Mapping):
             signs.update(name for name in before.root if isinstance(name, str))
-        return cls(before.specs, after.specs, known, target, kinds, is_ordered, signs=signs, is_current=is_current)
+        return cls(
+            before.specs, after.specs, known, target, kinds, is_ordered, is_by_name, signs=signs, is_current=is_current
+        )
 
     @property
     def model(self) -> Target | None:
@@ -250,8 +254,10 @@ class Change(Struct, frozen=True, dict=True):
         order = sorted(known, key=lambda key: places[key][0])
         if order != sorted(known, key=lambda key: places[key][-1]):
             return []
-        if len(order) == len(parameters) or self.is_ordered:
-            return [order] if len(order) == len(parameters) else []
+        if len(order) == len(parameters):
+            return [order]
+        if self.is_ordered and not (self.is_by_name and self.reorders):
+            return []
         order, gone = _with_blocks(order, [key for key in parameters if key not in places])
         return _with_modules(order, gone)
 
@@ -298,6 +304,40 @@ class Change(Struct, frozen=True, dict=True):
         place = {key: number for number, key in enumerate(self.parameters)}
         found = [place[key] for result in self.result for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
+
+
+def _natural(key: str) -> list[str | int]:
+    return [int(text) if text.isdecimal() else text for text in re.split(f"({_NUMBERS})", key)]
+
+
+def _is_by_name(keys: list[str]) -> bool:
+    return keys in (sorted(keys), sorted(keys, key=_natural))
+
+
+def _is_sorted(checkpoint: Checkpoint) -> bool:
+    """Return whether keys in alphabetical order are in one that no model gives: biases before their weights, entries of
+    a module after those of the modules in it, ``10`` before ``2``, or the modules as ``_metadata`` does not have them.
+    """
+    rank = {module: place for place, module in enumerate(checkpoint.metadata or ())}
+    seen: set[str] = set()
+    around: set[str] = set()
+    last: dict[str, int] = {}
+    for key in checkpoint.specs:
+        *outer, module = ["", *modules_of(key)]
+        leaf = key.removeprefix(f"{module}.")
+        bias = key.removesuffix(leaf) + leaf.replace("weight", "bias")
+        numbers = {head: int(text) for head, text, _ in layers_of(f".{key}")}
+        places = {"_metadata": rank[module]} if module in rank else {}
+        if (
+            module in around
+            or bias in seen
+            or any(number < last.get(head, 0) for head, number in (numbers | places).items())
+        ):
+            return True
+        seen.add(key)
+        around.update(outer)
+        last |= numbers | places
+    return False
 
 
 def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:

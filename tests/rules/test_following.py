@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,19 @@ from ckptfix.rules.origins import Change
 from tests.rules.test_opt104_optimizer_of_another_model import run
 
 
-def net(**layers: tuple[int, int]) -> nn.Module:
-    return nn.Sequential(OrderedDict((name, nn.Linear(*sizes)) for name, sizes in layers.items()))
+def net(**layers: tuple[int, int] | int) -> nn.Module:
+    """Linear layers; a number is the size of a square one without a bias."""
+    return nn.Sequential(
+        OrderedDict(
+            (name, nn.Linear(*sizes) if isinstance(sizes, tuple) else nn.Linear(sizes, sizes, bias=False))
+            for name, sizes in layers.items()
+        )
+    )
 
 
-def followed(path: Path, trained: nn.Module, wanted: nn.Module) -> list[Followed]:
+def followed(path: Path, trained: nn.Module, wanted: nn.Module, whole: dict[str, Any] | None = None) -> list[Followed]:
     """The ways to keep the optimizer of one model in step while its file becomes that of another one."""
-    torch.save(run(trained), path)
+    torch.save(run(trained) if whole is None else whole, path)
     repaired = ckptfix.repair(path, wanted, unsafe_fixes=True, fill="target", keep_optimizer=True)
     change = Change.of(ckptfix.open_checkpoint(path), repaired.checkpoint, repaired.plan, target_from_module(wanted))
     (optimizer,) = optimizers_of(repaired.checkpoint)
@@ -58,3 +65,22 @@ def test_positions_of_the_result(wanted, taken, added, gone, tmp_path):
     (way,) = followed(tmp_path / "run.pth", net(a=(3, 4), b=(4, 5), c=(5, 2)), net(**wanted))
     assert not way.is_unchanged
     assert (sources(way), way.anew, way.added, way.gone) == (taken, (), added, gone)
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [
+        pytest.param(
+            net(stem=(4, 4), mid=(4, 4), aux=(4, 4), body=(4, 4)),
+            net(stem=(4, 4), mid=(4, 4), body=(4, 4)),
+            id="biases",
+        ),
+        pytest.param(net(c=4, a=4, b=4), net(c=4, b=4), id="nothing but that the model has another order"),
+    ],
+)
+def test_a_sorted_file_is_not_taken_to_be_in_the_order_of_the_model(trained, wanted, tmp_path):
+    """A group for each parameter, of equal shapes and without a state: only the order says whose rate is whose."""
+    groups = [{"params": [parameter], "lr": 0.1 * place} for place, parameter in enumerate(trained.parameters())]
+    weights = OrderedDict(sorted(trained.state_dict().items()))
+    whole = {"model": weights, "optimizer": torch.optim.SGD(groups).state_dict()}
+    assert len({way.like for way in followed(tmp_path / "run.pth", trained, wanted, whole)}) > 1
