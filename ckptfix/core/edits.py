@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
-from typing import Any, ClassVar
+from math import isfinite, prod
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.parts import Part, Shape, Size, full
+
+if TYPE_CHECKING:
+    DTypeName = str
+else:
+    DTypeName = Literal[tuple(DTYPES)]
+
+
+def _one_of(*names: str) -> Meta:
+    return Meta(pattern=rf"\A({'|'.join(names)})\Z")
+
+
+# What a plan may ask for is checked when it is read: a size that no tensor has would take all memory.
+MOST_ZEROS = 1 << 27  # elements of a tensor of zeros, which stands for counters and small tensors
+MOST_ADAPTED = 1 << 31  # elements of an adapted tensor
+MOST_TIMES = 1 << 20  # how many times as large as the file's it may be
 
 
 class Edit(Struct, frozen=True, tag_field="edit", forbid_unknown_fields=True):
@@ -65,10 +81,14 @@ class Fill(Edit, frozen=True, tag="fill"):
     ``part`` (another set of weights of the file; ``donor_key`` is its name, a colon, and the key)."""
 
     key: str
-    dtype: str
+    dtype: DTypeName
     shape: Shape
-    origin: str
+    origin: Annotated[str, _one_of("zeros", "target", "donor", "adapter", "tie", "part")]
     donor_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.origin == "zeros" and prod(self.shape) > MOST_ZEROS:
+            raise ValueError(f"a tensor of zeros has {MOST_ZEROS:,} elements at most")
 
 
 class Replace(Edit, frozen=True, tag="replace"):
@@ -79,19 +99,22 @@ class Replace(Edit, frozen=True, tag="replace"):
     set of weights of the same file, which ``place`` names; without a place, of the same state_dict."""
 
     key: str
-    dtype: str
+    dtype: DTypeName
     shape: Shape
-    origin: str
+    origin: Annotated[str, _one_of("zeros", "ones", "data", "target", "donor", "twin")]
     source: str | None = None
     place: str | None = None
+
+
+NON_FINITE, SUBNORMAL = "non-finite", "subnormal"
 
 
 class Zero(Edit, frozen=True, tag="zero"):
     """Set numbers of a tensor to zero, all ``non-finite`` or all ``subnormal`` ones; the others stay as they are."""
 
     key: str
-    dtype: str
-    which: str
+    dtype: DTypeName
+    which: Annotated[str, _one_of(NON_FINITE, SUBNORMAL)]
 
 
 class Tie(Edit, frozen=True, tag="tie"):
@@ -107,8 +130,14 @@ class Cast(Edit, frozen=True, tag="cast"):
 
     keeps_values: ClassVar[bool] = True
     key: str
-    before: str
-    dtype: str
+    before: DTypeName
+    dtype: DTypeName
+
+
+INT8, FOUR_BITS, BLOCKS = "bitsandbytes int8", "bitsandbytes 4-bit", "scaled codes"
+# Two numbers of four bits in each byte, the low half first; a scale is the power of two of 16 bytes of a row. The
+# matrix of an expert may be turned when it is read, as transformers does with those of gpt-oss.
+MXFP4, MXFP4_TURNED = "MXFP4", "MXFP4, turned"
 
 
 class Dequantise(Edit, frozen=True, tag="dequantise"):
@@ -117,10 +146,10 @@ class Dequantise(Edit, frozen=True, tag="dequantise"):
     else it keeps beside the codes."""
 
     key: str
-    before: str
-    dtype: str
+    before: DTypeName
+    dtype: DTypeName
     source: str
-    scheme: str
+    scheme: Annotated[str, _one_of(INT8, FOUR_BITS, BLOCKS, MXFP4, MXFP4_TURNED)]
 
 
 class Assemble(Edit, frozen=True, tag="assemble"):
@@ -130,9 +159,9 @@ class Assemble(Edit, frozen=True, tag="assemble"):
 
     keeps_values: ClassVar[bool] = True
     key: str
-    dtype: str
+    dtype: DTypeName
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1)]
 
     @classmethod
     def reshape(cls, key: str, dtype: str, before: Shape, shape: Shape) -> Assemble:
@@ -158,11 +187,19 @@ class Adapt(Edit, frozen=True, tag="adapt"):
     key: str
     source: str
     recipe: str
-    dtype: str
+    dtype: DTypeName
     before: Shape
     shape: Shape
     grids: Shape = ()
     rows: Shape = ()
+
+    def __post_init__(self) -> None:
+        old, new = prod(self.before), prod(self.shape)
+        if new > min(MOST_ADAPTED, MOST_TIMES * old):
+            raise ValueError(f"a tensor of {old} elements cannot become one of {new}")
+        axes = len(self.grids) // 2
+        if self.grids and (prod(self.grids[:axes]) > old or prod(self.grids[axes:]) > new):
+            raise ValueError("the grids do not fit the shapes")
 
     @property
     def untrained(self) -> int:
@@ -170,7 +207,15 @@ class Adapt(Edit, frozen=True, tag="adapt"):
         return max(prod(self.shape) - prod(self.before), 0) if self.recipe == PAD_TARGET else 0
 
 
-class Delta(Struct, frozen=True):
+# What an adapter does to a tensor, and how many factors that has, at least and at most.
+FORMS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("linear", "conv", "experts"), (2, 3)),
+    **{"tucker": (3, 4), "hadamard": (4, 7), "kronecker": (2, 6)},
+    **dict.fromkeys(("bias", "scale", "rows", "whole"), (1, 1)),
+}
+
+
+class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     """What one layer of an adapter does to a tensor.
 
     ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
@@ -185,7 +230,7 @@ class Delta(Struct, frozen=True):
     rows are those of all experts, one after another, or in a matrix."""
 
     adapter: str
-    form: str
+    form: Annotated[str, _one_of(*FORMS)]
     factors: tuple[str, ...]
     scaling: float = 1.0
     transposed: bool = False
@@ -195,6 +240,17 @@ class Delta(Struct, frozen=True):
     weight: float = 1.0
     expert: Shape = ()
     within: Shape = ()
+
+    def __post_init__(self) -> None:
+        fewest, most = FORMS[self.form]
+        if not fewest <= len(self.factors) <= most:
+            raise ValueError(f"{len(self.factors)} factors are not those of the form {self.form}")
+        if not (isfinite(self.scaling) and isfinite(self.weight)):
+            raise ValueError("the scaling and the weight have to be finite")
+        if len(self.expert) not in (0, 4) or (self.expert and self.expert[0] >= self.expert[1]):
+            raise ValueError("an expert has a number, that of all, and the first and last row")
+        if len(self.within) not in (0, 2):
+            raise ValueError("the rows that change have a first and a last one")
 
     @property
     def has_magnitude(self) -> bool:
@@ -217,10 +273,14 @@ class MergeAdapter(Edit, frozen=True, tag="merge-adapter"):
     """Add to a tensor what the layers of adapters make of it, one after another; or take it off again (``undo``)."""
 
     key: str
-    dtype: str
+    dtype: DTypeName
     shape: Shape
     deltas: tuple[Delta, ...]
     undo: bool = False
+
+
+WEIGHT_NORM, SPECTRAL_NORM, PRUNING = "weight_norm", "spectral_norm", "pruning"
+PARAMETRIZATIONS = {WEIGHT_NORM: 1, SPECTRAL_NORM: 2, PRUNING: 1}  # with how many tensors beside the weight
 
 
 class Fold(Edit, frozen=True, tag="fold"):
@@ -228,11 +288,17 @@ class Fold(Edit, frozen=True, tag="fold"):
     of a parametrization of torch, whose norm leaves the axis ``dim``; -1 for a norm over all."""
 
     key: str
-    dtype: str
+    dtype: DTypeName
     shape: Shape
-    form: str
+    form: Annotated[str, _one_of(*PARAMETRIZATIONS)]
     sources: tuple[str, ...]
-    dim: int = 0
+    dim: Annotated[int, Meta(ge=-1)] = 0
+
+    def __post_init__(self) -> None:
+        if len(self.sources) != PARAMETRIZATIONS[self.form]:
+            raise ValueError(f"{len(self.sources)} sources are not those of the form {self.form}")
+        if self.dim >= max(len(self.shape), 1):
+            raise ValueError(f"a tensor of {len(self.shape)} axes has no axis {self.dim}")
 
 
 class Plain(Edit, frozen=True, tag="plain"):

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-Size = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Shape = tuple[Size, ...]
 Box = tuple[tuple[Size, Size], ...]  # a box of a tensor: where it starts and stops along each axis
 

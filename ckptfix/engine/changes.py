@@ -11,7 +11,19 @@ from msgspec.structs import asdict, replace
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Adapt, Assemble, Cast, Dequantise, Edit, Fill, Fold, MergeAdapter, Replace, Zero
+from ckptfix.core.edits import (
+    FOUR_BITS,
+    Adapt,
+    Assemble,
+    Cast,
+    Dequantise,
+    Edit,
+    Fill,
+    Fold,
+    MergeAdapter,
+    Replace,
+    Zero,
+)
 from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, PartsError, check_bijection
 from ckptfix.core.spec import Storage, TensorSpec, computed, contiguous_strides
@@ -20,8 +32,8 @@ from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.boxes import boxed, bytes_of_boxes, shaped
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_number, spec_of_tensor
-from ckptfix.values.casting import WHICH, can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
-from ckptfix.values.four_bits import FOUR_BITS, four_bit_spec
+from ckptfix.values.casting import can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
+from ckptfix.values.four_bits import four_bit_spec
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
@@ -69,7 +81,7 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
     if isinstance(edit, Adapt):
         return adapted(checkpoint, spec, edit, value_sources)
     if isinstance(edit, Zero):
-        if spec.dtype != edit.dtype or edit.which not in WHICH or not can_be_zeroed(spec):
+        if spec.dtype != edit.dtype or not can_be_zeroed(spec):
             what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
             raise foreign(checkpoint, what)
         return zeroed_spec(spec, edit.which, path)

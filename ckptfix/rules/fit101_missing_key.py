@@ -41,7 +41,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, modules_of, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
-from ckptfix.core.edits import Drop, Edit, Fill, Tie
+from ckptfix.core.edits import PRUNING, SPECTRAL_NORM, WEIGHT_NORM, Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
@@ -50,7 +50,6 @@ from ckptfix.core.wording import first_names
 from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
 from ckptfix.rules.quantised_layers import DEQUANTISE, wanted_layers
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.adapted_tensors import PRUNING, SPECTRAL_NORM, WEIGHT_NORM
 
 _ELSEWHERE = advise("fill nothing in: the file may have them in another form")
 

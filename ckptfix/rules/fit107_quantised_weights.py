@@ -42,15 +42,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Dequantise, Drop, Edit, Rename
+from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, Dequantise, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import PARAMETER, Slot, Target
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.casting import BLOCKS, INT8, MXFP4, MXFP4_TURNED, scale_steps, unpacked_shape
-from ckptfix.values.four_bits import FOUR_BITS, QuantState, quant_state
+from ckptfix.values.casting import scale_steps, unpacked_shape
+from ckptfix.values.four_bits import QuantState, quant_state
 from ckptfix.values.scan import first_numbers
 
 _LACKS = "the file does not have all that is needed to make floats of them"

@@ -37,13 +37,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from ckptfix.core.edits import Adapt, Drop, Edit, Fold, Rename
+from ckptfix.core.edits import PRUNING, SPECTRAL_NORM, WEIGHT_NORM, Adapt, Drop, Edit, Fold, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.adapted_tensors import NORM, PRUNING, SPECTRAL_NORM, WEIGHT_NORM, is_adaptable
+from ckptfix.values.adapted_tensors import NORM, is_adaptable
 
 _FORMS = (
     (WEIGHT_NORM, ("{}_v", "{}_g")),

@@ -8,10 +8,10 @@ from collections.abc import Container, Iterable, Mapping
 from msgspec import Struct, field
 
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.values.casting import BLOCKS, INT8, MXFP4, unpacked_shape
-from ckptfix.values.four_bits import FOUR_BITS
+from ckptfix.values.casting import unpacked_shape
 
 # What libraries put beside the codes, or in their place.
 _BESIDE = re.compile(

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfix.core.checkpoint import is_inside
-from ckptfix.core.edits import Edit, Zero
+from ckptfix.core.edits import NON_FINITE, Edit, Zero
 from ckptfix.core.finding import FILE, Finding, Level, Remedy, advise
 from ckptfix.core.lazy import np
 from ckptfix.core.objects import tensors_in
@@ -51,7 +51,7 @@ from ckptfix.maps.optimizer_states import parts_beside
 from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, reset_edits
 from ckptfix.rules.rule import Context, Rule, affected
-from ckptfix.values.casting import NON_FINITE, can_be_zeroed
+from ckptfix.values.casting import can_be_zeroed
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
 

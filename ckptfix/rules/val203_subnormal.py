@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptfix.core.edits import Zero
+from ckptfix.core.edits import SUBNORMAL, Zero
 from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.casting import SUBNORMAL, can_be_zeroed
+from ckptfix.values.casting import can_be_zeroed
 
 MANY = 0.01  # share of a weight matrix from which on its subnormal values are worth a warning
 HUGE = 1e15  # a value beside which subnormal ones are no remains of decay: the bytes are others than were written

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import JoinedBytes, KeptBytes
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import PAD_TARGET, Adapt, Fold
+from ckptfix.core.edits import PAD_TARGET, PRUNING, WEIGHT_NORM, Adapt, Fold
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, one_thread, torch_dtype
-from ckptfix.values.casting import whole_tensor
+from ckptfix.values.casting import computing, whole_tensor
 
 if TYPE_CHECKING:
     Tensor = torch.Tensor
@@ -48,17 +48,14 @@ def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | N
 
 
 def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
-    try:
+    with computing(path, f"{edit.source} cannot be adapted by {edit.recipe}"):
         made = FORMULAS[edit.recipe](whole_tensor(spec, path), edit)
-    except RuntimeError as error:  # torch's word for shapes that do not go together
-        raise PlanError(f"{path}: {edit.source} cannot be adapted by {edit.recipe}: {error}") from error
     if tuple(made.shape) != edit.shape:
         raise PlanError(f"{path}: {edit.recipe} makes {list(made.shape)} of {edit.source}; write the plan again")
     return made
 
 
 NORM = "norm"  # the recipe for the `weight_g` of a weight
-WEIGHT_NORM, SPECTRAL_NORM, PRUNING = "weight_norm", "spectral_norm", "pruning"
 
 
 def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path: str) -> TensorSpec:
@@ -66,13 +63,16 @@ def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path
     parametrization."""
 
     def compute() -> Tensor:
-        weight, *others = (whole_tensor(each, path) for each in (spec, *beside))
-        if edit.form == WEIGHT_NORM:
-            return torch._weight_norm(weight, others[0], edit.dim)
-        if edit.form == PRUNING:
-            return others[0].to(weight.dtype) * weight
-        left, right = others
-        return weight / torch.dot(left, torch.mv(weight.movedim(edit.dim, 0).reshape(len(left), -1), right))
+        with computing(path, f"{edit.key} is not of the form {edit.form}"):
+            weight, *others = (whole_tensor(each, path) for each in (spec, *beside))
+            if edit.form == WEIGHT_NORM:
+                norms = [size if axis == edit.dim else 1 for axis, size in enumerate(edit.shape)]
+                # torch reads as many norms as there should be, whatever the shape is.
+                return torch._weight_norm(weight, others[0].reshape(norms if edit.dim >= 0 else ()), edit.dim)
+            if edit.form == PRUNING:
+                return others[0].reshape(edit.shape).to(weight.dtype) * weight
+            left, right = others
+            return weight / torch.dot(left, torch.mv(weight.movedim(edit.dim, 0).reshape(len(left), -1), right))
 
     storages = (storage for each in (spec, *beside) for storage in each.storages)
     return computed(spec, edit.form, _whole(spec, edit.shape, compute), storages)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import ComputedBytes, KeptBytes
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import Dequantise
+from ckptfix.core.edits import BLOCKS, INT8, MXFP4, MXFP4_TURNED, NON_FINITE, Dequantise
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
-from ckptfix.errors import WriteError
+from ckptfix.errors import PlanError, WriteError
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
 from ckptfix.values.decode import encoding
 from ckptfix.values.tally import magnitudes
@@ -23,6 +25,16 @@ _BLOCK = 1 << 18  # numbers that are compared at a time
 def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
     """Return a copy of a plain tensor of the file, in row-major order."""
     return torch.frombuffer(bytearray(row_major_bytes(spec, path)), dtype=torch_dtype(spec.dtype)).reshape(spec.shape)
+
+
+@contextmanager
+def computing(path: str, what: str) -> Iterator[None]:
+    """Raise ``PlanError`` for torch's words for shapes and dtypes that do not go together."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PlanError(f"{path}: {what}: {reason}; the plan belongs to another file") from error
 
 
 def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -46,7 +58,8 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     def cast(first: int, last: int) -> memoryview:
         raw = bytearray(stored.read(first * width, last * width))
         values = torch.frombuffer(raw, dtype=torch_dtype(spec.dtype))
-        converted = values.to(torch_dtype(dtype))
+        with computing(path, f"{spec.dtype} cannot become {dtype}"):
+            converted = values.to(torch_dtype(dtype))
         if values.is_floating_point() and not _are_within(values, converted.dtype):
             raise WriteError(
                 f"{path}: a NaN, an infinity or a number out of its range cannot become {dtype}; keep the tensor as it "
@@ -58,12 +71,8 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     return computed(spec, f"cast {dtype}", content, spec.storages, dtype=dtype)
 
 
-INT8, BLOCKS = "bitsandbytes int8", "scaled codes"
 # The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
 FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
-# Two numbers of four bits in each byte, the low half first; a scale is the power of two of 16 bytes of a row. The
-# matrix of an expert may be turned when it is read, as transformers does with those of gpt-oss.
-MXFP4, MXFP4_TURNED = "MXFP4", "MXFP4, turned"
 PACK = 16
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ROWS = 256  # that are unpacked at a time
@@ -111,7 +120,8 @@ def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, i
 
 def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> TensorSpec | None:
     """Return the tensor of codes times their scales, which are multiplied when it is read; None if they do not fit."""
-    if any(each.storage is None or each.parts or each.quantizer is not None for each in (spec, scales)):
+    is_plain = all(each.storage is not None and not each.parts and each.quantizer is None for each in (spec, scales))
+    if not is_plain or not DTYPES[edit.dtype].is_float:
         return None
     size = DTYPES[edit.dtype].itemsize
     content: ComputedBytes
@@ -144,27 +154,27 @@ def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, f
     codes, factors = (whole_tensor(each, path).float() for each in (part, scales))
     steps = factors.reshape(-(-rows // across), -(-columns // along))
     steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
-    product = (codes * steps * FACTORS[edit.scheme]).to(torch_dtype(edit.dtype)).flatten()
+    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
+        product = (codes * steps * FACTORS[edit.scheme]).to(torch_dtype(edit.dtype)).flatten()
     return bytes_of(product.view(torch.uint8))
 
 
 def _unpacked(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> memoryview:
     """Return the matrix of an expert of MXFP4, the same as ``convert_moe_packed_tensors`` of transformers makes."""
-    codes, powers = (whole_tensor(each, path) for each in (spec, scales))
-    dtype = torch_dtype(edit.dtype)
-    numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
-    made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
-    for first in range(0, len(made), _ROWS):
-        rows = codes[first : first + _ROWS].int()
-        pairs = torch.stack((numbers[rows & 15], numbers[rows >> 4]), -1).flatten(-2)
-        shifts = powers[first : first + _ROWS].int().sub(127).unsqueeze(-1)
-        made[first : first + _ROWS] = torch.ldexp(pairs, shifts).flatten(1)
-    made = made.T.contiguous() if edit.scheme == MXFP4_TURNED else made
+    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
+        codes, powers = (whole_tensor(each, path) for each in (spec, scales))
+        dtype = torch_dtype(edit.dtype)
+        numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
+        made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
+        for first in range(0, len(made), _ROWS):
+            rows = codes[first : first + _ROWS].int()
+            pairs = torch.stack((numbers[rows & 15], numbers[rows >> 4]), -1).flatten(-2)
+            shifts = powers[first : first + _ROWS].int().sub(127).unsqueeze(-1)
+            made[first : first + _ROWS] = torch.ldexp(pairs, shifts).flatten(1)
+        made = made.T.contiguous() if edit.scheme == MXFP4_TURNED else made
     return bytes_of(made.view(torch.uint8)).cast("B")
 
 
-NON_FINITE, SUBNORMAL = "non-finite", "subnormal"
-WHICH = (NON_FINITE, SUBNORMAL)  # which numbers can be set to zero
 WITHOUT_ZERO = "float8_e8m0fnu"  # the dtype in which no bits stand for zero, those that are all 0 for a small number
 
 

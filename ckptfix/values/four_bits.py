@@ -18,9 +18,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
-from ckptfix.values.casting import whole_tensor
-
-FOUR_BITS = "bitsandbytes 4-bit"
+from ckptfix.values.casting import computing, whole_tensor
 
 # fmt: off
 _TABLES = {
@@ -95,7 +93,7 @@ def four_bit_spec(key: str, specs: Mapping[str, TensorSpec], dtype: str, path: s
     """Return the weights as floats, which are worked out when they are read; None if what is beside the codes does not
     fit them."""
     state = quant_state(key, specs, path)
-    if isinstance(state, str):
+    if isinstance(state, str) or not DTYPES[dtype].is_float:
         return None
     size, step = DTYPES[dtype].itemsize, state.blocksize
     content = ComputedBytes(state.numel * size, step * size, partial(_floats, key, specs, state, dtype, path))
@@ -117,7 +115,8 @@ def _floats(
     pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), -1)  # of each byte
     numbers = pairs[codes.int()].flatten()[: stop - start]
     steps = _largest(key, specs, state, path, first, last).repeat_interleave(state.blocksize)[: stop - start]
-    made = (numbers * steps).to(torch_dtype(state.dtype)).to(torch_dtype(dtype))
+    with computing(path, f"{key} cannot become {dtype}"):
+        made = (numbers * steps).to(torch_dtype(state.dtype)).to(torch_dtype(dtype))
     return bytes_of(made.view(torch.uint8))
 
 

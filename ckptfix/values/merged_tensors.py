@@ -22,6 +22,7 @@ from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, is_range, one_thread, torch_dtype
+from ckptfix.values.casting import computing
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
 
@@ -111,7 +112,8 @@ class MergedBytes:
             products = _products(self)
             # The last block takes the rows that are too few for one of their own.
             ends = (min(row // self.height, self.blocks - 1) for row in (start // self.row, (stop - 1) // self.row))
-            with one_thread() if products is None else nullcontext():
+            what = f"{self.edit.key} has another shape than the adapter is for"
+            with one_thread() if products is None else nullcontext(), computing(self.path, what):
                 if products is None:
                     _layers(self)  # once, before two threads would each work out the norms
                 for block in side_by_side(piece, range(next(ends), next(ends) + 1)):
@@ -183,7 +185,7 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
     for delta, factors in zip(source.deltas, source.factors, strict=True):
         is_plain = delta.form == "linear" and len(factors) == 2 and delta.expert[1:2] in ((), (1,))
         known = KINDS if not delta.is_narrow or dtype == "float32" else (dtype,)
-        is_exact = all(factor.dtype in known for factor in factors) and factors[0].shape[0] <= HIGHEST
+        is_exact = all(factor.dtype in known and factor.shape for factor in factors) and factors[0].shape[0] <= HIGHEST
         if source.edit.undo or not is_plain or not is_exact or not library.merges:
             return None
         one, two = (_matrix(factor, source.path) for factor in factors)
@@ -191,6 +193,9 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
             one, two = two.T, one.T
         if delta.expert:
             two = two[delta.expert[2] : delta.expert[3]]
+        start, stop = delta.within or (0, height)
+        if (len(two), len(one), *one.shape[1:]) != (stop - start, two.shape[1], width):
+            return None  # the kernel looks at no shape, and torch refuses it
         found.append((np.ascontiguousarray(two), strips(one)))
     return found
 
@@ -283,6 +288,8 @@ class _Layer:
     def change(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what these rows change by."""
         change = self._product(first, last).mul_(self.delta.scaling)
+        if change.shape != (last - first, *self.source.shape[1:]):  # else torch would repeat what is too small
+            raise ValueError(f"{list(change.shape)} for {last - first} rows of {list(self.source.shape)}")
         return change.to(dtype) if self.delta.rounds else change
 
     def _product(self, first: int, last: int) -> torch.Tensor:

@@ -5,17 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.core.edits import Adapt, Dequantise
+from ckptfix.core.edits import BLOCKS, MXFP4, MXFP4_TURNED, NON_FINITE, SUBNORMAL, Adapt, Dequantise
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
 from ckptfix.reading.tensors import build_tensor, spec_of_tensor
 from ckptfix.values.adapted_tensors import adapted_spec
 from ckptfix.values.casting import (
-    BLOCKS,
-    MXFP4,
-    MXFP4_TURNED,
-    NON_FINITE,
-    SUBNORMAL,
     can_be_zeroed,
     cast_spec,
     dequantised_spec,
