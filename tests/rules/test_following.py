@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.edits import Assemble, Drop, Edit, Fill
+from ckptfix.core.parts import Part
+from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
+from ckptfix.engine.applying import apply_plan
 from ckptfix.maps.optimizer_states import optimizers_of
 from ckptfix.rules.following import Followed, ways
 from ckptfix.rules.origins import Change
@@ -84,3 +88,78 @@ def test_a_sorted_file_is_not_taken_to_be_in_the_order_of_the_model(trained, wan
     weights = OrderedDict(sorted(trained.state_dict().items()))
     whole = {"model": weights, "optimizer": torch.optim.SGD(groups).state_dict()}
     assert len({way.like for way in followed(tmp_path / "run.pth", trained, wanted, whole)}) > 1
+
+
+def ways_after(
+    path: Path, groups: list[dict[str, Any]], *edits: Edit, state: dict[int, Any] | None = None
+) -> list[Followed]:
+    """The ways to keep named parameters in step with edits; each is a matrix of zeros, or a vector if it is a bias."""
+    names = [name for group in groups for name in group["param_names"]]
+    weights = {name: torch.zeros(2) if name.endswith("bias") else torch.zeros(2, 2) for name in names}
+    ids = iter(range(len(names)))
+    whole = [{**group, "params": [next(ids) for _ in group["param_names"]]} for group in groups]
+    rows = {at: {"exp_avg": weights[name] + at} for at, name in enumerate(names)} if state is None else state
+    torch.save({"model": weights, "optimizer": {"state": rows, "param_groups": whole}}, path)
+    before = ckptfix.open_checkpoint(path)
+    plan = Plan((Step("KEY106", edits),))
+    after = apply_plan(plan, before)
+    (optimizer,) = optimizers_of(before)
+    return ways(optimizer, Change.of(before, after, plan, None))
+
+
+def group(*names: str, **settings: float) -> dict[str, Any]:
+    return {"param_names": list(names), "lr": 0.1, **settings}
+
+
+FUSED = Assemble(
+    "qk",
+    "float32",
+    (4, 2),
+    tuple(Part(key, ((0, 2), (0, 2)), ((at, at + 2), (0, 2))) for key, at in (("q", 0), ("k", 2))),
+)
+FLAT = Assemble.reshape("q", "float32", (2, 2), (4,))
+MOMENT = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "edits"),
+    [
+        pytest.param(
+            [group("a", "q", "d"), group("b", "k", "c", lr=0.2)], [FUSED], id="parts of groups of other settings"
+        ),
+        pytest.param(
+            [group("a", "d"), group("b", "c", lr=0.2)],
+            [*map(Drop, "abcd"), Fill("new", "float32", (2, 2), "zeros")],
+            id="nothing of what was in several groups is left",
+        ),
+        pytest.param(
+            [group("a.weight", "d.weight"), group("b.weight", "c.weight", lr=0.2)],
+            [Fill("e.gain", "float32", (2, 2, 2), "zeros")],
+            id="a new one like none",
+        ),
+        pytest.param([group("a", "d"), group("b", "c", lr=0.2)], [Drop("a")], id="another group is met first"),
+    ],
+)
+def test_no_group_is_guessed(groups, edits, tmp_path):
+    assert ways_after(tmp_path / "run.pth", groups, *edits) == []
+
+
+@pytest.mark.parametrize(
+    ("edits", "state", "anew"),
+    [
+        pytest.param([FUSED], None, (), id="the same state of both parts"),
+        pytest.param(
+            [FUSED], {0: {"exp_avg": MOMENT}, 1: {"momentum": MOMENT}}, ("qk",), id="another state of one part"
+        ),
+        pytest.param([FLAT], None, (), id="a moment of the same shape"),
+        pytest.param([FLAT], {0: {"exp_avg": MOMENT, "axes": [MOMENT]}}, ("q",), id="a list of one for each axis"),
+    ],
+)
+def test_what_cannot_be_carried_starts_anew(edits, state, anew, tmp_path):
+    (way,) = ways_after(tmp_path / "run.pth", [group("q", "k")], *edits, state=state)
+    assert way.anew == anew
+
+
+def test_a_group_that_is_gone_changes_an_optimizer_without_a_state(tmp_path):
+    (way,) = ways_after(tmp_path / "run.pth", [group("q"), group("k", lr=0.2)], Drop("q"), state={})
+    assert (way.like, way.is_unchanged) == ((1,), False)
