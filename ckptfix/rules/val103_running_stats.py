@@ -19,10 +19,10 @@ in the file is finite; a variance of zero multiplies by 316; fresh statistics le
 network was not trained for.
 
 ## Fix safety
-Unsafe, and only on request: statistics come from data. `--recalibrate data.npy` with `--model` measures those of broken
-norms again, with all else in eval mode; `ckptfix.recalibrate(model, loader)` does it for a model that is loaded.
-`--reset-running-stats` makes them those of a fresh layer, to be trained on. `--replace VAL103` with `--fill twin` or
-`--fill FILE` takes them from another set of weights or another copy.
+Unsafe, and only on request: statistics come from data. `--recalibrate data.npy` with `--model` measures those of norms
+that are broken or that `--fill` made fresh, with all else in eval mode; `ckptfix.recalibrate(model, loader)` does it
+for a model that is loaded. `--reset-running-stats` makes them those of a fresh layer, to be trained on. `--replace
+VAL103` with `--fill twin` or `--fill FILE` takes them from another set of weights or another copy.
 
 ## Example
 `bn1.running_var` goes down to -0.31: `model.eval()` returns NaN.
@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
-from ckptfix.core.edits import Edit
+from ckptfix.core.edits import Edit, Fill
 from ckptfix.core.finding import Finding, Level
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import Replacements, cured_apart, for_running_statistics, replaces, reset_edits
@@ -67,10 +67,12 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
     counts_batches = any(_batches(key, statistics) for key in norms)
     defects = {key: set(_defects(key, statistics, counts_batches)) for key in norms}
     replacements = Replacements(context)
+    fills = (edit.key for edit in context.plan.edits if isinstance(edit, Fill))
+    filled = set(fills) if context.settings.recalibrate else set()
     for what, level in _LEVELS.items():
         wrong = [key for key in norms if what in defects[key]]
-        is_note = level is Level.NOTE  # left alone
-        cures = {key: () if is_note else _cure(rule, key, context, replacements) for key in wrong}
+        is_note = level is Level.NOTE  # left alone, unless the plan itself put fresh statistics in
+        cures = {key: () if is_note and key not in filled else _cure(rule, key, context, replacements) for key in wrong}
         for keys, fix in cured_apart(wrong, cures):
             yield rule.finding(
                 level,

@@ -28,7 +28,7 @@ def measure_with(model: nn.Module | str, arguments: ModelArguments = (), seed: i
     It takes the checkpoint with all other values in place, the keys that are wanted, and the path of the data: one
     tensor (``.npy``, ``.pt``, ``.safetensors``) with the samples along its first dimension, or several by the names of
     forward's arguments. Raises ``TargetError`` if the rest of the checkpoint does not fit the model, and for data
-    that gives no usable statistics; what the model itself raises comes through."""
+    that the model fails on or that gives no usable statistics."""
 
     def measure(checkpoint: Checkpoint, keys: Collection[str], path: str) -> Mapping[str, torch.Tensor]:
         if not isinstance(model, str):
@@ -53,7 +53,12 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
         mean, variance = norm.running_mean, norm.running_var
         if not (mean.isfinite().all() and variance.isfinite().all() and (variance >= 0).all()):
             layers.add(name)
-    recalibrate(model, _batches(path), layers=layers)
+    try:
+        recalibrate(model, _batches(path), layers=layers)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise TargetError(
+            f"{path}: {type(model).__name__} fails on this data ({error}); give samples as its forward takes them"
+        ) from error
     measured = model.state_dict()
     for key in keys:
         if key.endswith("running_var") and not measured[key].any():

@@ -108,6 +108,7 @@ def test_the_plan_can_be_saved_and_applied(tmp_path: Path, trained: nn.Module, d
         pytest.param(np.full((8, 3, 8, 8), 0.5, np.float32), "no variance", id="constant"),
         pytest.param(np.zeros((0, 3, 8, 8), np.float32), "no sample", id="empty"),
         pytest.param(np.full((8, 3, 8, 8), np.nan, np.float32), "NaN", id="NaN"),
+        pytest.param(np.ones((8, 5, 8, 8), np.float32), r"useless.npy: Sequential fails on this data", id="channels"),
     ],
 )
 def test_data_that_gives_no_statistics(tmp_path: Path, trained: nn.Module, values: np.ndarray, says: str):
@@ -115,6 +116,18 @@ def test_data_that_gives_no_statistics(tmp_path: Path, trained: nn.Module, value
     broken = saved(tmp_path, trained, {"1.running_var": -0.5})
     with pytest.raises(ckptfix.CkptfixError, match=says):
         ckptfix.repair(broken, net(), recalibrate=str(tmp_path / "useless.npy"))
+
+
+@pytest.mark.parametrize("is_factory", [False, True], ids=["model", "factory"])
+def test_statistics_that_are_missing_are_measured_once_they_are_filled(
+    tmp_path: Path, trained: nn.Module, data: Path, is_factory: bool
+):
+    whole = trained.state_dict()
+    torch.save({key: tensor for key, tensor in whole.items() if "running" not in key}, tmp_path / "a.pth")
+    model = f"{__name__}:net" if is_factory else net()
+    measured = ckptfix.repair(tmp_path / "a.pth", model, fill="target", recalibrate=str(data)).state_dict()
+    for key in (key for key in whole if "running" in key):  # in one batch there, and two here
+        torch.testing.assert_close(measured[key], whole[key], rtol=0.01, atol=0.001)
 
 
 def test_usage(tmp_path: Path, trained: nn.Module, data: Path):
