@@ -84,7 +84,6 @@ def test_which_values_without_by_which_is_refused():
         (Replace("weight", "float16", (2, 2), "zeros"), "belongs to another file"),
         (Replace("weight", "float32", (2, 2), "twin", "weight", "ema"), "taken from ema"),
         (Replace("weight", "float32", (2, 2), "donor", "weight"), "filled from a donor"),
-        (Replace("weight", "float32", (2, 2), "nowhere"), "filled from a donor"),
         (Replace("other", "float32", (2, 2), "zeros"), "which is not there"),
     ],
 )
