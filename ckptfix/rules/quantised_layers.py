@@ -12,6 +12,7 @@ from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.values.casting import unpacked_shape
+from ckptfix.values.four_bits import are_codes
 
 # What libraries put beside the codes, or in their place.
 _BESIDE = re.compile(
@@ -84,9 +85,7 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
         codes = specs.get(f"{path}weight")
         if codes is not None and codes.dtype == "uint32" and {"scales", "biases"} <= layer.parts.keys():
             layer.parts["weight"], layer.scheme = f"{path}weight", "MLX"
-        elif codes is not None and (
-            DTYPES[codes.dtype].itemsize == 1 or (layer.scheme == FOUR_BITS and codes.shape[1:] == (1,))
-        ):  # codes of four bits may be stored as any dtype (`bnb_4bit_quant_storage`)
+        elif codes is not None and (DTYPES[codes.dtype].itemsize == 1 or are_codes(f"{path}weight", specs)):
             layer.parts["weight"] = f"{path}weight"
             is_scaled = codes.dtype in CODES and any("scale" in part for part in layer.parts)
             layer.scheme = layer.scheme or _OTHER * is_scaled

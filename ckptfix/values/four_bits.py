@@ -51,6 +51,11 @@ class QuantState(Struct, frozen=True):
         return math.prod(self.shape)
 
 
+def are_codes(key: str, specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether a tensor holds codes, which may be stored as any dtype (``bnb_4bit_quant_storage``)."""
+    return specs[key].shape[1:] == (1,) and f"{key}.absmax" in specs
+
+
 def quant_state(key: str, specs: Mapping[str, TensorSpec], path: str) -> QuantState | str:
     """Return what the ``quant_state`` of a weight says; the reason if floats cannot be made of the codes."""
     names = [f"{key}.quant_state.bitsandbytes__{kind}" for kind in _TABLES]

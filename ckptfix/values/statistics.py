@@ -15,6 +15,7 @@ from ckptfix.core.lazy import np
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
+from ckptfix.values.four_bits import are_codes
 from ckptfix.values.merged_tensors import MergedBytes, is_merged
 from ckptfix.values.scan import ScanPart, looks, parts_of
 from ckptfix.values.tally import COUNTS, join
@@ -27,7 +28,8 @@ AT_ONCE = 1 << 12  # tensors that are looked at side by side: what is kept of ea
 
 
 class Statistics(Mapping[str, TensorStatistics]):
-    """The statistics of every tensor whose values were saved and are numbers, by key, in the file's order.
+    """The statistics of every tensor whose values were saved and are numbers, by key, in the file's order; none of
+    packed codes, whatever the dtype that they are stored as.
 
     Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are
     those of the stored bytes: a lazy conjugation or negation is not applied, and a quantised tensor counts by its
@@ -39,7 +41,8 @@ class Statistics(Mapping[str, TensorStatistics]):
     ) -> None:
         self._checkpoint, self._draft = checkpoint, draft
         self._narrowing = narrowing
-        self._specs = {key: spec for key, spec in checkpoint.specs.items() if _is_numeric(spec)}
+        specs = checkpoint.specs
+        self._specs = {key: spec for key, spec in specs.items() if _is_numeric(spec) and not are_codes(key, specs)}
         self._of_key: dict[str, TensorStatistics] = {}
         self._of_spec: dict[TensorSpec, TensorStatistics] = {}
         total = sum(spec.nbytes for spec in self._specs.values())

@@ -231,6 +231,15 @@ def test_four_bits_of_bitsandbytes():
     check_repaired(four_bits(), _made(), "FIT107", FourBits(), unsafe_fixes=True)
 
 
+def test_noop_codes_stored_as_floats_are_not_looked_at_as_numbers():
+    """FSDP needs all parameters in one dtype; as such, codes are NaN and huge values."""
+    state = four_bits(shape=[4, 16])
+    state["a.weight.absmax"] = state["a.weight.absmax"][:2]
+    state["a.weight"] = torch.full((32,), 255, dtype=torch.uint8).view(torch.bfloat16).view(-1, 1)
+    assert state["a.weight"].isnan().all()
+    assert {finding.code for finding in ckptfix.repair_state_dict(state)[1].findings} == {"FIT107"}
+
+
 def test_four_bits_become_floats_of_a_dtype():
     made, report = ckptfix.repair_state_dict(four_bits(), dtype="float32", unsafe_fixes=True)
     assert report.exit_code == 0
