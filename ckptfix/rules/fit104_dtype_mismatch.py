@@ -38,6 +38,7 @@ from ckptfix.core.target import Target
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import NARROWINGS
+from ckptfix.values.four_bits import are_codes
 from ckptfix.values.roles import is_layers_own
 
 _AS_STORED = Remedy.of("build the model in the dtype of the file")
@@ -85,7 +86,7 @@ def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
 
 
 def _sort(cast: Cast, context: Context, target: Target) -> str:
-    if DTYPES[cast.before].is_quantized:
+    if DTYPES[cast.before].is_quantized or are_codes(cast.key, context.checkpoint.specs):
         return "quantized"
     slot = target.slots[cast.key]
     # Of a file as the target, a parameter is but a guess.

@@ -240,6 +240,22 @@ def test_noop_codes_stored_as_floats_are_not_looked_at_as_numbers():
     assert {finding.code for finding in ckptfix.repair_state_dict(state)[1].findings} == {"FIT107"}
 
 
+def test_codes_stored_as_other_floats_than_the_models_are_not_cast(tmp_path):
+    codes = torch.arange(32, dtype=torch.uint8)
+    stored, wanted = (
+        {"a.weight": codes.view(dtype).view(-1, 1), "a.weight.absmax": torch.ones(2)}
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+    for name, state in (("like", wanted), ("stored", stored)):
+        save_file(state, tmp_path / f"{name}.safetensors")
+    likeness = tmp_path / "like.safetensors"
+    report = ckptfix.repair(
+        tmp_path / "stored.safetensors", like=likeness, output=tmp_path / "out.safetensors", unsafe_fixes=True
+    ).report
+    assert [finding.level for finding in report.remaining if finding.code == "FIT104"] == [Level.ERROR]
+    assert (report.exit_code, report.edits) == (1, ())
+
+
 def test_four_bits_become_floats_of_a_dtype():
     made, report = ckptfix.repair_state_dict(four_bits(), dtype="float32", unsafe_fixes=True)
     assert report.exit_code == 0
