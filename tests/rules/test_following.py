@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import ckptfix
-from ckptfix.core.edits import Assemble, Drop, Edit, Fill
+from ckptfix.core.edits import Assemble, Drop, Edit, Fill, Regroup
 from ckptfix.core.parts import Part
 from ckptfix.core.plan import Plan, Step
 from ckptfix.core.target import target_from_module
@@ -138,6 +140,11 @@ MOMENT = torch.ones(2, 2)
             id="a new one like none",
         ),
         pytest.param([group("a", "d"), group("b", "c", lr=0.2)], [Drop("a")], id="another group is met first"),
+        pytest.param(
+            [group("a.bias", "b.bias", weight_decay=0.0), group("a.weight", "b.weight", weight_decay=0.1)],
+            [Assemble.reshape(f"{name}.weight", "float32", (2, 2), (4,)) for name in "ab"],
+            id="two groups would become one",
+        ),
     ],
 )
 def test_no_group_is_guessed(groups, edits, tmp_path):
@@ -163,3 +170,49 @@ def test_what_cannot_be_carried_starts_anew(edits, state, anew, tmp_path):
 def test_a_group_that_is_gone_changes_an_optimizer_without_a_state(tmp_path):
     (way,) = ways_after(tmp_path / "run.pth", [group("q"), group("k", lr=0.2)], Drop("q"), state={})
     assert (way.like, way.is_unchanged) == ((1,), False)
+
+
+def test_names_of_the_whole_are_not_those_inside_of_a_frozen_part(tmp_path):
+    """``a.weight`` is a name of the student and, inside of the teacher, of a layer that is not trained."""
+    trained, wanted = (net(a=(3, 3), b=(3, 2)) for _ in range(2))
+    for model in (trained, wanted):
+        model.add_module("teacher", net(a=(3, 3), b=(3, 2)).requires_grad_(requires_grad=False))
+    del wanted.b
+    optimizer = torch.optim.AdamW([(name, each) for name, each in trained.named_parameters() if each.requires_grad])
+    whole = {"model": trained.state_dict(), "optimizer": optimizer.state_dict()}
+    (way,) = followed(tmp_path / "run.pth", trained, wanted, whole)
+    assert [step.key for group in way.groups for step in group] == ["a.weight", "a.bias"]
+
+
+LAYERS = ("stem", "mid", "aux", "body", "head")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), is_named=st.booleans(), is_sorted=st.booleans())
+def test_groups_in_another_order_than_the_model_get_no_state_of_others(tmp_path, data, is_named, is_sorted):
+    """All layers have equal shapes, so that a moment at a wrong place would load."""
+    names = data.draw(st.lists(st.sampled_from(LAYERS), min_size=2, unique=True))
+    kept = data.draw(st.permutations(names))
+    trained, wanted = (net(**dict.fromkeys(each, (3, 3))) for each in (names, kept))
+    if gone := data.draw(st.sampled_from([None, *names])):
+        delattr(wanted, gone)
+    order = data.draw(st.permutations(list(trained.named_parameters())))
+    first = data.draw(st.integers(1, len(order)))
+    groups = [{"params": part, "lr": 0.1 * (at + 1)} for at, part in enumerate((order[:first], order[first:])) if part]
+    bare = [{**each, "params": [tensor for _, tensor in each["params"]]} for each in groups]
+    optimizer = torch.optim.AdamW(groups if is_named else bare)
+    for at, (_, tensor) in enumerate(order):
+        tensor.grad = torch.full_like(tensor, at + 1)
+    optimizer.step()
+    weights = OrderedDict(sorted(trained.state_dict().items())) if is_sorted else trained.state_dict()
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    given = {"unsafe_fixes": is_named, "values": False, "force": True}  # names are certain, so that nothing is guessed
+    done = ckptfix.repair(tmp_path / "run.pth", wanted, output=tmp_path / "out.pth", **given)
+    if any(isinstance(edit, Regroup) for edit in done.plan.edits):
+        assert is_named, "without names, nothing is certain"
+        state = torch.load(tmp_path / "out.pth")["optimizer"]
+        place = {name: at for at, (name, _) in enumerate(order)}
+        for each in state["param_groups"]:
+            for name, number in zip(each["param_names"], each["params"], strict=True):
+                assert each["lr"] == 0.1 * (1 + (place[name] >= first))
+                assert torch.allclose(state["state"][number]["exp_avg"], torch.tensor(0.1 * (place[name] + 1)))

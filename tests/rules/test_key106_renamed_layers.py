@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import ckptfix
+from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Applicability
 from ckptfix.maps.inference import cached
 from ckptfix.report.advice import recommended
@@ -308,3 +310,34 @@ def test_one_of_two_sets_is_to_be_chosen_first():
     assert [[remedy.options for remedy in each] for each in offers] == [
         [(("weights", "student"),), (("weights", "teacher"),)]
     ]
+
+
+def square() -> nn.Module:
+    return nn.Linear(4, 4, bias=False)
+
+
+def layers(names: str, *made: nn.Module) -> nn.Module:
+    return nn.Sequential(OrderedDict(zip(names.split(), made, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "moved"),
+    [
+        pytest.param(
+            layers("q ln fc2 proj", nn.Linear(4, 6), square(), nn.LayerNorm(4), square()),
+            layers("norm embed mlp v", nn.Linear(4, 6), square(), nn.LayerNorm(4), square()),
+            {"q.weight": "norm.weight", "q.bias": "norm.bias", "ln.weight": "embed.weight", "fc2.weight": "mlp.weight",
+             "fc2.bias": "mlp.bias", "proj.weight": "v.weight"},
+            id="what two layers could be is settled by what the others leave",
+        ),
+        pytest.param(
+            layers("embed fc1 ln attn", nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            layers("attn ln embed fc1", nn.Linear(4, 6), nn.Linear(4, 6), nn.BatchNorm1d(4), nn.Linear(4, 4)),
+            {},
+            id="another look would move more, so that nothing moves",
+        ),
+    ],
+)  # fmt: skip
+def test_another_look_at_the_result(file, model, moved):
+    done = ckptfix.repair(file.state_dict(), model, unsafe_fixes=True, values=False, smoke=False)
+    assert {edit.key: edit.to for edit in done.plan.edits if isinstance(edit, Rename)} == moved
