@@ -123,7 +123,8 @@ def _flipped_bits(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     keys = misspelt(checkpoint.specs)
-    beside = {key: name for key in root if isinstance(key, str) for name in _one_bit_from(key) if name in _OF_TRAINERS}
+    wrong = {other: name for name in _OF_TRAINERS for other in _one_bit_from(name)}
+    beside = {key: wrong[key] for key in root if key in wrong}
     devices = [tag for tag in checkpoint.devices if not _DEVICE.fullmatch(tag) and _is_no_device(tag)]
     if keys or beside or devices:
         said = [f"{key!r} for {name!r}" for key, name in {**keys, **beside}.items()]
@@ -171,9 +172,10 @@ def misspelt(keys: Collection[str]) -> dict[str, str]:
     """Return the keys that only one other bit keeps from a pattern of the others, with the names that have it.
 
     A word of a few letters may differ by a bit from another one, and a number by right."""
-    known = set(keys)
-    forms, parents, leaves = (Counter(map(part, known)) for part in (_form, _parent, _leaf))
-    odd = [key for key in keys if forms[_form(key)] == 1 and (leaves[_leaf(key)] == 1 or parents[_parent(key)] == 1)]
+    known = {key: _form(key) for key in keys}
+    forms, parents, leaves = Counter(known.values()), Counter(map(_parent, known)), Counter(map(_leaf, known))
+    alone = [key for key, form in known.items() if forms[form] == 1]
+    odd = [key for key in alone if leaves[_leaf(key)] == 1 or parents[_parent(key)] == 1]
     found: dict[str, str] = {}
     for key in odd if len(odd) <= MANY else ():
         for name in _one_bit_from(key):
