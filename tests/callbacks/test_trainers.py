@@ -148,7 +148,7 @@ def test_a_sound_training_is_left_alone_and_pays_next_to_nothing(train, tmp_path
     clock = Clock(callback.watch, "check")
     begun = time.thread_time()
     assert train(tmp_path, Net(), callback, steps=60) == 60
-    assert clock.spent < 0.01 * (time.thread_time() - begun)
+    assert clock.spent < 0.05 * (time.thread_time() - begun)
     assert (callback.watch.defects, [message for message in caplog.messages if "VAL" in message]) == ({}, [])
 
 
