@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
@@ -139,6 +141,18 @@ def _grid(text: str, grid: str) -> Grid:
             f": {grid!r:.40} is not a grid; write rows x columns of the file and the model: 14x14:24x24",
         )
     return tuple(map(int, grid.split("x")))
+
+
+def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adaptation]) -> Adaptation | None:
+    """Return the adaptation for a key: one that names keys before one for all, and one of the recipes that fit before
+    one that does not. Raises ``UsageError`` if two of them fit as well."""
+    named = dict.fromkeys(each for each in given if each.name == name and fnmatchcase(key, each.keys))
+    ranked = sorted(named, key=lambda each: (each.recipe not in recipes, each.keys == "*"))
+    for one, other in pairwise(ranked[:2]):
+        if (one.keys == "*") is (other.keys == "*") and (other.recipe in recipes or not recipes):
+            both = (Opt("adapt", one.text), " and ", Opt("adapt", other.text))
+            raise UsageError(*both, f" are both for {key.rstrip('.')}; give one of them")
+    return next(iter(ranked), None)
 
 
 def below(folder: Path, text: str) -> str:

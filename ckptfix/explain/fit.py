@@ -24,7 +24,9 @@ from ckptfix.engine.diagnosis import diagnose
 from ckptfix.explain.mismatch import Mismatch, read_mismatch
 from ckptfix.explain.text import Message
 from ckptfix.rules import FITTING, FOR_LOADING
-from ckptfix.rules.adapting import POSITIONS, Case, Misfits, differ_by_ones, narrowed, parts_of_ranks
+from ckptfix.rules.adapting import narrowed
+from ckptfix.rules.misfits import Case, Misfits, differ_by_ones, parts_of_ranks
+from ckptfix.rules.position_tables import POSITIONS, Pairing
 from ckptfix.rules.quantised_layers import keys_of_codes
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
@@ -338,7 +340,7 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
 
 def _cases(mismatch: Mismatch) -> list[Case]:
     slots = {key: Slot("float32", shape, PARAMETER) for key, (_, shape) in mismatch.shapes.items()}
-    return Misfits(mismatch.shapes, Target(mismatch.model or "the model", slots), {}).cases()
+    return Misfits(mismatch.shapes, Pairing(Target(mismatch.model or "the model", slots), {})).cases()
 
 
 def _recipes(mismatch: Mismatch) -> dict[str, str]:

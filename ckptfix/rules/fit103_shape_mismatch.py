@@ -67,17 +67,10 @@ from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
 from ckptfix.reading.adapters import model_config
-from ckptfix.rules.adapting import (
-    POSITIONS,
-    Case,
-    Misfits,
-    adapt_edits,
-    differ_by_ones,
-    of_use,
-    parts_of_ranks,
-    recipes_of,
-)
+from ckptfix.rules.adapting import adapt_edits, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model, untrained
+from ckptfix.rules.misfits import Case, Misfits, differ_by_ones, parts_of_ranks
+from ckptfix.rules.position_tables import POSITIONS, Pairing
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import is_adaptable
@@ -136,7 +129,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     tensors = {key: spec.shape for key, spec in specs.items()}
     stored = grid_of_config(model_config(checkpoint), tensors) if shapes else None
     fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(checkpoint, key)]
-    known = Misfits(shapes, target, tensors, given, stored, fixed).cases()
+    known = Misfits(shapes, Pairing(target, tensors, stored, fixed), given).cases()
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     if (parts := parts_of_ranks(shapes)) and VOCAB in {case.name for case in known}:
         yield rule.finding(

@@ -30,14 +30,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation
+from ckptfix.core.adaptations import DEPTH, IDLE, Adaptation, adaptation, chosen
 from ckptfix.core.buffers import layers_of
 from ckptfix.core.edits import Adapt, Drop, Edit, Rename
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Placeholder, Remedy, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.errors import Opt, UsageError
-from ckptfix.rules.adapting import chosen
 from ckptfix.rules.rule import Context, Rule
 
 Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors, by the rest of their keys

@@ -1,0 +1,324 @@
+"""Tensors of the right name and another shape that a known formula makes fit: which they are, and which recipes of
+``--adapt`` are for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from msgspec import Struct
+
+from ckptfix.core.adaptations import (
+    HEAD,
+    IN_CHANS,
+    INFLATE,
+    PATCH_EMBED,
+    POS_EMBED,
+    RECIPES,
+    VOCAB,
+    WINDOW_BIAS,
+    Adaptation,
+    Grid,
+    chosen,
+)
+from ckptfix.core.finding import counted
+from ckptfix.core.parts import Shape
+from ckptfix.core.target import Target
+from ckptfix.rules.class_maps import is_of_boxes
+from ckptfix.rules.position_tables import HEADS_FIRST, POSITIONS, Pairing, PositionTable, is_square, size
+from ckptfix.values.adapted_tensors import is_of_blocks, patch
+
+Pairs = dict[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
+
+_BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
+_PATCHES = re.compile(
+    r"(?:^|[._])(?:patch_?(?:emb\w*|conv)|embed_patches|conv_proj|patchify)(?:[._]|$)"
+    r"|(?:visual\.conv1|embed(?:s|dings)\.proj(?:ection)?)\.weight$",
+    re.IGNORECASE,
+)
+# What embeddings of words are called, in models whose configuration does not say the size of their vocabulary.
+_WORDS = re.compile(
+    r"wte|shared|lookup(?:_table)?|tokens_embed|(?:(?:word|tok(?:en)?|sub_?word|text|char|vocab|src|tgt|source|target|"
+    r"in(?:put)?|out(?:put)?|enc(?:oder)?|dec(?:oder)?)s?_)*emb(?:ed(?:d(?:ing|er))?)?s?"
+    r"(?:_in|(?:_text)?_tokens(?:_per_layer)?|_table|_layer|_matrix)?",
+    re.IGNORECASE,
+)
+_NO_WORDS = re.compile(
+    r"token_type|segment|patch|time|label|class|y_emb|quant|codebook|(?:^|[._])vq|speaker|item|user|entit|relation|"
+    r"product|node|graph|categor|feature",
+    re.IGNORECASE,
+)
+# Queries of DETR have no order. Coordinates, and distances that are not those of patches, keep their rows' meaning.
+_NO_PLACES = re.compile(
+    r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)|\.pe_[kv]\.",
+    re.IGNORECASE,
+)
+_NO_HEADS = re.compile(
+    r"token_type|segment|relative|bucket|distance|quer|(?<!class_)(?<!box_)emb|quant|codebook|expert|router|gate|att|"
+    r"merger|latent|(?:^|[._])(?:bn|\w*norm)|project(?:ion|or)|pooler|sampl|memory|conv_out|points_scale",
+    re.IGNORECASE,
+)
+# Those of YOLOS come after the patches, and no recipe is for them.
+_LAST_TOKENS = ("detection_tokens", "det_token")
+
+_MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
+_MOST_SIGNALS = 12  # the same over time only, where more are the bands of a spectrum and have an order
+
+
+class Case(Struct, frozen=True):
+    """Tensors that one recipe makes fit.
+
+    ``recipes`` are those that can, the one of the model's own library first, whose name is ``library`` if it is known.
+    ``words`` say what the shapes mean. ``grids`` are that of the file and that of the model, for tables of positions,
+    and ``unclear`` says why they are not known. ``keeps_last``: the last row of a vocabulary is none of its words."""
+
+    name: str
+    shapes: Pairs
+    recipes: tuple[str, ...]
+    words: str
+    library: str = ""
+    grids: tuple[Grid, Grid] | None = None
+    unclear: str = ""
+    keeps_last: bool = False
+
+
+def differ_by_ones(one: Shape, other: Shape) -> bool:
+    """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
+    short, long = sorted((one, other), key=len)
+    ones = (1,) * (len(long) - len(short))
+    return bool(ones) and long in (short + ones, ones + short)
+
+
+def parts_of_ranks(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
+    """Return in how many parts all tensors are divided, some by rows and some by columns, as tensor parallelism does;
+    0 if they are not."""
+    parts, axes = set(), set()
+    for file, wanted in shapes.values():
+        differing = [axis for axis, (old, new) in enumerate(zip(file, wanted, strict=False)) if old != new]
+        if len(file) != len(wanted) or len(differing) != 1 or wanted[differing[0]] % (file[differing[0]] or 1):
+            return 0
+        axes.add(differing[0])
+        parts.add(wanted[differing[0]] // (file[differing[0]] or 1))
+    return parts.pop() if len(parts) == 1 and {0, 1} <= axes else 0
+
+
+class Misfits(Struct, frozen=True):
+    """The keys of another shape, and what says of what kind they are: the model and the file, and what was given for
+    ``--adapt``."""
+
+    shapes: Pairs
+    pairing: Pairing
+    given: Sequence[Adaptation] = ()
+
+    @property
+    def target(self) -> Target:
+        return self.pairing.target
+
+    def cases(self) -> list[Case]:
+        """Return the cases among them. Grids that were given count where the target does not know its own."""
+        found: dict[str, Pairs] = {}
+        for key, (old, new) in self.shapes.items():
+            named = next((asked.name for asked in self.given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
+            if name := _kind(key, old, new, self.target, named):
+                found.setdefault(name, {})[key] = (old, new)
+        if turned := self._of_other_sides():
+            found.setdefault(POS_EMBED, {}).update(turned)
+        rest = {key: pair for key, pair in self.shapes.items() if not any(key in group for group in found.values())}
+        words, longer = self._vocabulary(rest)
+        if words:
+            found[VOCAB] = words
+        if heads := self._heads({key: pair for key, pair in rest.items() if key not in words}):
+            found[HEAD] = heads
+        made: list[Case] = []
+        for name, group in found.items():
+            is_of_grids = name in (POS_EMBED, WINDOW_BIAS)
+            made += self._tables(name, group) if is_of_grids else _plain_cases(name, group, longer)
+        return made
+
+    def _of_other_sides(self) -> Pairs:
+        """Return the tables of as many positions as the model's, of which the user says a grid with other sides: 10x6
+        and 6x10."""
+        found: Pairs = {}
+        for key, shape in self.pairing.tensors.items() if any(asked.old for asked in self.given) else ():
+            asked = chosen(POS_EMBED, key, RECIPES[POS_EMBED], self.given)
+            if asked is None or asked.old is None or len(shape) not in (2, 3) or not self.target.accepts(key, shape):
+                continue
+            table = PositionTable(POS_EMBED, key, shape, shape, self.pairing)
+            new = table.grid_of_model or asked.new
+            if new and new != asked.old and math.prod(new) == math.prod(asked.old) and POSITIONS.search(key):
+                found[key] = (shape, shape)
+        return found
+
+    def _vocabulary(self, shapes: Pairs) -> tuple[Pairs, set[str]]:
+        """Return the embeddings of words, and what has as many rows as they: output layers and their biases; and which
+        of the embeddings have a row more than the vocabulary, which stays the last one: that before the first word of
+        Moshi and MusicGen."""
+        by_rows = {
+            key: pair
+            for key, pair in shapes.items()
+            if len(pair[0]) == len(pair[1]) in (1, 2) and pair[0][0] != pair[1][0] and pair[0][1:] == pair[1][1:]
+        }
+        patterns = [asked.keys for asked in self.given if asked.name == VOCAB and asked.keys != "*"]
+        named = {key for key in by_rows if any(fnmatchcase(key, keys) for keys in patterns)}
+        tables = {
+            key: (old[0], new[0])
+            for key, (old, new) in by_rows.items()
+            if len(old) == 2 and (key in named or _is_of_words(key, new[0], self.target))
+        }
+        heads = {(old[0], new[0]) for key, (old, new) in by_rows.items() if key not in tables} - {*tables.values()}
+        longer = {
+            key: (old - 1, new - 1)
+            for key, (old, new) in tables.items()
+            if not {new} & self.target.vocabularies
+            and ((old - 1, new - 1) in heads or {new - 1} & self.target.vocabularies)
+        }
+        sizes = {*tables.values(), *longer.values()}
+        # Models such as BART have a bias [1, words].
+        return {
+            key: (old, new)
+            for key, (old, new) in shapes.items()
+            if (key in by_rows and (old[0], new[0]) in sizes)
+            or (len(old) == len(new) == 2 and old[0] == new[0] == 1 and (old[1], new[1]) in sizes)
+        }, {*longer}
+
+    def _heads(self, rest: Pairs) -> Pairs:
+        """Return the output layers whose classes are others, if nothing but the number of classes can be the reason.
+
+        One of as many classes is among them if its keys were named."""
+        heads = {
+            key: (old, new)
+            for key, (old, new) in rest.items()
+            if len(old) == len(new) > 0 and old[1:] == new[1:] and not _NO_HEADS.search(key)
+            if not re.search("Emb|Norm", (self.target.modules or {}).get(key.rpartition(".")[0], ""))
+            if not {*new[:1]} & self.target.vocabularies
+        }
+        named = [each.keys for each in self.given if each.name == HEAD and each.keys != "*"]
+        heads |= {
+            key: (shape, shape)
+            for key, shape in self.pairing.tensors.items()
+            if any(fnmatchcase(key, keys) for keys in named) and self.target.accepts(key, shape) and shape
+        }
+        return heads if len(heads) >= len(rest) or any(each.name == HEAD for each in self.given) else {}
+
+    def _tables(self, name: str, shapes: Pairs) -> Iterator[Case]:
+        """Yield a case for the tables of each pair of grids, and of each order of recipes."""
+        found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[PositionTable]] = {}
+        for key, (old, new) in shapes.items():
+            table = PositionTable(name, key, old, new, self.pairing)
+            if table.is_of_videos:
+                words = f"{old[-2]} positions in the file and {new[-2]} in the model, for each patch of each moment"
+                yield Case(name, {key: (old, new)}, (), f"{words}; no library has a function that resizes them")
+            if not table.recipes[0]:
+                continue
+            known = table.grids(chosen(name, key, table.recipes[0], self.given))
+            found.setdefault((*table.recipes, known), []).append(table)
+        for (recipes, library, known), tables in found.items():
+            first, group = tables[0], {table.key: (table.old, table.new) for table in tables}
+            if isinstance(known, str):
+                right = first.grids(None)  # if the user's are not
+                grids = None if isinstance(right, str) else right
+                yield Case(name, group, recipes, known, library, grids, unclear=known)
+            else:
+                yield Case(name, group, recipes, first.words(*known), library, grids=known)
+
+
+def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
+    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is of no kind.
+
+    A vocabulary is not among them."""
+    differing = [axis for axis, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
+    if len(new) == 5 and len(old) == 4:
+        return INFLATE if new[:2] == old[:2] and new[3:] == old[2:] else ""
+    if len(old) != len(new):
+        return ""
+    if named == WINDOW_BIAS or _BIAS_TABLES.search(key):
+        is_grid = len(old) == 3 and differing[:1] != [0]  # [heads, rows, columns], as in MaxViT
+        return WINDOW_BIAS if is_grid or (len(old) == 2 and differing == [0]) else ""
+    if HEADS_FIRST.search(key):
+        return WINDOW_BIAS if len(old) == 2 and differing == [1] else ""
+    kind = (target.modules or {}).get(key.rpartition(".")[0], "") if key.endswith(".weight") else ""
+    is_named = POSITIONS.search(key) and not (_NO_PLACES.search(key) or re.search("Linear|Conv|Norm", kind))
+    if named == POS_EMBED or is_named:
+        if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
+            return ""
+        is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
+        # In two dimensions, with the channels before or after them: if two equal sides stay, the channels differ.
+        kept = [size for size, other in zip(old[1:], new[1:], strict=True) if size == other]
+        is_map = len(old) == 4 and old[0] == new[0] == 1 and (old[1] == new[1]) != (old[3] == new[3])
+        is_map = is_map and len(set(kept)) == len(kept)
+        return POS_EMBED if is_table or is_map or is_of_blocks(old, new) else ""
+    is_patch = _PATCHES.search(key) and (len(old) > 2 or "patch" in key.lower())  # others may project words
+    if differing and differing[0] >= max(len(old) - 2, 1) and (named == PATCH_EMBED or is_patch):
+        return PATCH_EMBED if patch(old) and patch(new) else ""
+    if (
+        len(old) >= 3
+        and differing == [1]
+        and old[1] <= _MOST_CHANNELS
+        and not _is_of_pixels(old[1], new[1])
+        and (named == IN_CHANS or (_is_input(new, target) and (len(old) > 3 or max(old[1], new[1]) <= _MOST_SIGNALS)))
+    ):
+        return IN_CHANS
+    return ""
+
+
+def _is_of_pixels(stored: int, wanted: int) -> bool:
+    """Return whether inputs are the colours of neighbouring pixels, in threes, and more of each pixel are wanted, which
+    timm refuses: `adapt_input_conv`."""
+    pixels = stored // 3
+    return wanted > stored == 3 * pixels and pixels > 1 and is_square(pixels) and wanted % pixels == 0
+
+
+def _is_input(shape: Shape, target: Target) -> bool:
+    """Return whether a weight has the shape of the model's first convolution: others of its shape are beside it."""
+    weights = (slot.shape for key, slot in target.slots.items() if key.endswith("weight") and slot.shape is not None)
+    return next((each for each in weights if len(each) >= 3), None) == shape
+
+
+def _is_of_words(key: str, rows: int, target: Target) -> bool:
+    path, _, leaf = key.rpartition(".")
+    kind = (target.modules or {}).get(path, "")
+    if target.vocabularies:
+        return "Emb" in kind and bool({rows, rows - 1} & target.vocabularies)
+    around = (kind for place, kind in (target.modules or {}).items() if f"{path}.".startswith(f"{place}."))
+    if (kind and "Emb" not in kind) or _NO_WORDS.search(" ".join((key, *around))):
+        return False
+    return bool(_WORDS.fullmatch(path.rpartition(".")[2] if leaf == "weight" else leaf))
+
+
+_SIZES: Mapping[str, Callable[[Shape], Shape]] = {
+    VOCAB: lambda shape: shape[-1:] if shape[0] == 1 else shape[:1],
+    HEAD: lambda shape: shape[:1],
+    IN_CHANS: lambda shape: shape[1:2],
+    PATCH_EMBED: patch,
+    INFLATE: lambda shape: shape[2:-2],
+}
+
+
+def _plain_cases(name: str, shapes: Pairs, longer: Collection[str]) -> Iterator[Case]:
+    """Yield a case for the tensors of each pair of sizes."""
+    groups: dict[tuple[Shape, Shape], Pairs] = {}
+    for key, (old, new) in shapes.items():
+        groups.setdefault((_SIZES[name](old), _SIZES[name](new)), {})[key] = (old, new)
+    for (stored, wanted), group in groups.items():
+        (old, new), *_ = group.values()
+        recipes = tuple(RECIPES[name])
+        keeps_last = not group.keys().isdisjoint(longer)
+        if name == VOCAB:
+            own = ", and a row after it that stays the last" if keeps_last else ""
+            words = (
+                f"a vocabulary of {stored[0] - keeps_last} in the file and of {wanted[0] - keeps_last} in the model"
+                f"{own}"
+            )
+            recipes = recipes[:1] if new < old else recipes[1:]
+        elif name == HEAD:
+            kind = "outputs" if is_of_boxes(next(iter(group))) or len(old) > 2 else "classes"
+            words = f"{old[0]} {kind} in the file and {new[0]} in the model"
+        elif name == IN_CHANS:
+            words = f"{counted(old[1], 'input channel')} in the file and {new[1]} in the model"
+        elif name == PATCH_EMBED:
+            words = f"patches of {size(patch(old))} in the file and of {size(patch(new))} in the model"
+        else:
+            words = f"convolutions over images in the file, and over {counted(new[2], 'moment')} too in the model"
+        yield Case(name, group, recipes, words, keeps_last=keeps_last)
