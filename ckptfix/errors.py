@@ -78,6 +78,10 @@ def damaged(path: object, fault: str) -> UnreadableError:
     return UnreadableError(f"{path}: {fault}; fetch it again")
 
 
+class WeightlessError(UnreadableError):
+    """The file is whole, and has no weights."""
+
+
 class MissingFileError(UnreadableError, FileNotFoundError):
     """There is no file of this name."""
 

@@ -26,7 +26,8 @@ from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
+from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError, WeightlessError
+from ckptfix.reading.opening import OF_TRAINERS
 from ckptfix.repairing import check, repair
 from ckptfix.report.advice import price_text, remedies_of, settling, with_remedies
 from ckptfix.report.page.data import weights_to_json
@@ -279,8 +280,8 @@ def _done(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
         return adopted(job, path, destination, area)
     try:
         return treated(job, path, area)
-    except UnreadableError:
-        if job.item.is_doubtful:
+    except UnreadableError as error:
+        if job.item.is_doubtful or (isinstance(error, WeightlessError) and OF_TRAINERS.fullmatch(path.name)):
             return mirrored(job, path, area)
         raise
 

@@ -105,6 +105,11 @@ def test_what_a_trainer_saves_beside_weights_is_named_only_if_it_runs_code(folde
     torch.save({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}, "seed": 1}, folder / "run" / name)
     done = run_here("check", "run", cwd=folder)
     assert (done.returncode, name in done.stdout, done.stderr) == (0, False, "")
+    if weights != "pytorch_model.bin":  # beside which it is read, and left out if it cannot be
+        whole = (folder / "run" / name).read_bytes()
+        (folder / "run" / name).write_bytes(whole[: len(whole) // 2])
+        done = run_here("check", "run", cwd=folder)
+        assert (done.returncode, name in done.stderr) == (2, True)
     torch.save(Payload(), folder / "run" / name)
     done = run_here("check", "run", cwd=folder)
     assert done.returncode > 0

@@ -414,6 +414,22 @@ def test_an_optimizer_beside_a_model_follows_it(tmp_path):
     assert run(tmp_path / "old", tmp_path / "new", table=table, verify=True).summary.earlier_files == 3
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "lr_scheduler", "recipe_state.pt"])
+def test_what_a_trainer_saves_without_weights_is_no_checkpoint_unless_it_is_damaged(tmp_path, name):
+    for folder in ("whole", "torn", "armed"):
+        (tmp_path / "old" / folder).mkdir(parents=True)
+        torch.save({"last_epoch": 3, "_step_count": 4}, tmp_path / "old" / folder / name)
+    whole = (tmp_path / "old" / "whole" / name).read_bytes()
+    (tmp_path / "old" / "torn" / name).write_bytes(whole[: len(whole) // 2])
+    torch.save(zoos.Payload(), tmp_path / "old" / "armed" / name)
+
+    run(tmp_path / "old", tmp_path / "new")
+
+    outcomes = {f"whole/{name}": "other", f"torn/{name}": "unreadable", f"armed/{name}": "unreadable"}
+    assert zoos.outcomes(tmp_path / "new") == outcomes
+    assert [path.read_bytes() for path in (tmp_path / "new").rglob(name)] == [whole]
+
+
 @pytest.mark.parametrize("model", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
 def test_all_that_a_trainer_saved_goes_with_its_model(tmp_path, model):
     """Also what holds no weights: the arguments and the random states. Code in any of it holds the whole back."""

@@ -17,7 +17,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Opaque, tensors_in
 from ckptfix.core.spec import TensorSpec
-from ckptfix.errors import Opt, UnreadableError, UsageError, Words, damaged, hostile
+from ckptfix.errors import Opt, UnreadableError, UsageError, WeightlessError, Words, damaged, hostile
 from ckptfix.reading.foreign.weightless import (
     MOMENTS,
     NAME_THEM,
@@ -89,7 +89,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
     else:
         if document.damage:
             raise damaged(document.path, clauses(document.damage))
-        raise UnreadableError(why_weightless(document), *_named_by_model(document.root))
+        raise WeightlessError(why_weightless(document), *_named_by_model(document.root))
     entries, remarks = _entries(document, value, path)
     has_arrays = any(isinstance(entry, NumpyArray) for entry in entries.values())
     if has_arrays and not any(True for _ in tensors_in(list(entries.values()))):
