@@ -7,9 +7,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, ValidationError, convert, defstruct
+from msgspec import Struct, ValidationError, convert
 
 from ckptfix.core.display import Displayed
 from ckptfix.core.edits import EDITS, Assemble, Drop, Edit, Fill, Rename, RenameModule, Tie
@@ -17,7 +17,11 @@ from ckptfix.core.finding import counted
 from ckptfix.core.parts import inverse, shape_of
 from ckptfix.errors import PlanError
 
-_EDITS: Any = tuple[functools.reduce(operator.or_, EDITS.values()), ...]  # type: ignore[misc]  # the classes are data
+if TYPE_CHECKING:
+    Edits = tuple[Edit, ...]
+else:  # every field of each kind is checked when a plan is read
+    Edits = tuple[functools.reduce(operator.or_, EDITS.values()), ...]
+
 PLAN_VERSION = 1  # the version of a plan's JSON form
 
 
@@ -25,12 +29,7 @@ class Step(Struct, frozen=True):
     """The edits that one rule proposed, applied together."""
 
     rule: str
-    edits: tuple[Edit, ...]
-
-
-# The same with the type of each edit, which checks every field when a plan is read.
-_Step = defstruct("_Step", [("rule", str), ("edits", _EDITS)])
-_Steps: Any = defstruct("_Steps", [("steps", tuple[_Step, ...])])  # type: ignore[valid-type]
+    edits: Edits
 
 
 class Plan(Displayed, Struct, frozen=True):
@@ -76,12 +75,11 @@ class Plan(Displayed, Struct, frozen=True):
                     f"the plan has version {data['ckptfix-plan']!r}, this ckptfix applies version {PLAN_VERSION}; "
                     "make it again"
                 )
-            steps = convert({"steps": data["steps"]}, _Steps).steps
+            return convert({"steps": data["steps"]}, cls)
         except (KeyError, TypeError, AttributeError, ValidationError) as error:
             raise PlanError(
                 f"not a plan that this ckptfix applies ({error}); a dry run of ckptfix repair writes one"
             ) from error
-        return cls(tuple(Step(step.rule, step.edits) for step in steps))
 
 
 def _taken_apart(edits: list[Assemble]) -> Iterator[Assemble]:
