@@ -36,16 +36,14 @@ https://pytorch.org/docs/stable/notes/serialization.html"""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from string import ascii_letters
+from collections.abc import Iterator, Mapping
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
 from ckptfix.core.facts import ABSENT, BESIDE, Kind, clause, clauses
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
+from ckptfix.rules.flipped_bits import misspelt, misspelt_entries, odd_devices
 from ckptfix.rules.rule import Context, Rule
 
 
@@ -121,13 +119,11 @@ def _flipped_bits(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     storages = [storage for spec in checkpoint.specs.values() for storage in spec.storages]
     if checkpoint.format == IN_MEMORY or all(storage.crc32 is not None for storage in storages):
         return
-    root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     keys = misspelt(checkpoint.specs)
-    wrong = {other: name for name in _OF_TRAINERS for other in _one_bit_from(name)}
-    beside = {key: wrong[key] for key in root if key in wrong}
-    devices = [tag for tag in checkpoint.devices if not _DEVICE.fullmatch(tag) and _is_no_device(tag)]
-    if keys or beside or devices:
-        said = [f"{key!r} for {name!r}" for key, name in {**keys, **beside}.items()]
+    entries = misspelt_entries(checkpoint.root if isinstance(checkpoint.root, dict) else ())
+    devices = odd_devices(checkpoint.devices)
+    if keys or entries or devices:
+        said = [f"{key!r} for {name!r}" for key, name in (*keys.items(), *entries.items())]
         said += [f"the device {tag!r}" for tag in devices]
         yield rule.finding(
             Level.WARNING,
@@ -136,76 +132,6 @@ def _flipped_bits(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
             keys=keys,
             remedies=advise("fetch the file again, or compare it with another copy (ckptfix diff)"),
         )
-
-
-# Where a torch of any release puts tensors, those of the makers of other chips included.
-_DEVICE = re.compile(r"(cpu|cuda|hip|mps|meta|xpu|hpu|npu|xla|ipu|mtia|mlu|musa|vulkan|maia|privateuseone)(:\w+)*")
-
-
-def _is_no_device(tag: str) -> bool:
-    return re.fullmatch(r"[A-Za-z]\w*(:\w+)*", tag) is None or any(map(_DEVICE.fullmatch, _one_bit_from(tag)))
-
-
-def _one_bit_from(name: str) -> Iterator[str]:
-    for at, char in enumerate(name):
-        for bit in range(8):
-            yield f"{name[:at]}{chr(ord(char) ^ 1 << bit)}{name[at + 1 :]}"
-
-
-_OF_TRAINERS = frozenset(
-    (
-        "state_dict",
-        "model_state_dict",
-        "optimizer",
-        "optimizer_state_dict",
-        "scheduler",
-        "lr_scheduler",
-        "epoch",
-        "model",
-    )
-)
-_OF_LAYERS = frozenset(("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
-MANY = 100  # keys of a form of their own from which on the keys have no pattern that one could break
-
-
-def misspelt(keys: Collection[str]) -> dict[str, str]:
-    """Return the keys that only one other bit keeps from a pattern of the others, with the names that have it.
-
-    A word of a few letters may differ by a bit from another one, and a number by right."""
-    known = {key: _form(key) for key in keys}
-    forms, parents, leaves = Counter(known.values()), Counter(map(_parent, known)), Counter(map(_leaf, known))
-    alone = [key for key, form in known.items() if forms[form] == 1]
-    odd = [key for key in alone if leaves[_leaf(key)] == 1 or parents[_parent(key)] == 1]
-    found: dict[str, str] = {}
-    for key in odd if len(odd) <= MANY else ():
-        for name in _one_bit_from(key):
-            parent, leaf = _parent(name), _leaf(name)
-            is_same = parent == _parent(key)
-            is_beside = parents[parent] > is_same and leaves[leaf] - (leaf == _leaf(key)) > 1
-            is_usual = leaf in _OF_LAYERS and (is_same or parents[parent] > 0)
-            if name not in known and (is_beside or is_usual or forms[_form(name)] > 1) and _is_slip(key, name):
-                found[key] = name
-    return found
-
-
-def _form(key: str) -> str:
-    return re.sub(r"\d+", "#", key)
-
-
-def _parent(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _is_slip(key: str, name: str) -> bool:
-    at = next(at for at, (one, other) in enumerate(zip(key, name, strict=True)) if one != other)
-    if not name[at].isalpha():
-        return not (key[at].isdigit() and name[at].isdigit())
-    before, after = name[:at].rstrip(ascii_letters), name[at:].lstrip(ascii_letters)
-    return len(name) - len(before) - len(after) >= 4
 
 
 def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
