@@ -10,6 +10,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.finding import counted
 from ckptfix.core.lazy import nn, torch
 from ckptfix.core.report import Report
+from ckptfix.core.target import LOAD_ERRORS
 from ckptfix.engine.validation import checked_settings
 from ckptfix.errors import TargetError, UsageError
 from ckptfix.reading.opening import Source
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from ckptfix.core.settings import RepairSettings
 
 SHOWN = 3  # how many names a remark gives
-
-# What torch, and hooks and methods of the user's, raise of what does not fit.
-LOAD_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 
 def load(
@@ -61,27 +59,14 @@ def load(
         return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
     if assign:
         raise UsageError("assign=True gives the model new parameters, which the optimizer does not have; leave it out")
-    from ckptfix.resuming import resume  # the optimizer's half of the rules, which most loads do not need
+    from ckptfix.resuming import load_state, resume  # the optimizer's half of the rules, which most loads do not need
 
     resumed = resume(source, model, optimizer, settings)
-    _load_optimizer(optimizer, resumed.state, resumed.repaired.checkpoint.path)
+    load_state(optimizer, resumed)
     load_strictly(model, resumed.repaired.checkpoint, map_location)
     kept = ", ".join(resumed.kept)
     remarks = (f"the optimizer's groups are not the saved ones: {kept} stay as your script set them",) if kept else ()
     return replace(resumed.repaired.report, remarks=(*resumed.repaired.report.remarks, *remarks))
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
-    """Load a state; if that fails, leave the optimizer as it was and raise ``TargetError``."""
-    before = dict(vars(optimizer))
-    try:
-        optimizer.load_state_dict(state)
-    except LOAD_ERRORS as error:
-        vars(optimizer).update(before)
-        raise TargetError(
-            f"{source}: {type(optimizer).__name__} fails to load its state ({type(error).__name__}: {error}); leave "
-            "the optimizer out, and training starts with new moments"
-        ) from error
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:

@@ -14,7 +14,7 @@ from ckptfix.core.checkpoint import Checkpoint, path_name
 from ckptfix.core.lazy import nn
 from ckptfix.core.objects import Opaque
 from ckptfix.core.report import Repair
-from ckptfix.core.target import target_from_module
+from ckptfix.core.target import LOAD_ERRORS, target_from_module
 from ckptfix.engine.diagnosis import with_fitting_set
 from ckptfix.engine.optimizers import regrouped
 from ckptfix.engine.validation import checked_settings
@@ -90,6 +90,20 @@ def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, s
         )
     state = dict(revive_tree(made, repaired.checkpoint))
     return Resumed(repaired, state, _take_options(state["param_groups"], followed, optimizer.param_groups))
+
+
+def load_state(optimizer: torch.optim.Optimizer, resumed: Resumed) -> None:
+    """Load the state of a checkpoint's optimizer; if that fails, leave ``optimizer`` as it was and raise
+    ``TargetError``."""
+    before = dict(vars(optimizer))
+    try:
+        optimizer.load_state_dict(resumed.state)
+    except LOAD_ERRORS as error:
+        vars(optimizer).update(before)
+        raise TargetError(
+            f"{resumed.repaired.checkpoint.path}: {type(optimizer).__name__} fails to load its state "
+            f"({type(error).__name__}: {error}); leave the optimizer out, and training starts with new moments"
+        ) from error
 
 
 def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

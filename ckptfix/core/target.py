@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 PARAMETER, BUFFER = "parameter", "buffer"
 
+# What `load_state_dict` raises of what does not fit: torch itself, and hooks and methods of the user's.
+LOAD_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+
 
 class Slot(Struct, frozen=True):
     """One tensor that the target wants: ``kind`` is ``parameter`` or ``buffer``; a lazy parameter has shape None."""
@@ -275,7 +278,7 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
                 warnings.simplefilter("ignore")  # a load into a meta tensor warns that it does nothing
                 trial = copy.deepcopy(module, dict(memo))
                 trial.load_state_dict(checkpoint.state_dict(mmap=True), strict=True)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        except LOAD_ERRORS as error:
             if memo is of_nan or "Error(s) in loading state_dict" in str(error):
                 return None
     return frozenset(
