@@ -126,27 +126,24 @@ def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Itera
 
     Raises ``WriteError`` if a storage is damaged: a new checksum would make the damage look sound."""
     wanted = [storage for storage in storages if storage is not None]
-    passing, proved = Passing(wanted), dict[int, tuple[Storage, ...]]()
+    passing = Passing(wanted)
     yield passing
-    passing.finish()
-    for storage in wanted:
-        if storage.crc32 is None and storage.parts and id(storage.parts) in proved:
-            continue  # tensors that are spread over the same ranks share one tuple of parts
-        proved[id(storage.parts)] = storage.parts
-        if not is_sound(storage):
-            raise WriteError(
-                f"{checkpoint.path}: {_held_by(checkpoint, storage)} fails its checksum, and the new file would hide "
-                "that; fetch the file again, or leave the damaged tensors out with ",
-                *(Opt("salvage", True), " (without ", Opt("values", False), ")"),
-            )
+    if not passing.finish():
+        held = _held_by(checkpoint, next(storage for storage in wanted if not is_sound(storage)))
+        raise WriteError(
+            f"{checkpoint.path}: {held} fails its checksum, and the new file would hide that; fetch the file again, or "
+            "leave the damaged tensors out with ",
+            *(Opt("salvage", True), " (without ", Opt("values", False), ")"),
+        )
 
 
 class Passing:
     """The checksums of storages whose bytes pass on their way to another file, so that they are not read once more."""
 
     def __init__(self, storages: Iterable[Storage]) -> None:
+        self._storages = dict.fromkeys(_with_parts(storages, set()))
         self._sums: dict[OpenFile | ByteSource, list[_Sum]] = {}
-        for storage in dict.fromkeys(_open_in(storages, {})):
+        for storage in filter(is_open, self._storages):
             place = located(storage.source)
             whole, offset = (storage.source, 0) if place is None else (place.file, place.offset)
             insort(self._sums.setdefault(whole, []), _Sum(storage, offset), key=_offset)
@@ -156,10 +153,11 @@ class Passing:
         if sums := self._sums.get(whole):
             sums[bisect_right(sums, offset, key=_offset) - 1].take(offset, block)
 
-    def finish(self) -> None:
-        """Read what did not pass."""
+    def finish(self) -> bool:
+        """Read what did not pass, and return whether all storages have their checksums."""
         for _ in side_by_side(_Sum.finish, [each for sums in self._sums.values() for each in sums]):
             pass
+        return all(_SOUND.get(storage, True) for storage in self._storages)
 
 
 class _Sum(Struct, eq=False):
@@ -192,14 +190,13 @@ class _Sum(Struct, eq=False):
 _offset = attrgetter("offset")
 
 
-def _open_in(storages: Iterable[Storage], known: dict[int, tuple[Storage, ...]]) -> Iterator[Storage]:
-    """Yield the storages, and those that they are made of, whose checksums are not known yet."""
+def _with_parts(storages: Iterable[Storage], met: set[int]) -> Iterator[Storage]:
+    """Yield the storages, and those that they are made of; tensors that are spread over the same ranks share these."""
     for storage in storages:
-        if is_open(storage):
-            yield storage
-        if storage.parts and id(storage.parts) not in known:
-            known[id(storage.parts)] = storage.parts
-            yield from _open_in(storage.parts, known)
+        yield storage
+        if id(storage.parts) not in met:
+            met.add(id(storage.parts))
+            yield from _with_parts(storage.parts, met)
 
 
 def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
