@@ -46,16 +46,7 @@ class Net(nn.Module):
 def train(folder: Path, case: str, rank: int, world: int) -> None:
     deepspeed: Any = import_module("deepspeed")
     stage, dtype, ep_size, groups = case.split("-")
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": int(stage)},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if dtype == "bf16":
-        settings["bf16"] = {"enabled": True}
-    if dtype == "fp16":
-        settings["fp16"] = {"enabled": True, "initial_scale_power": 2}
+    settings = import_module("zero").configuration(stage, dtype)
     torch.manual_seed(0)
     net = Net(int(ep_size))
     every = list(net.named_parameters())

@@ -60,9 +60,7 @@ def grouped(net: nn.Module, groups: str) -> list[dict[str, Any]]:
     return [{"params": others, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
 
 
-def train(folder: Path, case: str, rank: int, world: int) -> None:
-    deepspeed: Any = import_module("deepspeed")
-    stage, dtype, groups = case.split("-")
+def configuration(stage: str, dtype: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": int(stage), "sub_group_size": 100 if stage == "3" else int(1e9)},
@@ -73,6 +71,13 @@ def train(folder: Path, case: str, rank: int, world: int) -> None:
         settings["bf16"] = {"enabled": True}
     if dtype == "fp16":
         settings["fp16"] = {"enabled": True, "initial_scale_power": 2}
+    return settings
+
+
+def train(folder: Path, case: str, rank: int, world: int) -> None:
+    deepspeed: Any = import_module("deepspeed")
+    stage, dtype, groups = case.split("-")
+    settings = configuration(stage, dtype)
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=settings) if stage == "3" else nullcontext():
         net = Net()
