@@ -157,7 +157,7 @@ def _resizes(module: torch.nn.Module) -> bool:
     return is_known and any(map(_RESIZING.match, (*dir(type(module)), *vars(module))))
 
 
-# `resize_position_embeddings` changes a model.
+# Not `resize_position_embeddings`, by which a user changes the model.
 _RESIZING = re.compile("_?(?:interpolat(?:e_pos|ion_mode)|resize_pos(?:_|itional)|get_(?:absolute_pos|pos_embed))")
 
 # What configurations of transformers call the number of words; not that of types of tokens, speakers or hashes.
@@ -185,11 +185,8 @@ def grid_of(fields: Mapping[str, object]) -> tuple[int, ...] | None:
         if (grid := _pair(fields.get(name))) is not None:
             return grid
     image = _pair(fields.get("image_size")) or _pair(fields.get("img_size"))
-    patch, tubelet, frames = (
-        _pair(fields.get("patch_size")),
-        _window(fields.get("tubelet_size")),
-        fields.get("num_frames"),
-    )
+    patch, tubelet = _pair(fields.get("patch_size")), _window(fields.get("tubelet_size"))
+    frames = fields.get("num_frames")
     if image is not None and isinstance(frames, int) and tubelet is not None and len(tubelet) == 3:
         return frames // tubelet[0], image[0] // tubelet[1], image[1] // tubelet[2]
     if patch is None or image is None:

@@ -11,19 +11,7 @@ from msgspec.structs import asdict, replace
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.bytes.sources import MemoryBytes
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import (
-    FOUR_BITS,
-    Adapt,
-    Assemble,
-    Cast,
-    Dequantise,
-    Edit,
-    Fill,
-    Fold,
-    MergeAdapter,
-    Replace,
-    Zero,
-)
+from ckptfix.core.edits import Adapt, Assemble, Cast, Dequantise, Edit, Fill, Fold, MergeAdapter, Replace, Zero
 from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, PartsError, check_bijection
 from ckptfix.core.spec import Storage, TensorSpec, computed, contiguous_strides
@@ -32,8 +20,8 @@ from ckptfix.errors import Opt, PlanError
 from ckptfix.reading.boxes import boxed, bytes_of_boxes, shaped
 from ckptfix.reading.opening import open_file
 from ckptfix.reading.tensors import RowMajorBytes, spec_of_number, spec_of_tensor
-from ckptfix.values.casting import can_be_zeroed, cast_spec, dequantised_spec, zeroed_spec
-from ckptfix.values.four_bits import four_bit_spec
+from ckptfix.values.casting import can_be_zeroed, cast_spec, zeroed_spec
+from ckptfix.values.dequantising import dequantised_spec
 
 # Measures the running statistics of these keys of a checkpoint on the data of a file.
 Measure = Callable[[Checkpoint, Collection[str], str], "Mapping[str, torch.Tensor]"]
@@ -90,12 +78,7 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
             raise foreign(checkpoint, f"{edit.key} is {spec.dtype} and not {edit.before}")
         if isinstance(edit, Cast):
             return cast_spec(spec, edit.dtype, path)
-        if edit.scheme == FOUR_BITS:
-            made = four_bit_spec(edit.key, checkpoint.specs, edit.dtype, path)
-        else:
-            scales = checkpoint.specs.get(edit.source)
-            made = dequantised_spec(spec, scales, edit, path) if scales is not None else None
-        if made is None:
+        if (made := dequantised_spec(spec, checkpoint.specs, edit, path)) is None:
             raise foreign(checkpoint, f"{edit.source} does not have the scales of {edit.key}")
         return made
     assert isinstance(edit, (Fold, MergeAdapter, Replace)), "the kinds of CHANGES"

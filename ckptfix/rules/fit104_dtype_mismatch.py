@@ -38,7 +38,7 @@ from ckptfix.core.target import Target
 from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import NARROWINGS
-from ckptfix.values.four_bits import are_codes
+from ckptfix.values.dequantising import are_codes
 from ckptfix.values.roles import is_layers_own
 
 _AS_STORED = Remedy.of("build the model in the dtype of the file")

@@ -49,8 +49,7 @@ from ckptfix.core.target import PARAMETER, Slot, Target
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.quantised_layers import CODES, DEQUANTISE, SCALES, QuantisedLayer, wanted_layers
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.casting import scale_steps, unpacked_shape
-from ckptfix.values.four_bits import QuantState, quant_state
+from ckptfix.values.dequantising import QuantState, quant_state, scale_steps, unpacked_shape
 from ckptfix.values.scan import first_numbers
 
 _LACKS = "the file does not have all that is needed to make floats of them"

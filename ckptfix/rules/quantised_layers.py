@@ -11,8 +11,7 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.values.casting import unpacked_shape
-from ckptfix.values.four_bits import are_codes
+from ckptfix.values.dequantising import are_codes, unpacked_shape
 
 # What libraries put beside the codes, or in their place.
 _BESIDE = re.compile(

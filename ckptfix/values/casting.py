@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from msgspec.structs import replace
-
-from ckptfix.bytes.sources import ComputedBytes, KeptBytes
+from ckptfix.bytes.sources import ComputedBytes
 from ckptfix.core.dtypes import DTYPES
-from ckptfix.core.edits import BLOCKS, INT8, MXFP4, MXFP4_TURNED, NON_FINITE, Dequantise
+from ckptfix.core.edits import NON_FINITE
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.errors import PlanError, WriteError
@@ -71,14 +68,6 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     return computed(spec, f"cast {dtype}", content, spec.storages, dtype=dtype)
 
 
-# The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
-FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
-PACK = 16
-_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_ROWS = 256  # that are unpacked at a time
-SQUARE = 128  # rows and columns that share a scale, if there is one for each square
-
-
 def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
     """Return whether a copy in float16 or bfloat16 is its fp32 master rounded to it, bit for bit; in fp32, the same.
 
@@ -104,75 +93,6 @@ def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
         ):
             return False
     return True
-
-
-def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return how many rows and columns of a matrix of codes share a scale; None if the scales do not fit it."""
-    if len(codes) != 2 or 0 in codes:
-        return None
-    rows, columns = codes
-    if math.prod(scales) == 1:
-        return rows, columns
-    if scales in ((rows,), (rows, 1)):
-        return 1, columns
-    return (SQUARE, SQUARE) if scales == (-(-rows // SQUARE), -(-columns // SQUARE)) else None
-
-
-def dequantised_spec(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> TensorSpec | None:
-    """Return the tensor of codes times their scales, which are multiplied when it is read; None if they do not fit."""
-    is_plain = all(each.storage is not None and not each.parts and each.quantizer is None for each in (spec, scales))
-    if not is_plain or not DTYPES[edit.dtype].is_float:
-        return None
-    size = DTYPES[edit.dtype].itemsize
-    content: ComputedBytes
-    if edit.scheme in (MXFP4, MXFP4_TURNED) and (shape := unpacked_shape(spec, scales)):
-        experts, rows, columns = shape
-        shape = (experts, columns, rows) if edit.scheme == MXFP4_TURNED else shape
-        unit = rows * columns * size
-        content = KeptBytes(experts * unit, unit, lambda at, _: _unpacked(spec.at(at), scales.at(at), edit, path))
-    elif edit.scheme in FACTORS and scale_steps(spec.shape, scales.shape) is not None:
-        shape = spec.shape
-        content = ComputedBytes(spec.numel * size, shape[1] * size, partial(_scaled, spec, scales, edit, path))
-    else:
-        return None
-    storages = (*spec.storages, *scales.storages)
-    return computed(spec, f"dequantised {edit.dtype}", content, storages, dtype=edit.dtype, shape=shape)
-
-
-def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
-    """Return how many experts, rows and columns codes of MXFP4 have; nothing if they are other codes."""
-    if (codes.dtype, scales.dtype, codes.shape) != ("uint8", "uint8", (*scales.shape, PACK)) or len(scales.shape) != 3:
-        return ()
-    return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
-
-
-def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, first: int, last: int) -> memoryview:
-    """Return rows of the product, worked out in float32 as the formats' own readers do."""
-    rows, columns = spec.shape
-    across, along = scale_steps(spec.shape, scales.shape) or (1, 1)
-    part = replace(spec, shape=(last - first, columns), offset=spec.offset + spec.strides[0] * first)
-    codes, factors = (whole_tensor(each, path).float() for each in (part, scales))
-    steps = factors.reshape(-(-rows // across), -(-columns // along))
-    steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
-    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
-        product = (codes * steps * FACTORS[edit.scheme]).to(torch_dtype(edit.dtype)).flatten()
-    return bytes_of(product.view(torch.uint8))
-
-
-def _unpacked(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> memoryview:
-    """Return the matrix of an expert of MXFP4, the same as ``convert_moe_packed_tensors`` of transformers makes."""
-    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
-        codes, powers = (whole_tensor(each, path) for each in (spec, scales))
-        dtype = torch_dtype(edit.dtype)
-        numbers = torch.tensor([*_FOUR_BITS, *(-number for number in _FOUR_BITS)], dtype=dtype)
-        made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
-        for first in range(0, len(made), _ROWS):
-            rows = codes[first : first + _ROWS].int()
-            pairs = torch.stack((numbers[rows & 15], numbers[rows >> 4]), -1).flatten(-2)
-            shifts = powers[first : first + _ROWS].int().sub(127).unsqueeze(-1)
-            made[first : first + _ROWS] = torch.ldexp(pairs, shifts).flatten(1)
-        made = made.T.contiguous() if edit.scheme == MXFP4_TURNED else made
-    return bytes_of(made.view(torch.uint8)).cast("B")
 
 
 WITHOUT_ZERO = "float8_e8m0fnu"  # the dtype in which no bits stand for zero, those that are all 0 for a small number

@@ -15,7 +15,7 @@ from ckptfix.core.lazy import np
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.values.decode import Narrowing, encoding
-from ckptfix.values.four_bits import are_codes
+from ckptfix.values.dequantising import are_codes
 from ckptfix.values.merged_tensors import MergedBytes, is_merged
 from ckptfix.values.scan import ScanPart, looks, parts_of
 from ckptfix.values.tally import COUNTS, join

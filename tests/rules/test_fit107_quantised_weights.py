@@ -15,7 +15,7 @@ from ckptfix.core.finding import Level
 from ckptfix.errors import TargetError
 from ckptfix.report.display import report_lines
 from tests.checks import bytes_of, check_noop, check_repaired
-from tests.values import test_four_bits
+from tests.values import test_dequantising
 
 OUT, IN = 200, 260
 
@@ -203,7 +203,7 @@ def test_a_dtype_says_what_is_wanted_where_no_model_does(dtype):
 
 
 class FourBits(nn.Module):
-    """The plain model of the two layers of ``tests/values/test_four_bits.py``."""
+    """The plain model of the two layers of ``tests/values/test_dequantising.py``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class FourBits(nn.Module):
 
 
 def four_bits(**other: Any) -> dict[str, torch.Tensor]:
-    layers = {"a": test_four_bits.nested(**other), "b": test_four_bits.plain()}
+    layers = {"a": test_dequantising.nested(**other), "b": test_dequantising.plain()}
     beside = {f"{name}.weight.{part}".rstrip("."): each for name, one in layers.items() for part, each in one.items()}
     return {**beside, "b.bias": torch.ones(3)}
 
@@ -220,8 +220,8 @@ def _made() -> dict[str, torch.Tensor]:
     a, b = (
         torch.frombuffer(bytearray.fromhex(text), dtype=dtype).reshape(shape)
         for text, dtype, shape in (
-            (test_four_bits.NESTED_MADE, torch.bfloat16, (5, 13)),
-            (test_four_bits.PLAIN_MADE, torch.float16, (3, 23)),
+            (test_dequantising.NESTED_MADE, torch.bfloat16, (5, 13)),
+            (test_dequantising.PLAIN_MADE, torch.float16, (3, 23)),
         )
     )
     return {"a.weight": a.float(), "b.weight": b.float(), "b.bias": torch.ones(3)}

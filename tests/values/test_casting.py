@@ -10,13 +10,8 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import WriteError
 from ckptfix.reading.tensors import build_tensor, spec_of_tensor
 from ckptfix.values.adapted_tensors import adapted_spec
-from ckptfix.values.casting import (
-    can_be_zeroed,
-    cast_spec,
-    dequantised_spec,
-    is_cast_of,
-    zeroed_spec,
-)
+from ckptfix.values.casting import can_be_zeroed, cast_spec, is_cast_of, zeroed_spec
+from ckptfix.values.dequantising import dequantised_spec
 from tests.checks import bytes_of
 
 
@@ -113,7 +108,7 @@ def _of_codes(scheme: str, shape: tuple[int, ...], scales: tuple[int, ...]) -> T
     steps = torch.full(scales, 127, dtype=torch.uint8) if scheme != BLOCKS else torch.arange(scales[0]).float()
     edit = Dequantise("w", "uint8" if scheme != BLOCKS else "int8", "bfloat16", "scales", scheme)
     codes = codes if scheme != BLOCKS else codes.char()
-    made = dequantised_spec(spec_of_tensor(codes), spec_of_tensor(steps), edit, "f")
+    made = dequantised_spec(spec_of_tensor(codes), {"scales": spec_of_tensor(steps)}, edit, "f")
     assert made is not None
     return made
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfix.core.edits import FOUR_BITS, Dequantise
 from ckptfix.core.spec import TensorSpec
 from ckptfix.reading.tensors import row_major_bytes, spec_of_tensor
-from ckptfix.values.four_bits import QuantState, four_bit_spec, quant_state
+from ckptfix.values.dequantising import QuantState, dequantised_spec, quant_state
 from tests.checks import bytes_of
 
 NF4 = (
@@ -84,13 +85,19 @@ def specs_of(layer: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {f"w.{part}".rstrip("."): spec_of_tensor(tensor) for part, tensor in layer.items()}
 
 
+def _made(layer: dict[str, torch.Tensor], dtype: str) -> TensorSpec | None:
+    specs = specs_of(layer)
+    edit = Dequantise("w", specs["w"].dtype, dtype, "w.absmax", FOUR_BITS)
+    return dequantised_spec(specs["w"], specs, edit, "f")
+
+
 @pytest.mark.parametrize(
     ("layer", "made", "dtype", "shape"),
     [(nested(), NESTED_MADE, "bfloat16", (5, 13)), (plain(), PLAIN_MADE, "float16", (3, 23))],
     ids=["nf4", "fp4"],
 )
 def test_the_same_bits_as_bitsandbytes(layer, made, dtype, shape):
-    spec = four_bit_spec("w", specs_of(layer), dtype, "f")
+    spec = _made(layer, dtype)
     assert spec is not None
     assert (spec.shape, bytes(row_major_bytes(spec, "f")).hex()) == (shape, made)
     source = spec.storages[0].source
@@ -98,7 +105,7 @@ def test_the_same_bits_as_bitsandbytes(layer, made, dtype, shape):
 
 
 def test_another_dtype_has_the_rounded_numbers():
-    spec = four_bit_spec("w", specs_of(nested()), "float32", "f")
+    spec = _made(nested(), "float32")
     assert spec is not None
     assert bytes(row_major_bytes(spec, "f")) == bytes_of(_bytes(NESTED_MADE).view(torch.bfloat16).float())
 
@@ -107,7 +114,7 @@ def test_codes_may_be_stored_as_any_dtype():
     """``bnb_4bit_quant_storage``, which FSDP needs."""
     layer = nested(shape=[4, 16]) | {"absmax": nested()["absmax"][:2]}
     layer[""] = layer[""][:32].flatten().view(torch.bfloat16).view(-1, 1)
-    spec = four_bit_spec("w", specs_of(layer), "bfloat16", "f")
+    spec = _made(layer, "bfloat16")
     assert spec is not None
     assert bytes(row_major_bytes(spec, "f")).hex() == NESTED_MADE[: 64 * 4]
 
@@ -144,7 +151,7 @@ def test_what_does_not_fit_is_refused(layer, reason):
     state = quant_state("w", specs_of(layer), "f")
     assert isinstance(state, str)
     assert reason in state
-    assert four_bit_spec("w", specs_of(layer), "bfloat16", "f") is None
+    assert _made(layer, "bfloat16") is None
 
 
 def test_noop_a_sound_layer_has_no_reason():

@@ -1,7 +1,8 @@
-"""Weights that bitsandbytes packs into four bits: what it keeps beside the codes, and the floats that it makes of them.
+"""Quantised weights as floats: what formats keep beside the codes, and the numbers that they stand for.
 
-Each byte has two codes, the high half first. A code is a place in a table of numbers between -1 and 1, which are
-multiplied by the largest magnitude of their block (``absmax``). Those may be codes of eight bits themselves."""
+bitsandbytes packs two codes of four bits into each byte, the high half first. A code is a place in a table of numbers
+between -1 and 1, which are multiplied by the largest magnitude of their block (``absmax``). Those may be codes of eight
+bits themselves."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ckptfix.bytes.sources import ComputedBytes, is_torn
+from ckptfix.bytes.sources import ComputedBytes, KeptBytes, is_torn
 from ckptfix.core.dtypes import DTYPES
+from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, Dequantise
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
 from ckptfix.values.casting import computing, whole_tensor
 
+# The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
+FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
+PACK = 16  # bytes of codes of MXFP4 that share a scale
+_ROWS = 256  # that are unpacked at a time
+SQUARE = 128  # rows and columns that share a scale, if there is one for each square
 # fmt: off
 _TABLES = {
     "nf4": (
@@ -30,6 +38,7 @@ _TABLES = {
     "fp4": tuple(sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }
 # fmt: on
+_MXFP4 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _LONGEST = 4096  # bytes of a quant_state
 
 BlockSize = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -94,11 +103,84 @@ def quant_state(key: str, specs: Mapping[str, TensorSpec], path: str) -> QuantSt
     return state
 
 
-def four_bit_spec(key: str, specs: Mapping[str, TensorSpec], dtype: str, path: str) -> TensorSpec | None:
-    """Return the weights as floats, which are worked out when they are read; None if what is beside the codes does not
-    fit them."""
+def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return how many rows and columns of a matrix of codes share a scale; None if the scales do not fit it."""
+    if len(codes) != 2 or 0 in codes:
+        return None
+    rows, columns = codes
+    if math.prod(scales) == 1:
+        return rows, columns
+    if scales in ((rows,), (rows, 1)):
+        return 1, columns
+    return (SQUARE, SQUARE) if scales == (-(-rows // SQUARE), -(-columns // SQUARE)) else None
+
+
+def dequantised_spec(
+    spec: TensorSpec, specs: Mapping[str, TensorSpec], edit: Dequantise, path: str
+) -> TensorSpec | None:
+    """Return the tensor of codes times their scales, which are multiplied when it is read; None if what is beside the
+    codes, among ``specs``, does not fit them."""
+    if not DTYPES[edit.dtype].is_float:
+        return None
+    if edit.scheme == FOUR_BITS:
+        return _four_bit_spec(edit.key, specs, edit.dtype, path)
+    scales = specs.get(edit.source)
+    if scales is None or any(each.storage is None or each.parts or each.quantizer for each in (spec, scales)):
+        return None
+    size = DTYPES[edit.dtype].itemsize
+    content: ComputedBytes
+    if edit.scheme in (MXFP4, MXFP4_TURNED) and (shape := unpacked_shape(spec, scales)):
+        experts, rows, columns = shape
+        shape = (experts, columns, rows) if edit.scheme == MXFP4_TURNED else shape
+        unit = rows * columns * size
+        content = KeptBytes(experts * unit, unit, lambda at, _: _unpacked(spec.at(at), scales.at(at), edit, path))
+    elif edit.scheme in FACTORS and scale_steps(spec.shape, scales.shape) is not None:
+        shape = spec.shape
+        content = ComputedBytes(spec.numel * size, shape[1] * size, partial(_scaled, spec, scales, edit, path))
+    else:
+        return None
+    storages = (*spec.storages, *scales.storages)
+    return computed(spec, f"dequantised {edit.dtype}", content, storages, dtype=edit.dtype, shape=shape)
+
+
+def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
+    """Return how many experts, rows and columns codes of MXFP4 have; nothing if they are other codes."""
+    if (codes.dtype, scales.dtype, codes.shape) != ("uint8", "uint8", (*scales.shape, PACK)) or len(scales.shape) != 3:
+        return ()
+    return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
+
+
+def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, first: int, last: int) -> memoryview:
+    """Return rows of the product, worked out in float32 as the formats' own readers do."""
+    rows, columns = spec.shape
+    across, along = scale_steps(spec.shape, scales.shape) or (1, 1)
+    part = replace(spec, shape=(last - first, columns), offset=spec.offset + spec.strides[0] * first)
+    codes, factors = (whole_tensor(each, path).float() for each in (part, scales))
+    steps = factors.reshape(-(-rows // across), -(-columns // along))
+    steps = steps[torch.arange(first, last) // across][:, torch.arange(columns) // along]
+    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
+        product = (codes * steps * FACTORS[edit.scheme]).to(torch_dtype(edit.dtype)).flatten()
+    return bytes_of(product.view(torch.uint8))
+
+
+def _unpacked(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> memoryview:
+    """Return the matrix of an expert of MXFP4, the same as ``convert_moe_packed_tensors`` of transformers makes."""
+    with computing(path, f"{edit.key} cannot become {edit.dtype}"):
+        codes, powers = (whole_tensor(each, path) for each in (spec, scales))
+        dtype = torch_dtype(edit.dtype)
+        numbers = _of_bytes(_MXFP4, dtype).flip(-1)
+        made = torch.empty(codes.shape[0], codes.shape[1] * 2 * PACK, dtype=dtype)
+        for first in range(0, len(made), _ROWS):
+            pairs = numbers[codes[first : first + _ROWS].int()].flatten(-2)
+            shifts = powers[first : first + _ROWS].int().sub(127).unsqueeze(-1)
+            made[first : first + _ROWS] = torch.ldexp(pairs, shifts).flatten(1)
+        made = made.T.contiguous() if edit.scheme == MXFP4_TURNED else made
+    return bytes_of(made.view(torch.uint8)).cast("B")
+
+
+def _four_bit_spec(key: str, specs: Mapping[str, TensorSpec], dtype: str, path: str) -> TensorSpec | None:
     state = quant_state(key, specs, path)
-    if isinstance(state, str) or not DTYPES[dtype].is_float:
+    if isinstance(state, str):
         return None
     size, step = DTYPES[dtype].itemsize, state.blocksize
     content = ComputedBytes(state.numel * size, step * size, partial(_floats, key, specs, state, dtype, path))
@@ -116,13 +198,17 @@ def _floats(
     codes = torch.frombuffer(
         bytearray(RowMajorBytes(specs[key], path).read(start // 2, -(-stop // 2))), dtype=torch.uint8
     )
-    table = torch.tensor(_TABLES[state.quant_type])
-    pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), -1)  # of each byte
-    numbers = pairs[codes.int()].flatten()[: stop - start]
+    numbers = _of_bytes(_TABLES[state.quant_type], torch.float32)[codes.int()].flatten()[: stop - start]
     steps = _largest(key, specs, state, path, first, last).repeat_interleave(state.blocksize)[: stop - start]
     with computing(path, f"{key} cannot become {dtype}"):
         made = (numbers * steps).to(torch_dtype(state.dtype)).to(torch_dtype(dtype))
     return bytes_of(made.view(torch.uint8))
+
+
+def _of_bytes(table: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the two numbers of each byte, that of its high half first."""
+    numbers = torch.tensor(table, dtype=dtype)
+    return torch.stack((numbers.repeat_interleave(16), numbers.repeat(16)), -1)
 
 
 def _largest(
