@@ -236,7 +236,7 @@ class _Collected(Struct):
     dtype: str = ""
     copies: dict[Box, list[TensorSpec]] = field(default_factory=dict)
     plain: TensorSpec | None = None
-    plain_in: int = 0  # the first rank that has it as a plain tensor
+    plain_in: list[int] = field(default_factory=list)  # the ranks that have it as a plain tensor
     differs: bool = False
     # Views of the ranks' flat parameters, each with the place of those (`LOCAL_STATE_DICT` with the names).
     stretches: list[tuple[int, TensorSpec]] = field(default_factory=list)
@@ -342,9 +342,10 @@ class _Merge:
                 if flat and len(leaf.shape) == 1 and (id(leaf.storage) in flat or not leaf.numel):
                     found.stretches.append((place, leaf))
                 elif found.plain is None:
-                    found.plain, found.plain_in = leaf, rank
-                elif not agree([found.plain, leaf], self.path, reads=False):
-                    found.differs = True
+                    found.plain, found.plain_in = leaf, [rank]
+                else:
+                    found.plain_in.append(rank)
+                    found.differs = found.differs or not agree([found.plain, leaf], self.path, reads=False)
             elif isinstance(leaf, Divided):
                 self._collect_parts(path, rank, leaf)
             if path[-1] in COUNTERS and (isinstance(leaf, TensorSpec) or type(leaf) is int):
@@ -373,7 +374,7 @@ class _Merge:
         for path, found in self.found.items():
             if found.plain is not None and any(map(numel, found.copies)):
                 said[f"shape, dtype or ranks of {path_name(path)}"] = {
-                    rank: rank == found.plain_in for rank in self.groups
+                    rank: rank in found.plain_in for rank in self.groups
                 }
         mixed = (self.files.of_another_save(values, names, what) for what, values in said.items())
         return next(filter(None, mixed), [])

@@ -353,6 +353,19 @@ def test_a_rank_of_another_save_is_named_and_the_rest_salvaged(tmp_path: Path, o
     assert salvaged.lost.keys() == without.lost.keys() == {"w"}
 
 
+@pytest.mark.parametrize("odd", [(1, 2), (3, 4)])
+def test_several_ranks_of_a_save_by_one_process_are_named_together(tmp_path: Path, odd: tuple[int, ...]) -> None:
+    for rank in range(5):
+        save = _whole(rank) if rank in odd else {"w": dtensor(rank, torch.arange(12.0), 5)}
+        torch.save({**save, "scale": torch.ones(3)}, tmp_path / f"rank_{rank}.pt")
+    names = ", ".join(f"rank_{rank}.pt" for rank in odd)
+    with pytest.raises(UnreadableError, match=rf"saves: {re.escape(names)}, unlike the other 3, by the shape"):
+        ckptfix.open_checkpoint(tmp_path)
+    salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
+    assert [fact.kind for fact in salvaged.damage] == [Kind.RANKS_OF_ANOTHER_SAVE, Kind.RANKS_LACKING]
+    assert salvaged.lost.keys() == {"w"}
+
+
 def test_a_tensor_that_a_rank_lacks_is_not_taken_with_it(tmp_path: Path) -> None:
     for rank in range(3):
         save = {key: dtensor(rank, torch.arange(12.0), 3) for key in "vw" if (key, rank) != ("w", 2)}
