@@ -43,6 +43,7 @@ HANDED, HANDED_SHARE = 1 << 20, 3
 KEY_NODES = 256  # parts of a key of a dict: a tuple is hashed through, and a shared nested one costs 2^depth
 KEY_STEPS = 5  # opcodes that a look at such a key counts as
 KEY_BITS = 4096  # size of a number that is a key
+NAME_DIGITS = 1000  # of a number in the name of a tensor; int() refuses more than 4,300
 
 # Keys of one hash in one dict; each costs a look at all the others. Only numbers can be chosen to collide.
 COLLISIONS = 64

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.limits import shown
+from ckptfix.bytes.limits import NAME_DIGITS, shown
 from ckptfix.core.checkpoint import Candidate, Checkpoint, PathPart, is_inside, path_name, value_at
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind, clauses
@@ -91,6 +92,8 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
             raise damaged(document.path, clauses(document.damage))
         raise WeightlessError(why_weightless(document), *_named_by_model(document.root))
     entries, remarks = _entries(document, value, path)
+    if any(len(key) > NAME_DIGITS and re.search(rf"\d{{{NAME_DIGITS}}}", key) for key in entries):
+        raise hostile(document.path, f"a name in it has a number of {NAME_DIGITS} digits or more")
     has_arrays = any(isinstance(entry, NumpyArray) for entry in entries.values())
     if has_arrays and not any(True for _ in tensors_in(list(entries.values()))):
         raise damaged(

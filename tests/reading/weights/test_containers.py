@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfix.errors import UnreadableError, UsageError
+from ckptfix.errors import HostileError, UnreadableError, UsageError
 from tests.attacks.crafted import name, tensor, text, torch_zip
 from tests.reading.files import opened, saved
 
@@ -183,3 +183,14 @@ def test_a_plain_dict_of_arrays_is_weights(tmp_path):
     path = tmp_path / "params.pkl"
     path.write_bytes(pickle.dumps({"mean": np.zeros(3), "var": np.ones(3)}))
     assert opened(path).keys() == ["mean", "var"]
+
+
+@pytest.mark.parametrize("digits", [900, 1000, 5000])
+def test_a_number_of_thousands_of_digits_in_a_name_is_refused(digits, tmp_path):
+    """Numbers of layers are compared as such, which Python refuses for so many digits."""
+    path = saved({"layers.1.w": torch.ones(2), f"layers.{'1' * digits}.w": torch.ones(2)}, tmp_path)
+    if digits < 1000:
+        assert len(opened(path).specs) == 2
+        return
+    with pytest.raises(HostileError, match="a number of 1000 digits"):
+        opened(path)
