@@ -21,6 +21,7 @@ from ckptfix.maps.matches import Inference, Match, Shapes
 from ckptfix.maps.names import (
     STATISTICS,
     bag,
+    by_number,
     disambiguated,
     module,
     numbers,
@@ -193,7 +194,7 @@ def _leaves(specs: Shapes, is_shown: bool = True) -> tuple[Leaves, float]:
     keys = [key for key in specs if key.rpartition(".")[2] != COUNTER]
     weight = ORDER_WEIGHT
     if not is_shown or is_in_order(keys, sorted(keys)):
-        keys.sort(key=_natural)
+        keys = by_number(keys)
         weight = SORTED_WEIGHT
     paths = disambiguated([segments(key) for key in keys], weight == ORDER_WEIGHT)
     return [whole(key, specs[key], path, at) for at, (key, path) in enumerate(zip(keys, paths, strict=True))], weight
@@ -206,10 +207,6 @@ def is_in_order(source: Iterable[str], target: Iterable[str]) -> bool:
     places = {key: at for at, key in enumerate(target)}
     common = [places[key] for key in source if key in places]
     return SORTED_UP_TO * sum(one > other for one, other in pairwise(common)) <= len(common)
-
-
-def _natural(key: str) -> list[tuple[int, int, str]]:
-    return [(0, int(text), "") if text.isdigit() else (1, 0, text) for text in re.split(r"(\d+)", key) if text]
 
 
 def _oriented(source: Leaves, target: Leaves) -> tuple[Leaves, Leaves]:

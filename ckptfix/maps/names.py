@@ -251,6 +251,11 @@ def template(key: str) -> str:
     return re.sub(r"\d+", "#", key)
 
 
+def by_number(keys: Iterable[str]) -> list[str]:
+    """Return keys sorted by name, but with the numbers in them in their order: ``layers.2`` before ``layers.10``."""
+    return sorted(keys, key=lambda key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)])
+
+
 def bag(path: Iterable[str]) -> Counter[str]:
     """Return the concepts of a path with their weights: the segments near its end say more."""
     found: Counter[str] = Counter()

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ckptfix.core.objects import MANY
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import bare
+from ckptfix.maps.names import by_number
 from ckptfix.maps.optimizer_states import Optimizer, Shape, fits, logical_shape, values_in
 
 
@@ -272,10 +273,6 @@ _KINDS: Mapping[str, KindOf] = {
 """What scripts of their own put into groups: parts of a model, and kinds of parameters in them."""
 
 
-def _by_number(keys: Iterable[str]) -> list[str]:
-    return sorted(keys, key=lambda key: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)])
-
-
 def _heads_first(keys: Iterable[str]) -> list[str]:
     return sorted(keys, key=lambda key: not re.search(r"head|classif|(^|\.)fc", bare(key)))
 
@@ -295,7 +292,7 @@ def _reverse(keys: Iterable[str]) -> list[str]:
     return list(keys)[::-1]
 
 
-_BY_NAME: Mapping[str, Order] = {", by name": sorted, ", by name and number": _by_number}
+_BY_NAME: Mapping[str, Order] = {", by name": sorted, ", by name and number": by_number}
 _IN_REVERSE: Mapping[str, Order] = {
     ", in reverse": _reverse,
     ", by name in reverse": partial(sorted, reverse=True),
@@ -315,7 +312,7 @@ def own_recipes(
     sizes = optimizer.sizes
     if sum(map(bool, sizes)) == 1:
         orders = dict(_RARE if is_rare else {**_BY_NAME, ", heads first": _heads_first})
-        if not is_rare and _by_number(layout.shapes) == list(layout.shapes):
+        if not is_rare and by_number(layout.shapes) == list(layout.shapes):
             del orders[", by name"]  # of many numbered layers of equal shapes: the model's order is what is meant
         places = tuple(0 if size else (None, place) for place, size in enumerate(sizes))
         for name, within in _differing(layout, new, orders):

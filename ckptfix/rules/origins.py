@@ -25,7 +25,7 @@ from ckptfix.core.plan import Plan, Step
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.core.wrappers import bare
-from ckptfix.maps.names import concepts, kind, segments
+from ckptfix.maps.names import by_number, concepts, kind, segments
 from ckptfix.maps.recipes import HF_FILE, Layout
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules import RENAMED_LAYERS
@@ -306,12 +306,8 @@ class Change(Struct, frozen=True, dict=True):
         return self.is_ordered and self.model is not None and found != sorted(found)
 
 
-def _natural(key: str) -> list[str | int]:
-    return [int(text) if text.isdecimal() else text for text in re.split(f"({_NUMBERS})", key)]
-
-
 def _is_by_name(keys: list[str]) -> bool:
-    return keys in (sorted(keys), sorted(keys, key=_natural))
+    return keys in (sorted(keys), by_number(keys))
 
 
 def _is_sorted(checkpoint: Checkpoint) -> bool:

@@ -1121,3 +1121,8 @@ def test_names_that_both_sides_have_are_not_exchanged():
     matches = infer(source, target).matches
     exchanged = {key for key, match in matches.items() if match.parts[0].source != key}
     assert all(matches[key].label is Label.AMBIGUOUS for key in exchanged)
+
+
+def test_digits_that_are_no_decimal_ones_are_no_numbers_in_a_sorted_file():
+    found = infer({"1²2": (4, 4), "a.10": (2, 2), "²": (3, 3)}, {"1²2": (4, 4), "a.10": (2, 2), "x": (3, 3)})
+    assert found.matches["x"].parts[0].source == "²"
