@@ -114,9 +114,16 @@ def _select(tensor: Traced, axis: int, index: int) -> Traced:
     return Traced(tensor.elements.selected(axis % tensor.ndim, index % tensor.shape[axis]), tensor.dtype)
 
 
+def _elements(tensors: Sequence[torch.Tensor]) -> list[Elements]:
+    return [each.elements if isinstance(each, Traced) else Elements(tuple(each.shape)) for each in tensors]
+
+
 def _cat(tensors: Sequence[torch.Tensor], axis: int = 0) -> Traced:
-    elements = [each.elements if isinstance(each, Traced) else Elements(tuple(each.shape)) for each in tensors]
-    return Traced(Elements.joined(elements, axis % tensors[0].ndim), tensors[0].dtype)
+    return Traced(Elements.joined(_elements(tensors), axis % tensors[0].ndim), tensors[0].dtype)
+
+
+def _stack(tensors: Sequence[torch.Tensor], axis: int = 0) -> Traced:
+    return Traced(Elements.stacked(_elements(tensors), axis % (tensors[0].ndim + 1)), tensors[0].dtype)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -138,7 +145,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "cat": _cat,
-    "stack": lambda tensors, axis=0: _cat([_unsqueeze(each, axis) for each in tensors], axis),
+    "stack": _stack,
 }
 
 

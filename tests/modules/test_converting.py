@@ -324,9 +324,11 @@ def test_only_the_thread_that_asks_a_library_is_mute(capsys, caplog):
 def test_what_is_computed_is_not_traced():
     tensor = Traced(Elements.of("w", (4, 6)))
     assert not isinstance(tensor * 2, Traced)
-    padded = torch.cat([tensor, torch.zeros(1, 6, device="meta")])
-    assert isinstance(padded, Traced)
-    assert padded.parts({"w": (4, 6)}) == ()
+    missing = torch.zeros(4, 6, device="meta")
+    for joined in (torch.cat([tensor, missing]), torch.stack([tensor, missing], 1), torch.stack([missing, tensor])):
+        assert isinstance(joined, Traced)
+        assert joined.numel() == 48
+        assert joined.parts({"w": (4, 6)}) == ()
     with pytest.raises(NotImplementedError):
         tensor.zero_()
 
