@@ -60,9 +60,9 @@ def _doubt_orientation(inference: Inference) -> None:
 
 
 def _doubt_rotary(inference: Inference) -> None:
-    """Call queries and keys ambiguous if only one side has the names of Meta's Llama, as torchtune and gpt-fast do: for
-    its rotary embeddings, the rows of a head have another order than in transformers. So is the table that shows whose
-    names they are, as another look has to find it."""
+    """Call queries and keys ambiguous if only one side has the names of Meta's Llama, as torchtune and gpt-fast do:
+    its rotary embeddings need the rows of a head in another order than those of transformers. The embedding of tokens,
+    whose name shows this, is ambiguous too, so that it is still there when the ambiguous keys are looked at again."""
     if is_metas(inference.source) is is_metas(inference.target):
         return
     turned, signs = [], []

@@ -449,7 +449,8 @@ def _look_at(place: Place, files: Files, chosen: Callable[[str], bool]) -> None:
         if entry.size and not (name in files.looks or name in files.parts) and (name in shards or chosen(name))
     ]
     if place.root is not None:
-        list(map(look, unclear))
+        for entry in unclear:
+            look(entry)
     else:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(look, (entry for entry in unclear if not is_surely_other(entry.name))))
