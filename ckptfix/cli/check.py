@@ -15,7 +15,7 @@ from ckptfix.cli.program import Argument, Run
 from ckptfix.core.option import CHECK
 from ckptfix.core.options import library_settings
 from ckptfix.core.report import Report
-from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError, WeightlessError
+from ckptfix.errors import CkptfixError, Opt, UnreadableError, UsageError
 from ckptfix.report.advice import Presentation
 
 if TYPE_CHECKING:
@@ -69,24 +69,22 @@ def _checkpoints(path: str) -> Iterable[str]:
 
     kept = []
     for item in list_zoo(open_place(path)):
-        is_of_trainer = OF_TRAINERS.fullmatch(Path(item.name).name) is not None
         # What is beside the weights of a library is read with them, and in folders are the files of other steps.
-        if item.kind is ItemKind.OTHER or (is_of_trainer and is_of_library):
+        is_left = is_of_library and OF_TRAINERS.fullmatch(Path(item.name).name)
+        if item.kind is ItemKind.OTHER or is_left or (item.forgiven and _fails_with(item.forgiven, path, item.name)):
             continue
-        forgiven = UnreadableError if item.is_doubtful else WeightlessError if is_of_trainer else None
-        if forgiven is None or not _fails_with(forgiven, str(Path(path, item.name))):
-            kept.append(item.name)
+        kept.append(item.name)
     if is_of_library and sum("/" not in name for name in kept) < 2:
         return [path]
     return [str(Path(path, name)) for name in kept] or [path]
 
 
-def _fails_with(kind: type[CkptfixError], path: str) -> bool:
+def _fails_with(kind: type[CkptfixError], folder: str, name: str) -> bool:
     """Return whether opening a file raises an error of this kind; any other is for the report."""
     from ckptfix.reading.opening import open_file
 
     try:
-        open_file(path)
+        open_file(str(Path(folder, name)))
     except CkptfixError as error:
         return isinstance(error, kind)
     return False

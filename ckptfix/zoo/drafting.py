@@ -31,7 +31,7 @@ from ckptfix.reading.weights.containers import is_averaged
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.likeness import likeness_text
 from ckptfix.report.style import elements
-from ckptfix.zoo.items import Item, ItemKind
+from ckptfix.zoo.items import Item
 from ckptfix.zoo.places import Place
 from ckptfix.zoo.survey import Group, Sight, gather, survey
 
@@ -302,7 +302,8 @@ def texts(name: str, given: Iterable[str]) -> Iterator[str]:
 def draft_table(place: Place, items: Sequence[Item], room: float | None = None) -> str:
     """Return the text of a ``zoo.toml`` for a zoo, the same for the same files. ``room`` is that of ``survey``."""
     sights = survey(place, items, room)
-    others = [item.name for item in items if item.kind is ItemKind.OTHER]
+    seen = {sight.name for sight in sights}
+    others = [item.name for item in items if item.name not in seen]
     found = []
     for group in gather(sights, others):
         classes = [sight.whole_model for sight in group.sights if sight.whole_model]

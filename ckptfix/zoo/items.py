@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from ckptfix.bytes import decoders
 from ckptfix.bytes.sources import Content
 from ckptfix.bytes.transfers import PlaceError
-from ckptfix.errors import HostileError, UnreadableError
+from ckptfix.errors import HostileError, UnreadableError, WeightlessError
 from ckptfix.reading.archives import tar_members, unpacking
 from ckptfix.reading.archives.wrapped import looks_like_checkpoint
 from ckptfix.reading.folders.rank_shards import COMMON, may_be_rank
@@ -177,8 +177,16 @@ class Item(Struct, frozen=True):
     # Why it cannot be read, if the listing shows that; such an item is not opened. An OTHER with a fault is a socket or
     # a second way to a folder: there is nothing to copy.
     fault: str | None = None
-    # A pickle or an archive that may hold anything: if the reader finds no weights in it, it is an OTHER.
+    # A pickle or an archive that may hold anything.
     is_doubtful: bool = False
+
+    @property
+    def forgiven(self) -> type[UnreadableError] | None:
+        """The error on opening it that makes it an OTHER: any if it may hold anything, and that it has no weights if a
+        trainer saves none under its name. None if each error is the user's concern."""
+        if self.is_doubtful:
+            return UnreadableError
+        return WeightlessError if OF_TRAINERS.fullmatch(_last(self.name)) else None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -233,8 +241,6 @@ def _whole_folders(place: Place, files: Files) -> Iterator[Item]:
         models = [folder for folder in chunks if folder and folder != optimizer and folder.rpartition("/")[0] == above]
         if len(models) == 1 and not any(_last(entry.name) in MODELS for entry in files.below(above)):
             chunks[above] = chunks.pop(models[0]) + chunks.pop(optimizer)
-            for entry in files.named(above, OF_TRAINERS):
-                files.looks[entry.name] = Looks.OTHER
     for folder in sorted({*files.folders, *ranks, *chunks}):
         parts = chunks.get(folder) or _unpacked(place, folder, files) or files.named(folder, _RANK)
         if parts := parts or ranks.get(folder, []) or _nanotron(folder, files):

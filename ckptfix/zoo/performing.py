@@ -26,8 +26,7 @@ from ckptfix.core.report import Report
 from ckptfix.core.wording import no_option, typed
 from ckptfix.engine.delivery import refusal
 from ckptfix.engine.validation import parsed_settings
-from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError, WeightlessError
-from ckptfix.reading.opening import OF_TRAINERS
+from ckptfix.errors import CkptfixError, HostileError, IdleRecipeError, UnreadableError, UsageError
 from ckptfix.repairing import check, repair
 from ckptfix.report.advice import price_text, remedies_of, settling, with_remedies
 from ckptfix.report.page.data import weights_to_json
@@ -281,7 +280,7 @@ def _done(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
     try:
         return treated(job, path, area)
     except UnreadableError as error:
-        if job.item.is_doubtful or (isinstance(error, WeightlessError) and OF_TRAINERS.fullmatch(path.name)):
+        if job.item.forgiven and isinstance(error, job.item.forgiven):
             return mirrored(job, path, area)
         raise
 

@@ -81,7 +81,7 @@ class Sight(Struct, frozen=True):
 
 
 def survey(place: Place, items: Sequence[Item], room: float | None = None) -> list[Sight]:
-    """Return what is seen of each checkpoint, in the order of the items. Equal layouts are one object.
+    """Return what is seen of each item that is a checkpoint, in their order. Equal layouts are one object.
 
     ``room`` is the bytes that copies of remote files may take on this machine, by default most of what is free."""
     layouts: dict[str, ItemLayout] = {}
@@ -92,10 +92,9 @@ def survey(place: Place, items: Sequence[Item], room: float | None = None) -> li
         readable = [item for item in items if item.fault is None]
         found = each_on_this_machine(place, readable, scratch, room_at(scratch) if room is None else room)
         for item in items:
-            if item.fault is None:
-                sights.append(_seen(item, next(found), layouts))
-            else:
-                sights.append(Sight(item.name, fault=item.fault))
+            sight = _seen(item, next(found), layouts) if item.fault is None else Sight(item.name, fault=item.fault)
+            if sight is not None:
+                sights.append(sight)
             task.advance(item.size)
     return sights
 
@@ -128,12 +127,14 @@ def each_on_this_machine(
             taken -= size
 
 
-def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout]) -> Sight:
+def _seen(item: Item, path: Path | CkptfixError, layouts: dict[str, ItemLayout]) -> Sight | None:
     if isinstance(path, CkptfixError):  # it could not be fetched
         return Sight(item.name, fault=str(path))
     try:
         checkpoint = open_file(str(path))
     except CkptfixError as error:
+        if item.forgiven and isinstance(error, item.forgiven):
+            return None
         fault = str(error).replace(str(path), item.name).removeprefix(f"{item.name}: ")
         whole = 0
         if not (is_hostile := isinstance(error, HostileError)):

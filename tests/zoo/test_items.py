@@ -319,7 +319,7 @@ def test_what_accelerate_saves_apart_is_one_checkpoint(tmp_path: Path, dcp: Path
             shutil.copyfile(file, home / file.name)
     torch.save({"last_epoch": 5}, tmp_path / "zoo" / name / "scheduler.pt")
     place = LocalPlace(str(tmp_path / "zoo"))
-    assert kinds(place) == {name.rstrip("/") or ".": FOLDER, f"{name}scheduler.pt": OTHER}
+    assert kinds(place) == {name.rstrip("/") or ".": FOLDER, f"{name}scheduler.pt": FILE}
     assert len(parts(the_folder(place))) == 2 * len(list(dcp.iterdir()))
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfix.zoo.drafting import draft_table
 from ckptfix.zoo.items import list_zoo
 from ckptfix.zoo.naming import compile_patterns
 from ckptfix.zoo.places import open_place
@@ -112,7 +113,11 @@ def test_what_cannot_be_read_says_why(tmp_path):
 def test_other_files_are_passed_by(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps([1]))
-    assert "notes.txt" not in seen(tmp_path)
+    torch.save({"last_epoch": 3, "_step_count": 4}, tmp_path / "scheduler.pt")
+    torch.save([1], tmp_path / "named.pt")  # a name that no trainer gives claims to be a checkpoint
+    assert seen(tmp_path).keys() == {"named.pt"}
+    assert "1 checkpoint in" in (draft := draft_table(place := open_place(str(tmp_path)), list_zoo(place)))
+    assert "3 other files" in draft
 
 
 def test_a_place_far_away(tmp_path, memory):
