@@ -141,7 +141,8 @@ class _Joined:
             roots = {numbers: root for numbers, root in roots.items() if root is not None}
         if self.files.damage and not self.files.salvage:
             raise damaged(self.path, clauses(self.files.damage))
-        odd = [found[numbers].parent.name for numbers, root in roots.items() if not isinstance(root, dict)]
+        names = {numbers: file.parent.name for numbers, file in found.items()}
+        odd = [names[numbers] for numbers, root in roots.items() if not isinstance(root, dict)]
         if odd:
             raise UnreadableError(f"{self.path}: {first_names(odd)} hold no checkpoint of Megatron; fetch them again")
         if not roots:
@@ -150,13 +151,12 @@ class _Joined:
             sizes_of = _nemo_sizes(self.files.folder)
             roots = {n: {"model": root, "checkpoint_version": 3.0, "args": sizes_of} for n, root in roots.items()}
         steps = {numbers: shown(root.get("iteration")) for numbers, root in roots.items()}
-        for numbers in self.files.of_another_save(steps, {n: found[n].parent.name for n in steps}, "iteration"):
+        for numbers in self.files.of_another_save(steps, names, "iteration"):
             del roots[numbers], found[numbers]
         first = roots[min(roots)]
         args = _arguments(first)
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         dtypes = {numbers: _dtype(root) for numbers, root in roots.items()}
-        names = {numbers: file.parent.name for numbers, file in found.items()}
         for line in dict.fromkeys(_place(numbers, sizes)[1:] for numbers in roots):  # which divide the same tensors
             alike = {numbers: dtype for numbers, dtype in dtypes.items() if _place(numbers, sizes)[1:] == line}
             for numbers in self.files.of_another_save(alike, names, "dtype"):

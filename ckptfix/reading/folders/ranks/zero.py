@@ -342,17 +342,20 @@ class Merging:
     def __init__(self, files: RankFiles, model_rank: int) -> None:
         self.files, self.path = files, str(files.folder)
         found = {data: file for (data, model), file in by_rank(files.folder, ZERO_OPTIM).items() if model == model_rank}
-        self.states = {rank: made for rank, file in found.items() if (made := self._states(file)) is not None}
-        self.present = {rank: found[rank] for rank in self.states}
+        states = {rank: made for rank, file in found.items() if (made := self._states(file)) is not None}
         self._name = f"zero_pp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
-        if not self.states:
+        if not states:
             causes = clauses(self.files.damage) or f"has no {self._name.format('*')}"
             raise damaged(self.path, f"{causes}; no rank can be read")
+        saves = {rank: made.save for rank, made in states.items()}
+        names = {rank: file.name for rank, file in found.items()}
+        odd = files.of_another_save(saves, names, "stage, number of ranks, dtype or step")
+        self.states = {rank: made for rank, made in states.items() if rank not in odd}
+        self.present = {rank: found[rank] for rank in self.states}
         self.first = self.states[min(self.states)]
 
     def masters(self, root: Any) -> Masters:
         """Return what the ranks hold; ``root`` are the model states, which say the names and shapes."""
-        self._leave_out_others()
         named = {self.present[rank].name: made for rank, made in self.states.items()}
         self.files.note_repeated({name: [made.masters, made.optimizer] for name, made in named.items()})
         settings = {name: made.settings for name, made in named.items()}
@@ -391,14 +394,6 @@ class Merging:
             return _states(root)
         except MALFORMED as error:
             raise damaged(file, f"not optimizer states of ZeRO ({type(error).__name__}: {error})") from error
-
-    def _leave_out_others(self) -> None:
-        """Leave out the ranks of another stage, number of ranks, dtype or step than most."""
-        facts = {rank: made.save for rank, made in self.states.items()}
-        names = {rank: file.name for rank, file in self.present.items()}
-        for rank in self.files.of_another_save(facts, names, "stage, number of ranks, dtype or step"):
-            del self.states[rank], self.present[rank]
-        self.first = self.states[min(self.states)]
 
     def _partitions(self, runs: Sequence[_Run], take: _Take) -> dict[str, TensorSpec] | None:
         """Return the tensors of stages 1 and 2: each run is cut into equal partitions. None if those are not flat."""
