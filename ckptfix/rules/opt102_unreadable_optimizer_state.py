@@ -55,27 +55,28 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 f"{optimizer.label} has moments of {', '.join(carried)}, which are carried as they are: "
                 f"torch.load reads them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
             )
+        if context.settings.format == "safetensors":
+            continue  # which leaves the optimizer out
         options = _options(was.get(optimizer.name, optimizer))
-        found = [
-            ("state", others, counted(len(optimizer.ids), "parameter"), "it does not load"),
-            ("options", list(dict.fromkeys(options.values())), ", ".join(options), "they go"),
-        ]
-        for what, named, where, outcome in found:
-            if not named or context.settings.format == "safetensors":
-                continue
-            yield rule.finding(
-                Level.ERROR,
-                f"{optimizer.label} has {what} of {', '.join(named)} ({where}), which a file for weights_only=True "
-                f"holds as plain data only: {outcome} into an optimizer",
-                evidence={"classes": named},
-                remedies=(
-                    DROP,
-                    Remedy.of("keeps it as plain data", keep_optimizer=True),
-                ),
-                is_accepted=context.settings.keep_optimizer,
-            )
-        uncounted = list(_without_step(optimizer))
-        if uncounted and context.settings.format != "safetensors":
+        for what, named, where, outcome in (
+            ("state", others, counted(len(optimizer.ids), "parameter"), "it does not load into an optimizer"),
+            (
+                "options",
+                list(dict.fromkeys(options.values())),
+                ", ".join(options),
+                "an optimizer takes that for its own",
+            ),
+        ):
+            if named:
+                yield rule.finding(
+                    Level.ERROR,
+                    f"{optimizer.label} has {what} of {', '.join(named)} ({where}), which a file for weights_only=True "
+                    f"holds as plain data only: {outcome}",
+                    evidence={"classes": named},
+                    remedies=(DROP, Remedy.of("keeps it as plain data", keep_optimizer=True)),
+                    is_accepted=context.settings.keep_optimizer,
+                )
+        if uncounted := list(_without_step(optimizer)):
             yield rule.finding(
                 Level.WARNING,
                 f"{optimizer.label} has no `step` for {counted(len(uncounted), 'parameter')}: torch's optimizers fail "

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -116,26 +115,21 @@ def look_up(source: Shapes, target: Shapes, tied: Collection[str] = ()) -> Infer
 
     ``tied`` are keys of the target that need no source, as they are another name of one that has. The source may be
     below prefixes that most of its keys have (``backbone.``, ``model.encoder.``)."""
-    front = ""
-    while (known := _explaining(_below(source, front), target, tied)) is None:
-        heads = Counter(key.partition(".")[0] for key in _below(source, front) if "." in key)
-        head, number = max(heads.items(), key=itemgetter(1), default=("", 0))
+    front, below = "", source
+    while (known := _explaining(below, target, tied)) is None:
+        heads = Counter(key.partition(".")[0] for key in below if "." in key)
+        ((head, number),) = heads.most_common(1) or [("", 0)]
         if 2 * number <= len(source):
             return None
         front += f"{head}."
-    return _under(front, known, source) if front else known
-
-
-def _below(shapes: Shapes, front: str) -> dict[str, Shape]:
-    return {key.removeprefix(front): shape for key, shape in shapes.items() if key.startswith(front)}
-
-
-def _under(front: str, inference: Inference, source: Shapes) -> Inference:
+        below = {key.removeprefix(front): shape for key, shape in source.items() if key.startswith(front)}
+    if not front:
+        return known
     matches = {
         key: replace(match, parts=tuple(replace(part, source=front + part.source) for part in match.parts))
-        for key, match in inference.matches.items()
+        for key, match in known.matches.items()
     }
-    return Inference(matches, dict(source), inference.target)
+    return Inference(matches, dict(source), known.target)  # without the maps, which are for names without the prefix
 
 
 def _explaining(source: Shapes, target: Shapes, tied: Collection[str]) -> Inference | None:
