@@ -20,18 +20,17 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque, tensors_in
 from ckptfix.core.spec import Storage, TensorSpec, contiguous_strides
-from ckptfix.errors import HostileError, UnreadableError, damaged, hostile
+from ckptfix.errors import UnreadableError, damaged, hostile
 from ckptfix.reading.archives.zip_recovery import names_in_row
 from ckptfix.reading.pickles.claims import checked
 from ckptfix.reading.pickles.payload import payload_remarks
 from ckptfix.reading.torch_files.torch_zip import Archive, Reading, TorchArchive, open_archive
 from ckptfix.reading.weights.document import Document
-from ckptfix.reading.weights.loose_tensors import attribute_remarks
-from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, is_script_object, packed_entries, quantized_version
+from ckptfix.reading.weights.loose_tensors import loose_remarks
+from ckptfix.reading.weights.modules import PARTS, is_module, module_state_dict
+from ckptfix.reading.weights.quantized_modules import SCRIPT_OBJECT, quantized_version
 
 NAME = "torchscript"
-DEPTH_LIMIT = 200
-VISIT_LIMIT = 200_000  # modules, each counted once for every name it has
 PACKAGED = ".data/ts_code"
 _SOURCE_LIMIT = 64 << 20
 _HEAD = 1024
@@ -92,8 +91,7 @@ def read_script(archive: TorchArchive) -> Document:
     reading = Reading(archive)
     pickles, constants = reading.pickle("data"), reading.pickle("constants")
     root, _ = pickles.run(reading.member("data.pkl"))
-    walk = _Walk(archive.path, _classes(reading))
-    entries, remarks = walk.gather(root)
+    entries, remarks = _Modules(archive.path, _classes(reading)).gather(root)
     frozen: Any = ()
     if "constants.pkl" in reading.whole:
         frozen, _ = constants.run(reading.member("constants.pkl"))
@@ -109,7 +107,7 @@ def read_script(archive: TorchArchive) -> Document:
         remarks.append(Fact.of(kind, tensors=len(nameless), unnamed=unnamed, named=named))
     # A class of TorchScript is never imported by Python, whatever it is called.
     names = {name for name in pickles.names | constants.names if not name.startswith("__torch__.")}
-    return _document(reading, entries, remarks, names, walk.metadata if walk.is_quantized else None)
+    return _document(reading, entries, remarks, names)
 
 
 def packaged_weights(reading: Reading, number: str) -> tuple[OrderedDict[str, Any], set[str]]:
@@ -119,19 +117,13 @@ def packaged_weights(reading: Reading, number: str) -> tuple[OrderedDict[str, An
     folder = f"{PACKAGED}/{number}"
     pickles = reading.pickle(".data")
     root, _ = pickles.run(reading.member(f"{folder}/data.pkl"))
-    entries, _ = _Walk(reading.archive.path, _classes(reading, f"{PACKAGED}/code/")).gather(root)
+    entries, _ = _Modules(reading.archive.path, _classes(reading, f"{PACKAGED}/code/")).gather(root)
     return entries, {name for name in pickles.names if not name.startswith("__torch__.")}
 
 
-def _document(
-    reading: Reading,
-    entries: OrderedDict[str, Any],
-    remarks: list[Fact],
-    names: set[str],
-    metadata: Mapping[str, Any] | None = None,
-) -> Document:
+def _document(reading: Reading, entries: OrderedDict[str, Any], remarks: list[Fact], names: set[str]) -> Document:
     remarks = [Fact(Kind.TORCHSCRIPT), *remarks, *payload_remarks(names), *reading.doubts]
-    return Document(reading.archive.path, NAME, entries, metadata, names, remarks, reading.damage)
+    return Document(reading.archive.path, NAME, entries, None, names, remarks, reading.damage)
 
 
 class ScriptClass(Struct, frozen=True):
@@ -169,87 +161,69 @@ def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
     return classes
 
 
-class _Walk(Struct):
-    """One walk over the modules of an archive. A module with two names gives its tensors under both, as in torch."""
+class _Modules(Struct):
+    """The modules of an archive as Python pickles them, each made once, for what reads those (``weights.modules``)."""
 
     path: str
     classes: Mapping[str, ScriptClass]
-    entries: OrderedDict[str, Any] = field(default_factory=OrderedDict)
-    left_out: dict[str, Any] = field(default_factory=dict)
-    metadata: OrderedDict[str, Any] = field(default_factory=OrderedDict)
+    made: dict[int, Opaque] = field(default_factory=dict)
+    pending: list[Opaque] = field(default_factory=list)
     is_quantized: bool = False
     guessed: bool = False
-    visits: int = 0
 
     def gather(self, root: Any) -> tuple[OrderedDict[str, Any], list[Fact]]:
         """Return the state_dict below the root object, and what is to be said of it."""
-        if isinstance(root, Opaque):
-            self._module(root, "", 0)
-        remarks = attribute_remarks(self.left_out, self.entries)
-        if self.guessed:
-            remarks.append(Fact(Kind.GUESSED_BUFFERS))
-        return self.entries, remarks
+        top = self._plain(root) if isinstance(root, Opaque) else None
+        plain = top if top is not None and is_module(top) else _module({"_packed_params": top})
+        while self.pending:
+            self._fill(self.pending.pop())
+        entries = module_state_dict(plain, self.path)
+        if not self.is_quantized:
+            del entries.__dict__["_metadata"]  # no other module loads by the version of its class
+        remarks = loose_remarks(plain, (), entries)
+        return entries, [*remarks, Fact(Kind.GUESSED_BUFFERS)] if self.guessed else remarks
 
-    def _module(self, module: Opaque, prefix: str, depth: int) -> None:
-        self.visits += 1
-        if depth > DEPTH_LIMIT or self.visits > VISIT_LIMIT:
-            raise HostileError(
-                f"{self.path}: modules nested deeper than {DEPTH_LIMIT} or more than {VISIT_LIMIT}; do not use it"
-            )
-        named = len(self.entries)
-        if not isinstance(module.state, (dict, type(None))):  # a module that packs itself
-            self._quantized(module, {}, prefix)
-            if len(self.entries) == named:
-                self._outside(unpacked(module, self.path), prefix.removesuffix(".") or "_packed_params")
-            return
+    def _plain(self, module: Opaque) -> Opaque:
+        if id(module) not in self.made:
+            cls, state = python_class(module.cls), module.state
+            if isinstance(state, (dict, type(None))):
+                made = Opaque(cls, state={name: {} for name in PARTS})
+                self.pending.append(module)
+            else:  # a module that packs itself
+                made = Opaque(cls, state=unpacked(state, self.path))
+                made = made if is_module(made) else unpacked(module, self.path)
+            self.made[id(module)] = made
+            self.is_quantized |= quantized_version(made) is not None
+        return self.made[id(module)]
+
+    def _fill(self, module: Opaque) -> None:
+        """Sort the attributes of a module into parameters, buffers, modules and the rest."""
         listed = self.classes.get(str(module.cls), ScriptClass(True))
-        pairs: dict[Any, Any] = module.attributes
-        attributes = {name: value for name, value in pairs.items() if isinstance(name, str)}
-        tensors = {name: value for name, value in attributes.items() if isinstance(value, TensorSpec)}
+        state, pairs = self.made[id(module)].state, module.attributes
+        tensors = {name: value for name, value in pairs.items() if isinstance(value, TensorSpec)}
         buffers = listed.buffers
         if buffers is None:
             buffers = tuple(name for name in tensors if name not in listed.parameters)
             self.guessed |= bool(buffers)
-        names = [name for group in (listed.parameters, buffers) for name in group if name in tensors]
-        for name in names:
-            self.entries[prefix + name] = replace(tensors[name], requires_grad=False, is_parameter=False)
-        self.left_out |= {prefix + name: tensors[name] for name in tensors if name not in names}
-        children = {name: value for name, value in attributes.items() if self._is_module(value)}
-        self._quantized(module, children, prefix)
-        for name, child in attributes.items():
-            if name in children:
-                self._module(child, f"{prefix}{name}.", depth + 1)
-            elif not isinstance(child, TensorSpec):
-                self._outside(child, prefix + name)
-
-    def _quantized(self, module: Opaque, children: Mapping[str, Any], prefix: str) -> None:
-        """Add what torch's state_dict of a quantised layer has beside parameters and buffers, and the module's row.
-
-        A state_dict with packed weights loads by the version in its row; other modules do without one."""
-        module = python_module(module, self.path)
-        version = quantized_version(module)
-        self.is_quantized |= version is not None
-        version = 2 if f"{prefix}num_batches_tracked" in self.entries else version or 1
-        self.metadata[prefix.removesuffix(".")] = {"version": version}
-        self.entries.update((prefix + name, value) for name, value in packed_entries(module, children))
+        for part, names in (("_parameters", listed.parameters), ("_buffers", buffers)):
+            state[part] = {
+                name: replace(tensors[name], requires_grad=False, is_parameter=False)
+                for name in names
+                if name in tensors
+            }
+        for name, value in pairs.items():
+            if self._is_module(value):
+                state["_modules"][name] = self._plain(value)
+            elif is_packed(value):  # the weights of a quantised layer, which torch keeps under their name
+                state[name] = state["_modules"][name] = unpacked(value, self.path)
+            elif name not in (*listed.parameters, *buffers, *PARTS):
+                state[name] = value
 
     def _is_module(self, value: Any) -> bool:
         if not isinstance(value, Opaque):
             return False
         known = self.classes.get(str(value.cls))
         return known.is_module if known is not None else isinstance(value.state, dict)
-
-    def _outside(self, value: Any, name: str) -> None:
-        """Keep the packed weights of a quantised layer under its name, as torch does, and leave out other tensors that
-        are neither parameter nor buffer."""
-        if name in self.entries or next(tensors_in(value), None) is None:
-            return
-        if is_packed(value):
-            value = unpacked(value, self.path)
-        if is_script_object(value):
-            self.entries[name] = value
-        else:
-            self.left_out[name] = value
 
 
 _TYPES = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE": "uint8"}
@@ -263,9 +237,8 @@ def read_json(reading: Reading) -> OrderedDict[str, Any]:
     path = reading.archive.path
     try:
         model = reading.archive.bounds.parse_json(reading.member("model.json"))
-        table = _table(reading, model.get("tensors", []))
-        entries: OrderedDict[str, Any] = OrderedDict()
-        _gather(path, model["mainModule"], "", 0, table, entries)
+        entries = module_state_dict(_of_json(model["mainModule"], _table(reading, model.get("tensors", []))), path)
+        del entries.__dict__["_metadata"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise damaged(path, f"the model.json of TorchScript is malformed ({type(error).__name__}: {error})") from error
     if not entries:
@@ -307,16 +280,19 @@ def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
     return checked(TensorSpec(DTYPES[_TYPES[name]].name, shape, strides, offset=int(record.get("offset", 0))), path)
 
 
-def _gather(
-    path: str, module: Mapping[str, Any], prefix: str, depth: int, table: list[TensorSpec], entries: dict[str, Any]
-) -> None:
-    if depth > DEPTH_LIMIT:
-        raise hostile(path, f"modules nested deeper than {DEPTH_LIMIT}")
-    records = module.get("parameters", [])
-    for record in sorted(records, key=lambda record: bool(record.get("isBuffer", False))):
-        entries[prefix + record["name"]] = table[int(record.get("tensorId", 0))]
-    for child in module.get("submodules", []):
-        _gather(path, child, f"{prefix}{child['name']}.", depth + 1, table, entries)
+def _of_json(record: Mapping[str, Any], table: list[TensorSpec]) -> Opaque:
+    """Return the module of a record, as Python pickles it."""
+    made = _module({})
+    for child in record.get("submodules", []):
+        made.state["_modules"][child["name"]] = _of_json(child, table)
+    for tensor in record.get("parameters", []):
+        part = "_buffers" if tensor.get("isBuffer", False) else "_parameters"
+        made.state[part][tensor["name"]] = table[int(tensor.get("tensorId", 0))]
+    return made
+
+
+def _module(modules: dict[str, Any]) -> Opaque:
+    return Opaque(Global("torch.nn", "Module"), state={"_parameters": {}, "_buffers": {}, "_modules": modules})
 
 
 # How the names of torch's own classes begin; a user's are named after their Python modules.
@@ -330,16 +306,6 @@ _ROOT = re.compile(r"^__torch__\.|\.___torch_mangle_\d+")
 def python_class(cls: Global) -> Global:
     """Return the Python class that was compiled: ``a.B`` where TorchScript says ``__torch__.a.___torch_mangle_3.B``."""
     return Global(_ROOT.sub("", cls.module), cls.name)
-
-
-def python_module(module: Opaque, path: str) -> Opaque:
-    """Return a module with the names that its pickle in Python has, for its class and the ScriptObjects in it."""
-    state: Any = module.state
-    if isinstance(state, dict):
-        state = {name: unpacked(value, path) if is_packed(value) else value for name, value in state.items()}
-    else:
-        state = unpacked(state, path)
-    return Opaque(python_class(module.cls), state=state)
 
 
 def is_packed(value: Any) -> bool:

@@ -17,7 +17,7 @@ from ckptfix.core.objects import Opaque
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import HostileError
 from ckptfix.reading.weights.quantized_modules import (
-    is_packed_convolution,
+    is_script_object,
     packed_attributes,
     packed_entries,
     quantized_version,
@@ -67,8 +67,8 @@ def module_parts(value: Any) -> Mapping[str, Any] | None:
         return None
     if str(value.cls) == COMPILED and not value.attributes and value.args and is_module(value.args[0]):
         return {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
-    if is_packed_convolution(value):
-        return {"_parameters": {}, "_buffers": {}, "_modules": {}}
+    if isinstance(value.state, tuple) and any(True for _ in packed_entries(value, {})):
+        return {"_parameters": {}, "_buffers": {}, "_modules": {}}  # it packs itself
     attributes = value.attributes
     return attributes if all(isinstance(attributes.get(name), dict) for name in PARTS) else None
 
@@ -107,9 +107,10 @@ class _Gatherer(Struct):
             if is_module(child):
                 self.gather(child, f"{prefix}{name}.", depth + 1)
             elif isinstance(child, Opaque):
-                self.metadata[f"{prefix}{name}"] = {"version": quantized_version(child) or 1}
+                if not is_script_object(child):
+                    self.metadata[f"{prefix}{name}"] = {"version": quantized_version(child) or 1}
                 if self._holds_tensors(child):
-                    self.entries[f"{prefix}{name}"] = child
+                    self.entries.setdefault(f"{prefix}{name}", child)
         for name, value in packed_attributes(module):
             self.entries[f"{prefix}{name}"] = value
 

@@ -14,6 +14,7 @@ import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError
 from ckptfix.reading.torch_files import torchscript
+from ckptfix.reading.weights import modules
 from tests.checks import assert_same
 
 
@@ -148,14 +149,17 @@ def test_a_frozen_module_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "most", "message"),
-    [("_SOURCE_LIMIT", 99, r"member code/.*\.py declares \d+ bytes"), ("VISIT_LIMIT", 2, "nested deeper than")],
+    ("module", "limit", "most", "message"),
+    [
+        (torchscript, "_SOURCE_LIMIT", 99, r"member code/.*\.py declares \d+ bytes"),
+        (modules, "PLACE_LIMIT", 2, "nested deeper than"),
+    ],
     ids=["sources", "modules"],
 )
 def test_an_archive_of_more_than_anybody_writes_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, limit: str, most: int, message: str
 ) -> None:
-    monkeypatch.setattr(torchscript, limit, most)
+    monkeypatch.setattr(module, limit, most)
     torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).save(str(tmp_path / "model.pt"))
     with pytest.raises(HostileError, match=message):
         ckptfix.check(tmp_path / "model.pt")
@@ -232,7 +236,7 @@ def test_a_broken_json_form_is_named(case: str) -> None:
 
 
 def test_deep_json_ends_in_an_error() -> None:
-    deep: dict[str, Any] = {}
+    deep: dict[str, Any] = {"name": "a"}
     for _ in range(300):
         deep = {"name": "a", "submodules": [deep]}
     with pytest.raises(HostileError, match="nested deeper than 200"):
