@@ -4,8 +4,8 @@
 Runs of 512 bytes or more inside of weight matrices whose bytes are also at another place of the file, where the bytes
 before and after are different. Of small files hardly a run of 4 KiB is missed, and of any file hardly one of 64 KiB;
 blocks of 4 KiB that were put where another block of a file without checksums was are always found. What is equal by
-design is not reported: whole matrices, rows and kernels, the same place of two matrices of one shape, and whatever two
-matrices have in common many times.
+design is not reported: whole matrices, rows and kernels, the same place of two matrices of one shape, rows that differ
+in their last bits only, and whatever two matrices have in common many times.
 
 ## Why it matters
 A block that a disk, a cache or a download put in the wrong place, or that a program copied before the file was saved,
@@ -42,6 +42,9 @@ MOST = 256  # distances between equal places at which these are compared
 LONGEST = 1 << 24  # bytes of a run from which on it is a part of the layout, and not a block
 TOGETHER = 4  # runs that two matrices have in common, at most, if these are copies
 UNIT = 8  # numbers of a row or a kernel from which on a run does not begin and end with one by chance
+BESIDE = 8  # numbers on each side of a run that are compared too
+LAST_BITS = {2: 4, 4: 1 << 13}  # steps of a number, by its bytes, that rounding and a few gradients make
+LONG = 128  # numbers of a row for each that may be equal beyond its end
 _PIECES = (1 << 12, 1 << 20)  # bytes that are compared at once: first, and from then on
 
 
@@ -56,11 +59,12 @@ class _Matrix(Struct, frozen=True, gc=False):
     itemsize: int
 
     def is_edge(self, place: int) -> bool:
-        """Return whether a row, or a kernel, of the matrix begins or ends at a byte of the file."""
+        """Return whether a row, or a kernel, of the matrix begins or ends at a byte of the file, or next to it if it is
+        long: one more number may be equal by chance."""
         number, unit = (place - self.start) // self.itemsize, 1
         for size in reversed(self.shape[1:]):
             unit *= size
-            if unit > UNIT and number % unit == 0:
+            if unit > UNIT and min(number % unit, -number % unit) <= unit // LONG:
                 return True
         return False
 
@@ -176,5 +180,25 @@ def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> boo
         return False
     if any(matrix.is_edge(start) and matrix.is_edge(start + size) for matrix, start in ((one, at), (other, to))):
         return False
+    if _are_alike(one, other, at, to, size):
+        return False
     words = np.frombuffer(one.file.file.read(at, min(size // 8 * 8, DISK_BLOCK)), np.uint64)
     return len(np.unique(words)) > len(words) // 2  # and not a few numbers over and over, as of an initialisation
+
+
+def _are_alike(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
+    """Return whether the numbers beside a run differ by their last bits: rows that were made alike, such as those of
+    classes that a young head has not met."""
+    reach, numbers = BESIDE * one.itemsize, np.dtype(f"<i{one.itemsize}")
+    gaps = [np.empty(0, np.int64)]
+    for way in (-reach, size):
+        first, second = (
+            np.frombuffer(matrix.file.file.read(place + way, reach), numbers).astype(np.int64)
+            if matrix.start <= place + way and place + way + reach <= matrix.stop
+            else gaps[0]
+            for matrix, place in ((one, at), (other, to))
+        )
+        if len(first) == len(second):
+            gaps.append(abs(first - second))
+    found = np.concatenate(gaps)
+    return bool(len(found)) and float(np.median(found)) <= LAST_BITS[one.itemsize]

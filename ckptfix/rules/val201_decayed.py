@@ -17,6 +17,8 @@ Not reported are
   live on. It is reported if less than a millionth is left, or if most values are subnormal;
 - matrices that were initialised small: their RMS or their largest value is a power of ten, more closely than by chance.
 
+A last layer that a few steps moved from zero is a note: its rows point in few directions, and those of a start in all.
+
 An optimizer in the file whose moments fit the parameters is asked as well: whether a gradient ever arrived, whether
 the momentum is parallel to the weight (then only decay moves it), and what `weight_decay`, `lr` and the number of
 steps predict. The message says whether that agrees.
@@ -57,6 +59,7 @@ from msgspec import Struct
 
 from ckptfix.core.buffers import NUM_BATCHES_TRACKED
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule, StatisticsByKey
@@ -72,6 +75,7 @@ from ckptfix.values.roles import (
     norms_after,
     usual_rms,
 )
+from ckptfix.values.scan import first_numbers
 
 SMALLEST = 64  # elements below which an RMS says little
 OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
@@ -95,6 +99,8 @@ ERRORS, CHANCE = 4.0, 0.02
 # The least power of ten that fewer than that many matrices are given: flows start at 1e-5, SAM as a whole at 1e-10.
 LEAST_POWER, FEW = -5, 8
 
+WIDEST = 1 << 18  # numbers of which the directions are looked at
+
 # The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4.
 LARGEST_INPUT = 1e5
 
@@ -111,7 +117,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     matrices, statistics = _matrices(context), context.statistics
     witness = Witness(context)
     suspects = list(_decayed_matrices(context, matrices))
-    grown = [matrix for matrix in suspects if _started_so(matrix, witness)]
+    grown = [matrix for matrix in suspects if _started_so(matrix, context.checkpoint.specs[matrix.key], witness)]
     found = [matrix for matrix in suspects if matrix not in grown]
     if grown:
         yield rule.finding(
@@ -142,7 +148,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from light_decay(rule, context, matrices, by_key.keys(), witness)
 
 
-def _started_so(matrix: _Matrix, witness: Witness) -> bool:
+def _started_so(matrix: _Matrix, spec: TensorSpec, witness: Witness) -> bool:
     """Return whether a matrix may have started as small as it is: gradients arrived and decay does not explain it. If
     no moments say whether any arrived: it is not a layer's own weight (hash grids, gates), or there was no decay."""
     said = witness.on(matrix.key, matrix.share)
@@ -150,7 +156,19 @@ def _started_so(matrix: _Matrix, witness: Witness) -> bool:
         return not said.is_untouched and not said.agrees
     if matrix.reference == BY_MODEL or not is_layers_own(matrix.key):
         return matrix.reference == BY_FAN_IN
-    return matrix.share >= NOTHING_LEFT and said.weight_decay == 0
+    return matrix.share >= NOTHING_LEFT and (said.weight_decay == 0 or _has_left_zero(matrix.key, spec))
+
+
+def _has_left_zero(key: str, spec: TensorSpec) -> bool:
+    """Return whether a last layer holds a few gradients and nothing else: one direction has far more of its squares
+    than any has of random numbers."""
+    columns = math.prod(spec.shape[1:])
+    rows = min(spec.shape[0], WIDEST // columns)
+    if not is_head(key) or not spec.is_contiguous or min(rows, columns) < 2:
+        return False
+    numbers = first_numbers(spec, rows * columns).reshape(rows, columns)
+    share_of_random = (rows**0.5 + columns**0.5) ** 2 / (rows * columns)
+    return bool(np.linalg.norm(numbers, 2) > share_of_random**0.25 * np.linalg.norm(numbers))
 
 
 class _Matrix(Struct, frozen=True):

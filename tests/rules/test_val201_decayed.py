@@ -133,6 +133,19 @@ def test_a_matrix_that_was_drawn_from_within_a_power_of_ten(bound, is_quiet):
     assert [finding.keys for finding in propose(decayed, state)] == ([] if is_quiet else [("spare.weight",)])
 
 
+@pytest.mark.parametrize("classes", [2, 10, 100])
+@pytest.mark.parametrize("key", ["head.weight", "spare.weight"])
+def test_a_last_layer_that_a_few_steps_moved_from_zero(classes, key):
+    torch.manual_seed(0)
+    errors, inputs = torch.randn(classes, 8), torch.relu(torch.randn(8, 256))
+    gradients = (errors - errors.mean(0)) @ inputs  # softmax gives each class what it takes from the others
+    grown = gradients * 2e-6 / gradients.square().mean().sqrt()
+    shrunk = torch.randn(classes, 256) * 2e-6
+    for weight, level in ((grown, Level.NOTE), (shrunk, Level.WARNING), (grown * 1e-4, Level.ERROR)):
+        (finding,) = propose(decayed, Net().state_dict() | {key: weight})
+        assert finding.level is (Level.WARNING if (key, level) == ("spare.weight", Level.NOTE) else level)
+
+
 @pytest.mark.parametrize(("scale", "is_quiet"), [(1e-4, True), (1e-9, False)])
 def test_a_table_starts_small_whatever_its_name(scale, is_quiet):
     state = Net().state_dict() | {"grid.weight": torch.randn(5000, 2) * scale}
