@@ -69,14 +69,16 @@ class Plan(Displayed, Struct, frozen=True):
     @classmethod
     def from_json(cls, data: Any) -> Plan:
         """Return the plan of JSON data. Raises ``PlanError`` if it is not a plan."""
+        version = data.get("ckptfix-plan") if isinstance(data, dict) else None
+        if version is None:
+            raise PlanError('not a plan: it has no "ckptfix-plan", its version; a dry run of ckptfix repair writes one')
+        if version != PLAN_VERSION:
+            raise PlanError(
+                f"the plan has version {version!r}, this ckptfix applies version {PLAN_VERSION}; make it again"
+            )
         try:
-            if data["ckptfix-plan"] != PLAN_VERSION:
-                raise PlanError(
-                    f"the plan has version {data['ckptfix-plan']!r}, this ckptfix applies version {PLAN_VERSION}; "
-                    "make it again"
-                )
-            return convert({"steps": data["steps"]}, cls)
-        except (KeyError, TypeError, AttributeError, ValidationError) as error:
+            return convert({"steps": data.get("steps")}, cls)
+        except ValidationError as error:
             raise PlanError(
                 f"not a plan that this ckptfix applies ({error}); a dry run of ckptfix repair writes one"
             ) from error

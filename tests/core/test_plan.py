@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -156,6 +157,20 @@ def test_conflicts_are_refused(edits, says):
     with pytest.raises(PlanError, match=says) as caught:
         apply(*edits)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], 'it has no "ckptfix-plan", its version'),
+        ({"steps": []}, 'it has no "ckptfix-plan", its version'),
+        ({"ckptfix-plan": 2, "steps": []}, "the plan has version 2"),
+        ({"ckptfix-plan": 1}, "at `$.steps`"),
+    ],
+)
+def test_what_a_plan_lacks(data, said):
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Plan.from_json(data)
 
 
 @pytest.mark.parametrize(
