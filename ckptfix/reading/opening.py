@@ -132,8 +132,7 @@ MODELS = frozenset(
 
 
 def _with_trainers_files(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """Return the checkpoint with the optimizer and the scheduler that a trainer saved next to it, and with a remark for
-    each function that any of a trainer's files runs; no tensor is read."""
+    """Return the checkpoint with a trainer's optimizer beside it, and a remark for each payload there."""
     folder = path if path.is_dir() else path.parent
     if not (path.is_dir() or (path.name in MODELS and folder.is_dir())):
         return checkpoint
@@ -182,8 +181,7 @@ def open_file(
 
 
 def _are_in_ranks(file: str) -> bool:
-    """Return whether a file has weights without elements, which are in the ranks beside it: ``save_pretrained`` under
-    ZeRO 3."""
+    """Return whether a file of ``save_pretrained`` under ZeRO 3 has its elements in the ranks beside it."""
     from ckptfix.reading.folders.folders import has_ranks
 
     with contextlib.suppress(CkptfixError):  # what is wrong with one of them is said where it is read

@@ -81,8 +81,7 @@ def read(content: Content) -> Document:
 
 
 def _is_appended(content: Content, end: int) -> bool:
-    """Return whether the bytes after the last tensor are something of their own: another file, a text, or zeros that
-    follow a number. Then no tensor is doubtful."""
+    """Return whether the bytes after the last tensor are another file, a text, or padding: no tensor's own."""
     from ckptfix.reading.foreign.files import as_text
 
     tail = content[end : end + BLOCK]

@@ -145,11 +145,7 @@ def _is_computed(key: str, spec: TensorSpec) -> bool:
 
 
 def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether a key holds a running statistic that InstanceNorm saved before 0.4.0 and does not track in the
-    target.
-
-    Later files have a version in ``_metadata`` or a counter; theirs were in use: to drop them would change the results.
-    """
+    """Return whether a key holds a running statistic that InstanceNorm saved before 0.4.0 without using it."""
     head, leaf = split_key(key)
     module = head.removesuffix(".")
     return (

@@ -84,9 +84,7 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
 
 
 def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
-    """Return in how many groups the rows of an output layer are, and how many of each are not those of classes.
-
-    Detectors have a box for each class, or scores of all classes for each anchor."""
+    """Return in how many groups an output layer's rows are (boxes, anchors), and how many of each are no classes."""
     others = _BOX_AND_OBJECT if _YOLO.search(key) else 0
     groups = new // (classes + others)
     is_whole = groups > 0 and new == groups * (classes + others) and old % groups == 0 and old > groups * others

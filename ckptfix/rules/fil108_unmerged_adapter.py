@@ -110,9 +110,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, ...]:
-    """Return the keys that make each layer of an adapter change nothing: zeros in a product or sum, or scales of one.
-
-    None if a layer changes something, or a tensor takes the place of one of the base."""
+    """Return the keys that make each layer of an adapter change nothing (zeros, scales of one); none if one does."""
     specs = adapter.checkpoint.specs
     own = {key: specs[key] for layer in adapter.layers for key in layer.keys.values()}
     if not context.settings.values or any(".modules_to_save." in key if has_base else key not in own for key in specs):
@@ -133,9 +131,7 @@ _ADDED = ("bias", "diff", "diff_b", "tokens")  # what changes a tensor by itself
 
 
 def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
-    """Return whether the base is in the file, too: the weight of each adapted layer, and weights of others.
-
-    With an adapter, peft saves ``base_layer`` of embeddings and of trained biases, and layers of modules_to_save."""
+    """Return whether the base is in the file, too: the weight of each adapted layer, and weights of others."""
     stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
     bases = {key.partition(_BASE)[0] for key in stored}
     within = [any(map(bases.__contains__, modules_of(key))) for layer in adapter.layers for key in layer.keys.values()]

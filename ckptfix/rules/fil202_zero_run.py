@@ -118,10 +118,7 @@ def _is_of_rows(spec: TensorSpec, hole: Hole, block: int) -> bool:
 
 
 def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    """Return whether there are as many zeros as a hole has, a few of them where a part of it may be outside of the
-    tensor.
-
-    Most tensors have not one, and so their bytes need not be read once more."""
+    """Return whether a tensor has as many zeros as a hole: most have not one, and are not read once more."""
     if spec.storage is None:
         return False  # sparse: its zeros are not stored
     if spec.dtype == WITHOUT_ZERO:

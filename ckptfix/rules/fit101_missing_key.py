@@ -112,8 +112,7 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
 
 
 def _apart(keys: Collection[str], checkpoint: Checkpoint) -> list[str]:
-    """Return the other sets of weights of the file that are those of a module each: `decoder` with `fc.weight`, where
-    `decoder.fc.weight` is missing."""
+    """Return the other sets of the file that are one module's each: `decoder` has the missing `decoder.fc.weight`."""
     found = []
     for each in checkpoint.candidates:
         members = value_at(checkpoint.root, each.path) if each.path != checkpoint.container else None
@@ -210,8 +209,7 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
 
 
 def _embedding_for(keys: list[str], checkpoint: Checkpoint, target: Target) -> str:
-    """Return the one embedding of words in the file that has the shape of the only missing weight; empty if there is
-    none. A file of a model that ties the two has it once."""
+    """Return the one embedding of words of the shape of the only missing weight; empty if there is none."""
     shape = target.slots[keys[0]].shape if keys[1:] == [] and keys[0] in target.slots else None
     alike = [key for key, spec in checkpoint.specs.items() if spec.shape == shape]
     if len(alike) != 1 or shape is None or len(shape) != 2 or shape[0] <= shape[1]:
@@ -347,8 +345,7 @@ def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
 
 
 def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say if modules have tensors left over of the shape of those that they lack: `norm.a_2`; or if what
-    is missing and what is left over differ only in the names of modules: `0.act.weight`, `0.adn.A.weight`."""
+    """Return what to say if modules have a tensor of the missing one's shape left over, or differ in name only."""
     places, wanted = ({_place(*item): item[0] for item in side.items()} for side in (left, gone))
     if places.keys() == wanted.keys() and len(places) == len(left) == len(gone) > 0:
         place, key = next(iter(wanted.items()))
@@ -385,8 +382,7 @@ def _has_parts(tensors: Mapping[str, Shape], key: str, norm: str) -> bool:
 
 
 def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say if tensors with a name around that of a missing one have as many elements (`weight._data`,
-    `weight_packed`)."""
+    """Return what to say if tensors with a longer name (`weight_packed`) have as many elements as a missing one."""
     found = {key: other for other in left for key in _stems(other) if key in gone and key != other}
     same = {key: other for key, other in found.items() if math.prod(left[other]) == math.prod(gone[key]) > 1}
     if not same:

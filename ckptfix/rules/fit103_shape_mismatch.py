@@ -210,10 +210,7 @@ def _case_findings(
 
 
 def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
-    """Return the keys whose axes are in another order, by the order, if only one order makes the target's shapes of
-    all mismatched tensors with that many axes.
-
-    A tensor that has the right shape in either order may have to be turned as well, so that there must be none."""
+    """Return the keys whose axes are in another order, if only one order gives the shapes of all such tensors."""
     found = {}
     for rank in sorted({len(new) for _, new in pairs.values()} & set(range(2, MOST_AXES + 1))):
         alike = {key: (old or (), new) for key, (old, new) in pairs.items() if len(new) == rank}
@@ -238,8 +235,7 @@ def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[
 
 
 def _mixes_equal(axes: tuple[int, ...], shapes: list[Shape]) -> bool:
-    """Return whether an order mixes axes that are beside each other on both sides and of one size in each tensor, such
-    as the sides of a kernel: nothing but their order tells them apart."""
+    """Return whether an order mixes axes of equal size beside each other, which only their order tells apart."""
     runs = [[0]]
     for axis in range(1, len(axes)):
         if all(shape[axis] == shape[axis - 1] for shape in shapes):
@@ -288,9 +284,7 @@ def _unknown(
 
 
 def _moved(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> str:
-    """Return which matrix of another shape may be one that is missing elsewhere, as a sentence; empty if none is.
-
-    In a Sequential with a layer more, the last layer has another number."""
+    """Return which matrix of another shape may be one that is missing elsewhere, as a sentence; empty if none is."""
     missing = {slot.shape: key for key, slot in target.slots.items() if key not in checkpoint.entries}
     for key, (shape, _) in pairs.items():
         if shape is not None and len(shape) > 1 and shape in missing:

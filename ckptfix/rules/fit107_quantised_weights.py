@@ -162,9 +162,7 @@ def _cure(
 def _unpacked(
     layers: Mapping[str, QuantisedLayer], specs: Mapping[str, TensorSpec], target: Target
 ) -> dict[str, tuple[Edit, ...]]:
-    """Return the edits that unpack layers of MXFP4: in rows or turned, as the shapes of the model's matrices say.
-
-    Those of square ones say nothing; they are stored as the others of the file."""
+    """Return the edits that unpack layers of MXFP4: in rows or turned, as the shapes of the model's matrices say."""
     shapes = {
         path: unpacked_shape(*(specs[layer.parts[part]] for part in ("blocks", "scales")))
         for path, layer in layers.items()

@@ -159,8 +159,7 @@ def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold
 
 
 def _prefixes(names: Collection[str], target: Target) -> tuple[str, str]:
-    """Return the prefix that these names have too much, and the one that they lack: none, unless one of the two makes
-    all of them names of the target."""
+    """Return the prefix that these names have too much, or lack, if without it all are names of the target."""
     first = min(names, default="")
     dots = [at + 1 for at, letter in enumerate(first) if letter == "."]
     found = [(first[:at], "") for at in dots]
@@ -173,8 +172,7 @@ def _prefixes(names: Collection[str], target: Target) -> tuple[str, str]:
 
 
 def _axis(form: str, shape: Shape, beside: list[Shape], module: str | None) -> int | None:
-    """Return the axis of a tensor that the norm leaves, -1 if it is over all; None if the parts do not fit or do not
-    show it. ``module`` is the class of the module, if it is known."""
+    """Return the axis that the norm leaves, -1 if it is over all; None if the parts do not fit or do not show it."""
     if form == PRUNING:
         return 0 if beside == [shape] else None
     if form == WEIGHT_NORM:

@@ -367,8 +367,7 @@ class _Following(Struct, dict=True):
         return old
 
     def _group_like(self, members: Sequence[StateStep]) -> int | None:
-        """Return the old group of some parameters, else that of others of their kind, if its hyperparameters are those
-        of all of them. A vector that was a matrix is of the kind that decays no more."""
+        """Return the old group of some parameters, or of others of their kind, if its hyperparameters are all equal."""
         before, after = self.change.before, self.change.after
 
         def kind(step: StateStep) -> tuple[str, int]:
@@ -396,8 +395,7 @@ class _Following(Struct, dict=True):
         return all(one == settings[0] for one in settings)
 
     def _in_own_order(self) -> Sequence[StateStep] | None:
-        """Return the parameters in the order of the result if the optimizer had them in that of the model, else in its
-        own; None if nothing tells the place of a new one, or the model may have another order than it had."""
+        """Return the parameters in the model's order if the optimizer had that, else in its own; None if unknown."""
         optimizer, change, names = self.optimizer, self.change, self.naming.names
         if self.naming.source != NAMED:
             return self.steps
@@ -440,8 +438,7 @@ class _Following(Struct, dict=True):
         return False
 
     def _in_own_groups(self) -> Grouped | None:
-        """Leave each parameter in its group. A new one goes to the parameters of its own module, or of one around it,
-        or to those of its kind."""
+        """Leave each parameter in its group; a new one goes to those of its module, around it, or of its kind."""
         steps, groups = self._in_own_order(), self.optimizer.groups
         if steps is None:
             return None

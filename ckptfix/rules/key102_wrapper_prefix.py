@@ -118,10 +118,7 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
 
 
 def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return the same cut for all keys or one cut for each, whichever agrees with the target more.
-
-    With the same cut for all, keys that the target does not know (another head) follow, so that their names can be
-    compared."""
+    """Return one cut for all keys, also those that the target lacks, or one for each, whichever agrees more."""
 
     def agreement(new: Mapping[str, str]) -> int:
         return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
@@ -134,8 +131,7 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[
 
 
 def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return each key that the target does not know by the first cut that it wants; where there are such, then those
-    too that it knows in another shape."""
+    """Return the keys that the target lacks by the first cut that it wants, then those of another shape."""
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
     names = {
         key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]

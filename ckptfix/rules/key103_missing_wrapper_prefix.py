@@ -58,8 +58,7 @@ def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iter
 
 
 def _new_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
-    """Return the prefix that all keys of the target have for all keys of the file, where that agrees with the target
-    more than the names without wrappers do: a model with `a` and `module.a` inside has two keys of one bare name."""
+    """Return the prefix of all keys of the target for all keys, if that agrees more than names without wrappers."""
 
     def agreement(new: Mapping[str, str]) -> int:
         return sum(target.accepts(new.get(key, key), spec.shape) for key, spec in checkpoint.specs.items())

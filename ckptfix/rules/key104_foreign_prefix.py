@@ -120,8 +120,7 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
 def _ranked(
     free: Mapping[str, object], wanted: AbstractSet[str], target: Target
 ) -> list[tuple[Prefixes, dict[str, str]]]:
-    """Return every prefix that could be taken off or put on, with the renames of tensors that the target confirms, the
-    most of them first, then the shorter change."""
+    """Return every prefix to take off or put on, with the renames that it explains, the most of them first."""
     suffixes: dict[str, list[str]] = defaultdict(list)
     for key in wanted:
         for suffix in _suffixes(key):
@@ -153,8 +152,7 @@ def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> 
 def _is_another_set(
     prefixes: Prefixes, matches: Mapping[str, str], free: Iterable[str], placed: AbstractSet[str]
 ) -> bool:
-    """Return whether a good part of the keys under a prefix would fall on places that are taken: then they are a second
-    set of weights, and its rest must not be mixed into the first."""
+    """Return whether many keys under a prefix would fall on places that are taken: a second set of weights."""
     taken, put = prefixes
     conflicts = sum(key.startswith(taken) and put + key[len(taken) :] in placed for key in free)
     return 4 * conflicts > len(matches)

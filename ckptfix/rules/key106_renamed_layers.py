@@ -263,8 +263,7 @@ def _figures(proof: Equivalence) -> dict[str, object]:
 
 
 def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
-    """Return the shapes of what can be moved: floats with values that the target does not compute itself, and counters
-    of batches. A part of a weight is left out, unless the target has such parts too."""
+    """Return the shapes of what can be moved: floats that the target does not compute, and counters of batches."""
     parts = set() if in_parts(target.slots) else {key for keys in in_parts(checkpoint.specs).values() for key in keys}
     return {
         key: spec.shape

@@ -107,9 +107,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _wrappers(checkpoint: Checkpoint, target: Target | None, given: RenameMap) -> int:
-    """Return how many leading ``module.`` are a wrapper's: none if the map or the target has such names itself.
-
-    Before the map is applied, no key looks like one of the target without them, so that KEY102 leaves them."""
+    """Return how many leading ``module.`` are a wrapper's: none if the map or the target has such names itself."""
     if target is None:
         return 0
     named = [*target.slots, *target.entries, *(name for each in given.rules for name in (each.source, each.target))]

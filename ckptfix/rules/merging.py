@@ -562,8 +562,7 @@ def _whole(
 
 
 def _same_by_another_name(checkpoint: Checkpoint, key: str, shape: tuple[int, ...]) -> str:
-    """Return what a base has in the place of a tensor that an adapter has whole: the head of another release, or the
-    numbered layer that it would be in; empty if it is new to the base."""
+    """Return what a base has in the place of a tensor that an adapter has whole; empty if it is new to it."""
     parts = key.split(".")
     last = max((at for at, part in enumerate(parts) if part.isdecimal()), default=-1)
     block = ".".join((*parts[: last + 1], ""))

@@ -138,8 +138,7 @@ class Misfits(Struct, frozen=True):
         return made
 
     def _of_other_sides(self) -> Pairs:
-        """Return the tables of as many positions as the model's, of which the user says a grid with other sides: 10x6
-        and 6x10."""
+        """Return the tables of as many positions as the model's whose grid has other sides, as the user says."""
         found: Pairs = {}
         for key, shape in self.pairing.tensors.items() if any(asked.old for asked in self.given) else ():
             asked = chosen(POS_EMBED, key, RECIPES[POS_EMBED], self.given)
@@ -184,9 +183,7 @@ class Misfits(Struct, frozen=True):
         }, {*longer}
 
     def _heads(self, rest: Pairs) -> Pairs:
-        """Return the output layers whose classes are others, if nothing but the number of classes can be the reason.
-
-        One of as many classes is among them if its keys were named."""
+        """Return the output layers of other classes, and of as many if named, if only their number can be why."""
         heads = {
             key: (old, new)
             for key, (old, new) in rest.items()
@@ -225,9 +222,7 @@ class Misfits(Struct, frozen=True):
 
 
 def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
-    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is of no kind.
-
-    A vocabulary is not among them."""
+    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is of no kind."""
     differing = [axis for axis, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
     if len(new) == 5 and len(old) == 4:
         return INFLATE if new[:2] == old[:2] and new[3:] == old[2:] else ""
@@ -264,8 +259,7 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
 
 
 def _is_of_pixels(stored: int, wanted: int) -> bool:
-    """Return whether inputs are the colours of neighbouring pixels, in threes, and more of each pixel are wanted, which
-    timm refuses: `adapt_input_conv`."""
+    """Return whether inputs are colours of neighbouring pixels, of which timm's `adapt_input_conv` takes no more."""
     pixels = stored // 3
     return wanted > stored == 3 * pixels and pixels > 1 and is_square(pixels) and wanted % pixels == 0
 

@@ -79,8 +79,7 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _limit(group: Mapping[str, Any]) -> float | None:
-    """Return how many times ``exp_avg_sq`` the square of ``exp_avg`` may be; None if this is not known to be Adam, as
-    torch and the fused versions of apex and DeepSpeed have it."""
+    """Return how many times ``exp_avg_sq`` the square of ``exp_avg`` may be; None if this is not known to be Adam."""
     is_fused = "bias_correction" in group and not group.keys() & {"max_grad_norm", "grad_averaging"}
     betas = group.get("betas")
     if not ("amsgrad" in group or is_fused) or not isinstance(betas, (tuple, list)) or len(betas) != 2:

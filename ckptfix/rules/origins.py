@@ -347,8 +347,7 @@ def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:
 
 
 def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Put the parameters of blocks that are gone where those of their siblings are: ``h.11.*`` after ``h.10.*``, in the
-    order within ``h.10``. Return the order, and the parameters that are in no such block."""
+    """Put the parameters of lost blocks beside those of their siblings; return the order, and what is left."""
     rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
     left: list[str] = []
     kept: dict[str, dict[int, dict[str, int]]] = {}
@@ -379,8 +378,7 @@ PLACEMENTS = 50_000  # how many names all orders that are tried may have togethe
 
 
 def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
-    """Put modules and parameters that are gone at each place that they may have had among those of their parent; those
-    of equal names in several blocks at the same place. Return all orders, none if there are too many."""
+    """Return all orders with lost modules at each place among those of their parent; none if there are too many."""
     parents = {parent for key in order for parent in modules_of(key)}
     modules: dict[str, list[str]] = {}
     for key in gone:
@@ -431,8 +429,7 @@ def _below(key: str, parent: str) -> tuple[str, bool] | None:
 
 
 def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
-    """Yield the orders that the parameters of a module may have, its own first, a weight before its bias. Of those
-    inside of its modules, up to ``limit`` count."""
+    """Yield the orders that a module's parameters may have, its own first, a weight before its bias."""
     children: dict[str, list[str]] = {}
     for tail in tails:
         name, dot, rest = tail.removeprefix(".").partition(".")

@@ -137,8 +137,7 @@ def _excused(suspects: list[str], matrices: list[str], context: Context, is_trai
 
 
 def _closed_branches(zero: list[str], context: Context) -> frozenset[str]:
-    """Return the zero matrices of blocks that have single numbers beside their layers, one of them not zero, as Fixup
-    has: the scale of a branch that starts closed."""
+    """Return the zero matrices of blocks with a scale of one number that is not zero, as Fixup has them."""
     specs = context.checkpoint.specs
     scaled = {
         split_key(key)[0]
@@ -175,8 +174,7 @@ def _place(key: str) -> str:
 
 
 def _is_at_start(zero: list[str], matrices: list[str], is_trained: bool) -> bool:
-    """Return whether most matrices may well start at zero: an adapter of peft without its base, or blocks that
-    are all alike (RWKV) beside as many others as that."""
+    """Return whether most matrices may well start at zero: an adapter without its base, or blocks as of RWKV."""
     if all(key.startswith("base_model.model.") for key in matrices) and all(map(is_zero_by_design, zero)):
         return True
     return (

@@ -99,8 +99,7 @@ def _is_alone(figures: TensorStatistics) -> bool:
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
-    """Return how sure it is that a value is wrong: data in a large unit makes all values of a tensor large, or the mean
-    and the variance of the same channels."""
+    """Return how sure it is that a value is wrong, and not data in a large unit."""
     if figures.absmax >= ABSURD:
         return Level.ERROR
     specs, (module, leaf) = context.checkpoint.specs, split_key(key)

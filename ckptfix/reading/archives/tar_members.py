@@ -98,8 +98,7 @@ def _text(raw: bytes) -> str:
 
 
 def _extended(records: bytes) -> dict[str, str]:
-    """Return the name and the size in an extended header: records of the form ``"17 path=a/b.pth\\n"``. The size is
-    there for a file of 8 GiB or more, for which the header itself has no room."""
+    """Return the name and the size in an extended header: records of the form ``"17 path=a/b.pth\\n"``."""
     found: dict[str, str] = {}
     for record in records.split(b"\n"):
         key, _, value = record.partition(b" ")[2].partition(b"=")

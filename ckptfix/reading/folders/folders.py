@@ -154,11 +154,7 @@ def _merged(form: ModuleType, files: RankFiles) -> Document | None:
 
 
 def _read_items(folder: Path, salvage: bool) -> Document | None:
-    """Return the document of a folder with one of torch.distributed.checkpoint in it: the latest, or the only one of
-    them except for an optimizer, which accelerate saves apart (``pytorch_model_fsdp_0``, ``optimizer_0``); None if
-    there is none.
-
-    Raises ``UnreadableError`` if there are several."""
+    """Return the document of the latest or only DCP folder in one, with an optimizer that was saved apart."""
     found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
     models = [child for child in found if not child.name.startswith("optimizer")]
     if len(models) > 1 and (named := _latest(folder, models)) is not None:
@@ -185,9 +181,7 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
 
 
 def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
-    """Return the one of these folders that a file of Megatron names, or to which links lead, as ``latest`` of OLMo and
-    ``latest-rank0.pt`` of Composer; downloaded, the latter is a text (``latest-rank0.pt.symlink``). None if nothing
-    says so, or links lead to several."""
+    """Return the folder that a file of Megatron names, or to which links of OLMo and Composer lead; None if none."""
     if (latest := latest_of(folder, megatron.LATEST, dcp.looks_like, megatron.iteration_name)) is not None:
         return latest
     real = [child for child in found if not child.is_symlink()]
@@ -201,8 +195,7 @@ def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
 
 
 def _read_dcp(folder: Path, salvage: bool) -> Document:
-    """Return the document of a folder of torch.distributed.checkpoint, with what one rank saved for all of them beside
-    the chunks: epoch, arguments, schedulers. An entry that the chunks have too is theirs."""
+    """Return the document of a DCP folder, with what one rank saved for all of them beside the chunks."""
     document = dcp.read_folder(folder, salvage)
     file = next((folder / name for name in COMMON if (folder / name).is_file()), None)
     if file is None and _is_torch_dist(folder):

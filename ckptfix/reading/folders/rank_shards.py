@@ -115,10 +115,7 @@ def named_part(path: Path) -> RankShard | None:
 
 
 def _tensor_parallel(root: Any) -> int:
-    """Return over how many ranks a Megatron training spread the model, by tensors or by layers; 1 for any other.
-
-    Megatron saves its arguments (``megatron/training/checkpointing.py``), DeepSpeed the size of the group
-    (``mp_world_size``, ``deepspeed/runtime/engine.py``)."""
+    """Return over how many ranks Megatron or DeepSpeed spread the model, by tensors or layers; 1 for others."""
     if not isinstance(root, dict):
         return 1
     args = root.get("args")

@@ -89,8 +89,7 @@ def read(content: Content) -> Document:
 
 
 def _merge(path: str, folder: Folder, index: str) -> Document:
-    """Return the document of the shards that an index names; of the only set in the folder if it cannot be read, or if
-    it names other files. That is not damage if the set has all of its keys."""
+    """Return the document of the shards of an index, or of the only set if it is unreadable or names other files."""
     stale = None
     try:
         content = Content.of_file(index)
@@ -246,9 +245,7 @@ class _Merge:
             self.remarks.append(Fact.of(Kind.INDEX_SIZE, place, total=total, held=min(sums)))
 
     def _root(self) -> Any:
-        """Return the merged state_dict, in the container that every shard has around its part, where it is the same.
-
-        Raises ``UnreadableError`` if it is not: which of them is meant is unknown."""
+        """Return the merged state_dict, in the container that every shard has around its part."""
         first, *others = self.opened.values()
         around = surroundings(first)
         if around is None or any(

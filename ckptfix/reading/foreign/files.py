@@ -109,8 +109,7 @@ def _decoded(letters: bytes) -> bytes:
 
 
 def _made_letters(content: Content) -> tuple[int, int]:
-    """Return how often U+FFFD and letters of Latin-1 are in a file that is UTF-8; zeros for any other file, and no
-    letters if they are so few that they may be those of names."""
+    """Return how often U+FFFD and letters of Latin-1 are in a file that is UTF-8; zeros if not, or if they are few."""
     decoder, replaced, letters = codecs.getincrementaldecoder("utf-8")(), 0, 0
     signs = 0
     for start in range(0, min(len(content), _SCANNED), BLOCK):

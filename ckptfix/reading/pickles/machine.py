@@ -159,8 +159,7 @@ class PickleMachine(PickleStream):
             raise damaged(self.path, f"the pickle is malformed near offset {self.at} ({_reason(error)})") from error
 
     def _asked_for(self) -> Container[int]:
-        """Return the numbers of the memo that the rest of the pickle may ask for, if it is in memory. Most values of a
-        checkpoint are kept in vain: of a tensor the arguments and hooks, which take more than the tensor itself."""
+        """Return the numbers of the memo that the rest of the pickle may ask for: most values are kept in vain."""
         data = self._data
         if not isinstance(data, bytes) or _RARELY * (data.count(b"j") + data.count(b"g")) > len(data):
             return self._asked

@@ -308,8 +308,7 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
 
 
 def _is_operation(name: str, is_called: bool) -> bool:
-    """Return whether a dotted name of torch is an operation that is called, or one of the few values that stand for
-    themselves: no checkpoint needs a module of torch as a value."""
+    """Return whether a dotted name of torch is an operation that is called, or a value that stands for itself."""
     _, *path = name.split(".")
     if not path or is_payload(name) or not _LOADERS.isdisjoint(path):
         return False

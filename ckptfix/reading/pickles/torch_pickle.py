@@ -161,8 +161,7 @@ class StoragePickle:
         return TypedStorage(storage, dtype) if not view or view[0] is None else self.view(key, dtype, view[0])
 
     def _reduced(self, *given: Any) -> Any:
-        """Return the stand-in of an object that torch.package makes by a call: ``(number, function, args)``, before
-        1.12 without the number. Equal numbers stand for one object."""
+        """Return what torch.package makes by a call, ``([number,] function, args)``; equal numbers are one object."""
         number = given[0] if len(given) == 3 else None
         function, args = given[-2:] if len(given) in (2, 3) else (None, None)
         if (

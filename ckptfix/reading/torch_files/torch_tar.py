@@ -39,9 +39,7 @@ def has_parts(content: Content) -> bool:
 
 
 def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
-    """Return where each of the files is, and what is wrong with the archive.
-
-    The first few are looked at: no other program's archive is walked to its end."""
+    """Return where each of the first few files is, and what is wrong with the archive."""
     damage: list[Fact] = []
     parts: dict[str, tuple[int, int]] = {}
     for (name, start, size), _ in zip(tar_members.files(content, damage), range(len(PARTS) + 1), strict=False):

@@ -400,9 +400,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
 
 
 def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
-    """Return what is said of an archive that is cut short before its list of tensors, or inside of it (``partly``).
-
-    TorchScript writes its storages first."""
+    """Return what is said of an archive that is cut short before its list of tensors, or inside of it (``partly``)."""
     names = [info.name for info in found.members]
     # Torch 1.0 to 1.2 wrote the sources of TorchScript first, and later releases write them last.
     place = f"before its {'model.json' if any('/code/' in name for name in names) else 'data.pkl'}"

@@ -146,8 +146,7 @@ def _open(document: Document, weights: str | None, salvage: bool, narrow: bool) 
 
 
 def _holds_figures(root: Any, found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]]) -> bool:
-    """Return whether an object that is not a module holds only arrays, under names that no layer has: the running mean
-    of a ``VecNormalize`` and its random state are not weights."""
+    """Return whether an object holds only arrays that no layer has, such as a ``VecNormalize``."""
     if not isinstance(root, Opaque) or is_module(root):
         return False
     keys = [key for mapping in found.values() for key, value in mapping.items() if isinstance(value, NumpyArray)]
@@ -223,8 +222,7 @@ def _children(value: Any, mapping: Mapping[Any, Any] | None) -> Iterator[tuple[P
 
 
 def _holds_more(value: Any) -> bool:
-    """Return whether a tensor may lie in a value. Rows of plain numbers are passed by: a log has a million of them. The
-    array of a random generator is not a weight."""
+    """Return whether a tensor may lie in a value: not in rows of plain numbers, of which a log has a million."""
     if isinstance(value, Opaque):
         return not value.cls.module.startswith("numpy.random")
     members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -236,8 +234,7 @@ _FIGURES = frozenset({"mean", "var", "std", "count", "min", "max", "running_mean
 
 
 def _is_set(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping holds more than single numbers (``{"*": tensor(265)}`` of a textual inversion) and the
-    states of random generators, or the figures of its inputs (``{"mean": …, "var": …}`` of an agent)."""
+    """Return whether a mapping holds more than single numbers, random states, or the figures of its inputs."""
     if _FIGURES.issuperset(mapping):
         return False
     held = [value for value in mapping.values() if isinstance(value, (TensorSpec, NumpyArray))]
@@ -261,8 +258,7 @@ def _is_state_dict(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _believable(found: Mapping[tuple[PathPart, ...], dict[Any, Any]]) -> dict[tuple[PathPart, ...], dict[Any, Any]]:
-    """Return what was found without the few tensors that lie loose around the weights, and without arrays beside
-    tensors. States of random generators are no weights, even if nothing else is there."""
+    """Return what was found without tensors that lie loose around weights, and without arrays beside tensors."""
     sets = {path: mapping for path, mapping in found.items() if _is_set(mapping)}
     if not sets:
         held = [*tensors_in([*found.values()]), *arrays_in([*found.values()])]
@@ -431,8 +427,7 @@ def _unread(
     ranked: list[Candidate],
     found: Mapping[tuple[PathPart, ...], Mapping[Any, Any]],
 ) -> Iterator[Fact]:
-    """Yield a fact if most tensors of the file, and most of their elements, are neither in the state_dict that was
-    taken, nor in another that the user is offered, nor in the state of an optimizer."""
+    """Yield a fact if most tensors and elements are in no state_dict that is taken or offered, and in no optimizer."""
     sets = plausible(ranked)
     offered = [found[candidate.path] for candidate in sets] if len(sets) > 1 else []
     read, known = (

@@ -103,8 +103,7 @@ def _averages(keys: Collection[str]) -> frozenset[str]:
 
 
 def _in_place(keys: Collection[str], name: str, mangled: dict[str, str]) -> dict[str, str]:
-    """Return the keys of an average, and if the file has other parts beside the network, those too, with the average
-    under the names of the network: Stable Diffusion has its autoencoder and its text encoder there."""
+    """Return the keys of an average under the names of its network, and those of other parts beside the two."""
     own, known = f"{name}.", set(keys)
     leader = next((front for front in _leaders(own) if any(front + plain in known for plain in mangled.values())), "")
     if not leader or all(key.startswith((leader, own)) for key in keys):
@@ -205,8 +204,7 @@ def _following(words: list[str]) -> dict[int, tuple[str, ...]]:
 
 
 def _leaders(prefix: str) -> Iterator[str]:
-    """Yield what the network may be called that this one follows: `a.net.` for `a.teacher_net.`, and `net.model.` for
-    `net_ema.ema_model.`."""
+    """Yield what the network may be called that this one follows: `a.net.` for `a.teacher_net.`."""
     parent, dot, name = prefix[:-1].rpartition(".")
     words = name.split("_")
     for at, leaders in _following(words).items():

@@ -167,8 +167,7 @@ def _embedding(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _reference(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """``_save_weight_qparams`` of the reference modules; scale, zero point and axis are buffers too. TorchScript has no
-    list of buffers, and numbers for the scheme and the dtype."""
+    """Yield what ``_save_weight_qparams`` saves; TorchScript has numbers for the scheme and the dtype."""
     buffers = attributes.get("_buffers")
     scheme = _numbered(_SCHEMES, attributes["weight_qscheme"])
     yield "weight_qscheme", scheme
