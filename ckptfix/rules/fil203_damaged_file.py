@@ -36,60 +36,32 @@ https://pytorch.org/docs/stable/notes/serialization.html"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from string import ascii_letters
 
+from ckptfix.core.buffers import RUNNING_STATISTICS
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
 from ckptfix.core.edits import Fill, Rewrite
-from ckptfix.core.facts import ABSENT, BESIDE, Kind, clause, clauses
+from ckptfix.core.facts import ABSENT, BESIDE, Fact, Kind, clause, clauses
 from ckptfix.core.finding import FILE, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.spec import TensorSpec
-from ckptfix.rules.flipped_bits import misspelt, misspelt_entries, odd_devices
+from ckptfix.maps.names import template
 from ckptfix.rules.rule import Context, Rule
+
+Said = tuple[Level, str, str, Collection[str]]  # the level of a finding, its message, what to do, and the keys
 
 
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
-    checkpoint = context.checkpoint
+    checkpoint, has_target = context.checkpoint, context.target is not None
     if damage := (*checkpoint.damage, *checkpoint.remarked(*BESIDE)):
         cause = clauses(damage)
-        fix = Fix.safe((Rewrite(cause),))
         evidence = {"damage": [clause(fact) for fact in damage]}
-        yield rule.finding(Level.WARNING, f"the file {cause}", fix=fix, evidence=evidence)
-    if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
-        yield rule.finding(
-            Level.WARNING,
-            f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks hold different values",
-            keys=tuple(key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)),
-            remedies=advise("fetch the files of one save again"),
-        )
-    doubts = [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]
-    if doubts:
-        yield rule.finding(
-            Level.WARNING,
-            f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may differ from what was saved",
-            remedies=advise(
-                "fetch the file again, or name the model to compare with; nothing is added or left out unasked"
-            ),
-        )
-    yield from _flipped_bits(rule, checkpoint)
-    yield from _doubtful_values(rule, checkpoint)
-    yield from _unnamed(rule, context)
-    trailing = [fact.data["nbytes"] for fact in checkpoint.remarked(Kind.TRAILING_BYTES)]
-    if trailing:
-        keys = _of_last_storage(checkpoint)
-        doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
-        said = f"{trailing[0]} bytes after the checkpoint do not belong to it{doubt if keys else ''}"
-        yield rule.finding(Level.NOTE, said, keys=keys)
-    strays = [fact.place for fact in checkpoint.remarked(Kind.STRAY_FILE)]
-    if strays:
-        files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
-        yield rule.finding(
-            Level.NOTE,
-            f"{files} nothing of this checkpoint: an earlier save left it here, or its metadata was not fetched",
-        )
-    for fact in checkpoint.remarked(Kind.LAST_SHARD) if context.target is None else ():
-        said = f"{fact.place} {clause(fact)}: without a later one, tensors end too early"
-        yield rule.finding(Level.NOTE, said, remedies=advise("count the files, or name the model to compare with"))
+        yield rule.finding(Level.WARNING, f"the file {cause}", evidence=evidence, fix=Fix.safe((Rewrite(cause),)))
+    for level, message, advice, keys in (*_doubts(checkpoint, damage), *_of_files(checkpoint, has_target)):
+        yield rule.finding(level, message, keys, remedies=advise(advice) if advice else ())
     fills = {key: fill for key, spec in checkpoint.lost.items() if (fill := donor_fill(key, spec, context))}
     if fills:
         yield rule.finding(
@@ -103,7 +75,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         again = "the missing files" if any(fact.kind in ABSENT for fact in damage) else "the file again"
         yield rule.finding(
             # With a target, what is missing of it is the finding of another rule, and may be filled there.
-            Level.ERROR if context.target is None else Level.NOTE,
+            Level.NOTE if has_target else Level.ERROR,
             _lost(checkpoint, left),
             keys=left,
             evidence={"lost": {key: spec and [spec.dtype, list(spec.shape)] for key, spec in left.items()}},
@@ -114,86 +86,98 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-def _flipped_bits(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the names in which one bit seems to have changed, in a file without checksums."""
-    storages = [storage for spec in checkpoint.specs.values() for storage in spec.storages]
-    if checkpoint.format == IN_MEMORY or all(storage.crc32 is not None for storage in storages):
-        return
-    keys = misspelt(checkpoint.specs)
-    entries = misspelt_entries(checkpoint.root if isinstance(checkpoint.root, dict) else ())
-    devices = odd_devices(checkpoint.devices)
-    if keys or entries or devices:
-        said = [f"{key!r} for {name!r}" for key, name in (*keys.items(), *entries.items())]
-        said += [f"the device {tag!r}" for tag in devices]
-        yield rule.finding(
-            Level.WARNING,
-            f"one bit of a name seems to have changed ({', '.join(said[:3])}{' …' if len(said) > 3 else ''}); the file "
-            "has no checksum, and its values may have changed too",
-            keys=keys,
-            remedies=advise("fetch the file again, or compare it with another copy (ckptfix diff)"),
-        )
-
-
-def _doubtful_values(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the tensors whose bytes may be wrong, by the reason; ``.`` means all without a checksum."""
-    reasons: dict[str, list[str]] = {}
+def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
+    """Yield why names and values may be others than were saved."""
+    if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
+        keys = [key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)]
+        what = f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks hold different values"
+        yield Level.WARNING, what, "fetch the files of one save again", keys
+    if doubts := [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]:
+        what = f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may differ from what was saved"
+        cure = "fetch the file again, or name the model to compare with; nothing is added or left out unasked"
+        yield Level.WARNING, what, cure, ()
+    yield from _flipped_bits(checkpoint)
+    reasons: dict[str, set[str]] = {}
     for fact in checkpoint.remarked(Kind.DOUBTFUL_VALUES):
-        reasons.setdefault(clause(fact), []).append(fact.place)
-    for reason, places in reasons.items():
-        named = set(places)
-        keys = tuple(
-            key
-            for key, spec in checkpoint.specs.items()
-            if key in named or ("." in named and not all(storage.crc32 is not None for storage in spec.storages))
-        )
-        if keys:
-            yield rule.finding(
+        reasons.setdefault(clause(fact), set()).add(fact.place)
+    for reason, named in reasons.items():  # a dot means all without a checksum
+        unproved = {key for key, spec in checkpoint.specs.items() if "." in named and not _has_checksums(spec)}
+        if keys := [key for key in checkpoint.specs if key in named | unproved]:
+            what = f"{counted(len(keys), 'tensor')} may differ from what was saved: {reason}"
+            yield (
                 Level.WARNING,
-                f"{counted(len(keys), 'tensor')} may differ from what was saved: {reason}",
-                keys=keys,
-                remedies=advise("fetch the file again, or compare the result with another copy (ckptfix diff)"),
+                what,
+                "fetch the file again, or compare the result with another copy (ckptfix diff)",
+                keys,
             )
 
 
-def _unnamed(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield what is wrong with the files of a checkpoint, or its notes, and concerns no tensor whose name is known."""
-    remarked = context.checkpoint.remarked
-    said: list[tuple[Level, str, str]] = []
+def _flipped_bits(checkpoint: Checkpoint) -> Iterator[Said]:
+    """Yield the names in which one bit seems to have changed, in a file without checksums."""
+    if checkpoint.format == IN_MEMORY or all(map(_has_checksums, checkpoint.specs.values())):
+        return
+    keys = misspelt(checkpoint.specs)
+    entries = misspelt_entries(checkpoint.root if isinstance(checkpoint.root, dict) else ())
+    said = [f"{key!r} for {name!r}" for key, name in (*keys.items(), *entries.items())]
+    said += [f"the device {tag!r}" for tag in odd_devices(checkpoint.devices)]
+    if said:
+        what = (
+            f"one bit of a name seems to have changed ({', '.join(said[:3])}{' …' if len(said) > 3 else ''}); the file "
+            "has no checksum, and its values may have changed too"
+        )
+        yield Level.WARNING, what, "fetch the file again, or compare it with another copy (ckptfix diff)", keys
+
+
+def _has_checksums(spec: TensorSpec) -> bool:
+    return all(storage.crc32 is not None for storage in spec.storages)
+
+
+def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
+    """Yield what is wrong with the files of a checkpoint, or its notes, and what they have too much."""
+    remarked = checkpoint.remarked
     for fact in remarked(Kind.UNNAMED_LOSS):
         # With a target, what is missing of it is the finding of another rule.
-        level = Level.ERROR if context.target is None else Level.NOTE
+        level = Level.NOTE if has_target else Level.ERROR
         what = f"tensors are lost whose names are not known: those of {clause(fact)}"
-        said.append((level, what, "fetch the missing files, or name the model to compare with"))
+        yield level, what, "fetch the missing files, or name the model to compare with", ()
     for fact in remarked(Kind.DAMAGED_NOTE):
         what = f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing"
         cure = "write it again from the file that it was made of, or name the model to compare with"
-        said.append((Level.WARNING, what, cure))
+        yield Level.WARNING, what, cure, ()
     for fact in remarked(Kind.INDEX_SIZE):
         if fact.place == ".":
-            said.append((Level.NOTE, f"{clause(fact)}: one of them may belong to another save", ""))
+            yield Level.NOTE, f"{clause(fact)}: one of them may belong to another save", "", ()
         else:
             what = f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed"
-            said.append((Level.WARNING, what, "fetch all shards of one save again"))
+            yield Level.WARNING, what, "fetch all shards of one save again", ()
     for fact in remarked(Kind.PACKED_MEMBERS):
         what = (
             "compressed, which torch.save never does: another program packed the file again, and torch.load(mmap=True)"
         )
-        said.append((Level.NOTE, f"{clause(fact)} {what} refuses it", ""))
+        yield Level.NOTE, f"{clause(fact)} {what} refuses it", "", ()
     if packed := remarked(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
-        said.append((Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked", ""))
-    for level, message, advice in said:
-        yield rule.finding(level, message, remedies=advise(advice) if advice else ())
-
-
-def _of_last_storage(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the tensors in the storage that ends where bytes follow which belong to nothing."""
-    last = {fact.place for fact in checkpoint.remarked(Kind.LAST_STORAGE)}
-    return tuple(
-        key
-        for key, spec in checkpoint.specs.items()
-        if any(part.key in last for storage in spec.storages for part in (storage, *storage.parts))
-    )
+        yield Level.NOTE, f"shards are compressed one by one ({files}); other loaders need them unpacked", "", ()
+    for fact in remarked(Kind.TRAILING_BYTES)[:1]:
+        last = {each.place for each in remarked(Kind.LAST_STORAGE)}
+        parts = {
+            key: {part.key for s in spec.storages for part in (s, *s.parts)} for key, spec in checkpoint.specs.items()
+        }
+        keys = [key for key, names in parts.items() if names & last]
+        doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
+        yield (
+            Level.NOTE,
+            f"{fact.data['nbytes']} bytes after the checkpoint do not belong to it{doubt * bool(keys)}",
+            "",
+            keys,
+        )
+    if strays := [fact.place for fact in remarked(Kind.STRAY_FILE)]:
+        files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
+        what = f"{files} nothing of this checkpoint: an earlier save left it here, or its metadata was not fetched"
+        yield Level.NOTE, what, "", ()
+    for fact in remarked(Kind.LAST_SHARD) if not has_target else ():
+        what = f"{fact.place} {clause(fact)}: without a later one, tensors end too early"
+        yield Level.NOTE, what, "count the files, or name the model to compare with", ()
 
 
 def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
@@ -217,3 +201,66 @@ def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | No
     if stored is None or not stored.has_data or (spec is not None and stored.shape != spec.shape):
         return None
     return Fill(key, stored.dtype, stored.shape, "donor", donor_key=key)
+
+
+# Names in which one bit seems to have changed: keys, entries of the container and tags of devices.
+MANY = 100  # keys of a form of their own from which on the keys have no pattern that one could break
+_OF_LAYERS = RUNNING_STATISTICS | {"weight", "bias"}
+_OF_TRAINERS = "state_dict model_state_dict model optimizer optimizer_state_dict scheduler lr_scheduler epoch".split()
+
+# Where a torch of any release puts tensors, those of the makers of other chips included.
+_DEVICE = re.compile(r"(cpu|cuda|hip|mps|meta|xpu|hpu|npu|xla|ipu|mtia|mlu|musa|vulkan|maia|privateuseone)(:\w+)*")
+
+
+def misspelt(keys: Collection[str]) -> dict[str, str]:
+    """Return the keys that only one other bit keeps from a pattern of the others, with the names that have it.
+
+    A word of a few letters may differ by a bit from another one, and a number by right."""
+    known = {key: template(key) for key in keys}
+    forms = Counter(known.values())
+    parents = Counter([key.rpartition(".")[0] for key in known])
+    leaves = Counter([key.rpartition(".")[2] for key in known])
+    alone = [key for key, form in known.items() if forms[form] == 1]
+    split = {key: key.rpartition(".") for key in alone}
+    odd = [key for key, (parent, _, leaf) in split.items() if parents[parent] == 1 or leaves[leaf] == 1]
+    found: dict[str, str] = {}
+    for key in odd if len(odd) <= MANY else ():
+        for name in _one_bit_from(key):
+            parent, _, leaf = name.rpartition(".")
+            is_same = parent == split[key][0]
+            is_beside = parents[parent] > is_same and leaves[leaf] - (leaf == split[key][2]) > 1
+            is_usual = leaf in _OF_LAYERS and (is_same or parents[parent] > 0)
+            if name not in known and (is_beside or is_usual or forms[template(name)] > 1) and _is_slip(key, name):
+                found[key] = name
+    return found
+
+
+def misspelt_entries(keys: Iterable[object]) -> dict[object, str]:
+    """Return the keys of a container that one bit keeps from what trainers call an entry, with the names of these."""
+    wrong = {other: name for name in _OF_TRAINERS for other in _one_bit_from(name)}
+    return {key: wrong[key] for key in keys if key in wrong}
+
+
+def odd_devices(tags: Iterable[str]) -> list[str]:
+    """Return the tags that no device has, or that one bit keeps from those of torch; another maker's may be right."""
+    return [
+        tag
+        for tag in tags
+        if not _DEVICE.fullmatch(tag)
+        and (not re.fullmatch(r"[A-Za-z]\w*(:\w+)*", tag) or any(map(_DEVICE.fullmatch, _one_bit_from(tag))))
+    ]
+
+
+def _one_bit_from(name: str) -> Iterator[str]:
+    for at, char in enumerate(name):
+        for bit in range(8):
+            yield f"{name[:at]}{chr(ord(char) ^ 1 << bit)}{name[at + 1 :]}"
+
+
+def _is_slip(key: str, name: str) -> bool:
+    """Return whether two names that differ in one character are not two numbers, or two words of a few letters."""
+    at = next(at for at, (one, other) in enumerate(zip(key, name, strict=True)) if one != other)
+    if not name[at].isalpha():
+        return not (key[at].isdigit() and name[at].isdigit())
+    before, after = name[:at].rstrip(ascii_letters), name[at:].lstrip(ascii_letters)
+    return len(name) - len(before) - len(after) >= 4

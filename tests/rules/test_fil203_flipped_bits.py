@@ -9,7 +9,7 @@ import torch
 
 import ckptfix
 from ckptfix.core.finding import Level
-from ckptfix.rules.flipped_bits import misspelt
+from ckptfix.rules.fil203_damaged_file import misspelt
 
 RESNET = tuple(
     f"{layer}.{leaf}"
