@@ -143,3 +143,15 @@ def test_a_repair_loads_no_openssl(folder: Path):
     modules = imported("repair", "a.pth", "-o", "repaired.pth", cwd=folder)
     assert (folder / "repaired.pth").exists()
     assert within(modules, ["_hashlib", "secrets", "random"]) == []
+
+
+@pytest.mark.skipif(kernel() is None, reason="the kernel adds the products")
+def test_merging_a_file_of_kohya_needs_no_torch(tmp_path: Path):
+    save_file({"down.0.to_q.weight": torch.rand(32, 16)}, tmp_path / "base.safetensors")
+    layer = "lora_unet_down_0_to_q"
+    matrices = {f"{layer}.lora_down.weight": torch.rand(4, 16), f"{layer}.lora_up.weight": torch.rand(32, 4)}
+    save_file({**matrices, f"{layer}.alpha": torch.tensor(2.0)}, tmp_path / "lora.safetensors")
+    merging = "repair base.safetensors --adapter lora.safetensors -o merged.safetensors"
+    for command in ("check lora.safetensors", "check base.safetensors --adapter lora.safetensors", merging):
+        assert within(imported(*command.split(), cwd=tmp_path), ["torch"]) == []
+    assert (tmp_path / "merged.safetensors").exists()

@@ -4,6 +4,7 @@ One table, free of torch, so that work on names never imports it. Sources: ``tor
 ``c10/core/ScalarType.h`` for the names and sizes, ``torch/storage.py`` for the typed storage classes, the safetensors
 format for its tags (https://github.com/huggingface/safetensors#format)."""
 
+import struct
 from functools import cached_property
 
 from msgspec import Struct
@@ -36,11 +37,26 @@ class DType(Struct, frozen=True, dict=True):
     def is_complex(self) -> bool:
         return "complex" in self.name
 
+    def few(self, units: bytes) -> tuple[float, ...] | None:
+        """Return a few floats or integers, which are not worth the import of numpy; None of a dtype that needs it."""
+        if self.name == "bfloat16":
+            wide = bytearray(2 * len(units))
+            wide[2::4], wide[3::4] = units[::2], units[1::2]
+            return struct.unpack(f"<{len(units) // 2}f", wide)
+        code = _CODES.get(self.name)
+        return struct.unpack(f"<{len(units) // self.itemsize}{code}", units) if code else None
+
     @cached_property
     def is_quantized(self) -> bool:
         """Whether the elements are integers that stand for reals through a quantizer."""
         return self.name in {"quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
 
+
+# What `struct` calls the numbers of a dtype.
+_CODES = {
+    **dict(zip("float64 float32 float16 qint8 qint32 quint8".split(), "dfebiB", strict=True)),
+    **dict(zip("int8 int16 int32 int64 uint8 uint16 uint32 uint64".split(), "bhiqBHIQ", strict=True)),
+}
 
 _TABLE = (
     DType("float64", 8, "DoubleStorage", "F64"),

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ckptfix.bytes.sources import Content
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.facts import Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wrappers import strip_segments
@@ -143,6 +144,11 @@ class AdapterLayer(Struct, frozen=True):
         return self.keys.get("B", "").endswith(".lora_a")
 
     @property
+    def is_kohya(self) -> bool:
+        """Whether its name has underscores for dots."""
+        return self.component.startswith(("lora_", "lycoris"))
+
+    @property
     def is_kronecker(self) -> bool:
         return bool({"lokr_w1", "lokr_w1_a"} & self.keys.keys())
 
@@ -201,7 +207,7 @@ class Adapter(Struct, frozen=True):
     @property
     def is_kohya(self) -> bool:
         """Whether the names have underscores for dots."""
-        return any(layer.component.startswith(("lora_", "lycoris")) for layer in self.layers)
+        return any(layer.is_kohya for layer in self.layers)
 
     def spec(self, layer: AdapterLayer, role: str) -> TensorSpec | None:
         return self.checkpoint.specs.get(layer.keys.get(role, ""))
@@ -243,7 +249,7 @@ class Adapter(Struct, frozen=True):
         config, one = self.settings(layer), self.with_rank(layer)
         stored = 0 if one is None or not one.shape else one.shape[0]
         path, source = self.path or self.checkpoint.path, "fetch the adapter again"
-        if "r" in config and not self.is_kohya:
+        if "r" in config and not layer.is_kohya:
             stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
             source = f"so {CONFIG} says in r or rank_pattern; take the {CONFIG} that was saved with it"
         if stored < 1:
@@ -261,9 +267,11 @@ class Adapter(Struct, frozen=True):
             return self.weight * _number("scale", given.get("scale")) * factor
         own = "lora_alpha" if "lora_alpha" in config else "alpha"
         if "alpha" in layer.keys:
-            if self.checkpoint.specs[layer.keys["alpha"]].numel != 1:
+            spec = self.checkpoint.specs[layer.keys["alpha"]]
+            raw = b"" if spec.storage is None or spec.numel != 1 else bytes(spec.storage.source.read(*spec.extent))
+            if not (few := DTYPES[spec.dtype].few(raw)):
                 raise incomplete(self.path, f"{layer.keys['alpha']} is not one number")
-            alpha = float(self.checkpoint.read(layer.keys["alpha"]))
+            alpha = float(few[0])
             if not math.isfinite(alpha):
                 raise incomplete(self.path, f"{layer.keys['alpha']} is {alpha}")
         elif own in config:

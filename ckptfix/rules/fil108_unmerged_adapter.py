@@ -63,7 +63,8 @@ from ckptfix.reading.adapters import (
 )
 from ckptfix.rules.merging import Merge, edits_within, find_merge, merge_edits, plain_name
 from ckptfix.rules.rule import Context, Rule
-from ckptfix.values.merged_tensors import is_merged, sampled_change
+from ckptfix.values.decode import is_plain
+from ckptfix.values.merged_tensors import is_merged, matrix, sampled_change
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import is_float32_in_t5
 
@@ -147,7 +148,7 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle
         key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
     ):
         return  # layers of a model that has matrices of low rank itself
-    targets = Counter(_last(layer.module) for layer in adapter.layers if not adapter.is_kohya)
+    targets = Counter(_last(layer.module) for layer in adapter.layers if not layer.is_kohya)
     names = first_names(list(targets))
     zero = _zero_ranks(adapter) if context.settings.values and not is_idle else {}
     dead = sum(zero.values())
@@ -170,12 +171,14 @@ def _zero_ranks(adapter: Adapter) -> dict[str, int]:
     """Return how many ranks of a layer are zero, by the key of its second matrix."""
     found = {}
     for layer in adapter.layers:
-        if not {"A", "B"} <= layer.keys.keys():
+        specs = [spec for role in ("A", "B") if (spec := adapter.spec(layer, role)) is not None]
+        if len(specs) < 2 or not all(len(spec.shape) > 1 and spec.numel and is_plain(spec) for spec in specs):
             continue
-        one, two = (adapter.checkpoint.read(layer.keys[role]) for role in ("A", "B"))
-        if one.ndim < 2 or two.ndim < 2 or one.shape[0] != two.shape[1]:
+        (ranks, *_), (outputs, of_second, *_) = (spec.shape for spec in specs)
+        if ranks != of_second:
             continue
-        dead = ~(one.flatten(1).any(1) & two.transpose(0, 1).flatten(1).any(1))
+        one, two = (matrix(spec, adapter.checkpoint.path) for spec in specs)
+        dead = ~(one.any(1) & two.reshape(outputs, ranks, -1).any((0, 2)))
         if number := int(dead.sum()):
             found[layer.keys["B"]] = number
     return found

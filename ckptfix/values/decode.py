@@ -65,16 +65,6 @@ class Encoding(Struct, frozen=True, dict=True):
                 return _table(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
         return _table(np.array([_MINIFLOATS[self.part].value(code) for code in range(256)], dtype=np.float32))
 
-    def few(self, units: bytes) -> tuple[float, ...] | None:
-        """Return a few floats or integers, which are not worth the import of numpy; None of a kind that needs it."""
-        if self.part == "bfloat16":
-            wide = bytearray(2 * len(units))
-            wide[2::4], wide[3::4] = units[::2], units[1::2]
-            return struct.unpack(f"<{len(units) // 2}f", wide)
-        code = "<e" if self.part == "float16" else self.code
-        is_plain = self.part not in _MINIFLOATS and self.part != "bool"
-        return struct.unpack(f"<{len(units) // self.itemsize}{code[1]}", units) if is_plain else None
-
     @cached_property
     def code_values(self) -> Array:
         """The value of each code of a unit of 8 bits, as float64."""

@@ -188,7 +188,7 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
         is_exact = all(factor.dtype in known and factor.shape for factor in factors) and factors[0].shape[0] <= HIGHEST
         if source.edit.undo or not is_plain or not is_exact or not library.merges:
             return None
-        one, two = (_matrix(factor, source.path) for factor in factors)
+        one, two = (matrix(factor, source.path) for factor in factors)
         if delta.transposed:
             one, two = two.T, one.T
         if delta.expert:
@@ -200,7 +200,8 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
     return found
 
 
-def _matrix(spec: TensorSpec, path: str) -> Array:
+def matrix(spec: TensorSpec, path: str) -> Array:
+    """Return a floating tensor as a matrix of its rows, in float32 or float64."""
     stored = encoding(spec.dtype)
     assert stored is not None, "the dtypes were compared"
     numbers = stored.decode(np.frombuffer(RowMajorBytes(spec, path).read(0, spec.nbytes), stored.unit))

@@ -86,7 +86,7 @@ def _tally(
     compiled = kernel()
     if compiled is not None and encoding.part in KINDS:
         return compiled.tally(block, encoding, narrowing, rarity, at)
-    if not encoding.smallest_normal and block.nbytes <= FEW and (numbers := encoding.few(block.tobytes())):
+    if not encoding.smallest_normal and block.nbytes <= FEW and (numbers := DTYPES[encoding.part].few(block.tobytes())):
         return tally_integers(numbers)
     units = np.frombuffer(block, dtype=encoding.unit)
     if compiled is not None and encoding.itemsize == 1:
@@ -153,7 +153,7 @@ def _decoded(units: bytes, stored: Encoding) -> bytes:
     """Return numbers as the bytes of float32."""
     if stored.part == "float32" or not units:
         return units
-    if (numbers := stored.few(units)) is not None:
+    if (numbers := DTYPES[stored.part].few(units)) is not None:
         return array("f", numbers).tobytes()  # what a float32 cannot hold becomes infinite, NaN stays NaN
     return stored.decode(np.frombuffer(units, stored.unit)).astype(np.float32).tobytes()
 
