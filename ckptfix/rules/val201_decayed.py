@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any
 
@@ -110,48 +110,60 @@ ROUND, TINIEST = 0.999, 1e-6
 
 BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # where the start's RMS comes from
 EPS = 1e-5  # the default eps of the norms; a running variance above it carries the scale
+LIGHT = 0.5  # share of the start below which a matrix is worth a look at its optimizer
+
+# Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little.
+PROVEN = 0.1
 
 
 def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     """Report the matrices that decayed, with the vectors that went with them; replace them where that was asked for."""
-    matrices, statistics = _matrices(context), context.statistics
-    witness = Witness(context)
-    suspects = list(_decayed_matrices(context, matrices))
-    grown = [matrix for matrix in suspects if _started_so(matrix, context.checkpoint.specs[matrix.key], witness)]
-    found = [matrix for matrix in suspects if matrix not in grown]
-    if grown:
-        yield rule.finding(
-            Level.NOTE,
-            f"{_have(grown)} a tiny scale from the start, as far as the file says",
-            keys=[matrix.key for matrix in grown],
-            evidence={"tensors": {matrix.key: matrix.evidence(statistics) for matrix in grown}},
-        )
-    by_key = {matrix.key: matrix for matrix in found}
-    for keys, fix in replaced_apart(rule, context, by_key, lambda key, figures: by_key[key].is_cured_by(figures)):
-        some = [by_key[key] for key in keys]
+    specs, witness = context.checkpoint.specs, Witness(context)
+    large = {key: each for key, each in context.matrices.items() if specs[key].numel >= SMALLEST and each.rms > 0}
+    suspects = {matrix.key: matrix for matrix in _decayed_matrices(witness, large)}
+    grown = [matrix for key, matrix in suspects.items() if _started_so(matrix, specs[key])]
+    light = list(_light_matrices(witness, {key: each for key, each in large.items() if key not in suspects}))
+    found = {key: matrix for key, matrix in suspects.items() if matrix not in grown}
+    found |= {matrix.key: matrix for matrix in light if matrix.is_proven}
+    yield from _noted(rule, grown, "a tiny scale from the start, as far as the file says")
+    for keys, fix in replaced_apart(rule, context, found, lambda key, figures: found[key].is_cured_by(figures)):
+        some = [found[key] for key in keys]
         worst = min(some, key=lambda matrix: matrix.share)
-        corroboration = {matrix.key: witness.on(matrix.key, matrix.share) for matrix in some}
         yield rule.finding(
             Level.ERROR if worst.share < NOTHING_LEFT else Level.WARNING,
-            f"{_have(some)} decayed to {worst.share:.1g} of the expected scale{corroboration[worst.key].in_words}",
-            keys=dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions(statistics))),
+            f"{_have(some)} decayed to {worst.share:.1g} of the expected scale{worst.said.in_words}",
+            keys=dict.fromkeys(key for matrix in some for key in (matrix.key, *matrix.companions)),
             evidence={
-                "tensors": {
-                    matrix.key: matrix.evidence(statistics) | corroboration[matrix.key].evidence for matrix in some
-                },
+                "tensors": {matrix.key: matrix.evidence for matrix in some},
                 "thresholds": {"of_start": OF_START, "of_kind": OF_KIND, "of_start_of_a_head": OF_HEAD},
                 "optimizer": witness.strongest,
             },
             fix=fix,
             remedies=from_elsewhere(rule),
         )
-    yield from light_decay(rule, context, matrices, by_key.keys(), witness)
+    only_decay = "seen no gradient, by the moments of the optimizer: only weight decay acted"
+    yield from _noted(rule, [matrix for matrix in light if not matrix.is_proven], only_decay)
 
 
-def _started_so(matrix: _Matrix, spec: TensorSpec, witness: Witness) -> bool:
+def _noted(rule: Rule, matrices: Sequence[_Matrix], what: str) -> Iterator[Finding]:
+    if matrices:
+        yield rule.finding(
+            Level.NOTE,
+            f"{_have(matrices)} {what}",
+            keys=[matrix.key for matrix in matrices],
+            evidence={"tensors": {matrix.key: matrix.evidence for matrix in matrices}},
+        )
+
+
+def _have(found: Sized) -> str:
+    """Return the subject of a message, with its verb: ``2 weight matrices have``."""
+    return f"{counted(len(found), 'weight matrix')} {'has' if len(found) == 1 else 'have'}"
+
+
+def _started_so(matrix: _Matrix, spec: TensorSpec) -> bool:
     """Return whether a matrix may have started as small as it is: gradients arrived and decay does not explain it. If
     no moments say whether any arrived: it is not a layer's own weight (hash grids, gates), or there was no decay."""
-    said = witness.on(matrix.key, matrix.share)
+    said = matrix.said
     if said.saw_no_gradient is not None or said.alignment is not None:
         return not said.is_untouched and not said.agrees
     if matrix.reference == BY_MODEL or not is_layers_own(matrix.key):
@@ -171,27 +183,45 @@ def _has_left_zero(key: str, spec: TensorSpec) -> bool:
     return bool(np.linalg.norm(numbers, 2) > share_of_random**0.25 * np.linalg.norm(numbers))
 
 
-class _Matrix(Struct, frozen=True):
-    """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind."""
+class _Matrix(Struct, frozen=True, eq=False, dict=True):
+    """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind, and
+    ``least`` the share of the start that other values in its place have to have."""
 
     key: str
-    figures: TensorStatistics
+    witness: Witness
     start: float
-    reference: str
-    peers: float | None
-    norm: Norm | None
+    reference: str = BY_FAN_IN
+    peers: float | None = None
+    norm: Norm | None = None
     is_embedding: bool = False
+    least: float = OF_START
+
+    @cached_property
+    def said(self) -> Corroboration:
+        """What the file says of it."""
+        return self.witness.on(self.key, self.share)
+
+    @property
+    def figures(self) -> TensorStatistics:
+        return self.witness.context.statistics[self.key]
 
     @property
     def share(self) -> float:
         return self.figures.rms / self.start
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether the optimizer's figures predict that little, and no more is left."""
+        return max(self.share, self.said.predicted or 1.0) < PROVEN and bool(self.said.agrees)
+
     def is_cured_by(self, figures: TensorStatistics) -> bool:
         """Return whether other values would be large enough."""
-        return not figures.nonfinite and figures.rms >= max(OF_START * self.start, OF_KIND * (self.peers or 0.0))
+        return not figures.nonfinite and figures.rms >= max(self.least * self.start, OF_KIND * (self.peers or 0.0))
 
-    def companions(self, statistics: StatisticsByKey) -> Iterator[str]:
-        """Yield the vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
+    @property
+    def companions(self) -> Iterator[str]:
+        """The vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
+        statistics = self.witness.context.statistics
         bias = self.key.removesuffix("weight") + "bias"
         if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
             yield bias
@@ -199,7 +229,9 @@ class _Matrix(Struct, frozen=True):
         if self.norm and scale and scale.rms < OF_START:
             yield from (key for key in self.norm.vectors if statistics[key].rms < OF_START)
 
-    def evidence(self, statistics: StatisticsByKey) -> dict[str, Any]:
+    @property
+    def evidence(self) -> dict[str, Any]:
+        statistics = self.witness.context.statistics
         batches = self.norm.figures("num_batches_tracked", statistics) if self.norm else None
         return {
             "rms": self.figures.rms,
@@ -208,16 +240,12 @@ class _Matrix(Struct, frozen=True):
             "median_rms_of_kind": self.peers,
             "peak_to_rms": self.figures.absmax / self.figures.rms,
             **({"batches_seen_by_its_norm": int(batches.maximum)} if batches else {}),
+            **self.said.evidence,
         }
 
 
-def _matrices(context: Context) -> dict[str, TensorStatistics]:
-    """Return the matrices that are large enough and have a value other than zero."""
-    specs, matrices = context.checkpoint.specs, context.matrices
-    return {key: each for key, each in matrices.items() if specs[key].numel >= SMALLEST and each.rms > 0}
-
-
-def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -> Iterator[_Matrix]:
+def _decayed_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
+    context = witness.context
     specs = context.checkpoint.specs
     suspects = {
         key
@@ -245,7 +273,7 @@ def _decayed_matrices(context: Context, matrices: dict[str, TensorStatistics]) -
         shape = specs[key].shape  # with that many rows for so few columns, it is a table, whatever its name
         is_looked_up = kind(key, specs[key]) == "embedding" or (len(shape) == 2 and shape[0] >= ROWS * shape[1])
         is_table = reference == BY_FAN_IN and is_looked_up
-        matrix = _Matrix(key, matrices[key], start, reference, peers, norms.get(key), is_table)
+        matrix = _Matrix(key, witness, start, reference, peers, norms.get(key), is_table)
         if _is_decayed(matrix) and not _norm_carries_scale(matrix, specs[key], context.statistics):
             yield matrix
 
@@ -423,55 +451,11 @@ class Witness(Struct, frozen=True, dict=True):
         )
 
 
-LIGHT = 0.5  # share of the start below which a matrix is worth a look at its optimizer
-
-# Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little.
-PROVEN = 0.1
-
-
-def light_decay(
-    rule: Rule, context: Context, matrices: Mapping[str, TensorStatistics], found: Collection[str], witness: Witness
-) -> Iterator[Finding]:
-    """Yield those of which the optimizer says that only decay moved them, and that are no larger than that. ``found``
-    are the matrices that were reported already."""
-    proven: dict[str, Corroboration] = {}
-    light: dict[str, Corroboration] = {}
+def _light_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
+    """Yield those of which the optimizer says that only decay moved them, and that are no larger than that."""
+    specs = witness.context.checkpoint.specs
     for key, figures in matrices.items() if witness.trainings else ():
-        share = figures.rms / usual_rms(context.checkpoint.specs[key])
-        if key not in found and share < LIGHT and not figures.nonfinite:
-            corroboration = witness.on(key, share)
-            predicted = corroboration.predicted or 1.0
-            if corroboration.is_untouched and predicted < LIGHT:
-                is_proven = max(share, predicted) < PROVEN and corroboration.agrees
-                (proven if is_proven else light)[key] = corroboration
-
-    def is_large(key: str, figures: TensorStatistics) -> bool:
-        return not figures.nonfinite and figures.rms >= PROVEN * usual_rms(context.checkpoint.specs[key])
-
-    for keys, fix in replaced_apart(rule, context, proven, is_large):
-        some = {key: proven[key] for key in keys}
-        worst = min(some.values(), key=lambda corroboration: corroboration.observed)
-        yield rule.finding(
-            Level.WARNING,
-            f"{_have(some)} decayed to {worst.observed:.1g} of the expected scale{worst.in_words}",
-            keys=some,
-            evidence=_evidence(some, matrices),
-            fix=fix,
-            remedies=() if fix else from_elsewhere(rule),
-        )
-    if light:
-        yield rule.finding(
-            Level.NOTE,
-            f"{_have(light)} seen no gradient, by the moments of the optimizer: only weight decay acted",
-            keys=light,
-            evidence=_evidence(light, matrices),
-        )
-
-
-def _have(found: Sized) -> str:
-    """Return the subject of a message, with its verb: ``2 weight matrices have``."""
-    return f"{counted(len(found), 'weight matrix')} {'has' if len(found) == 1 else 'have'}"
-
-
-def _evidence(some: Mapping[str, Corroboration], matrices: Mapping[str, TensorStatistics]) -> dict[str, object]:
-    return {"tensors": {key: {"rms": matrices[key].rms} | some[key].evidence for key in some}}
+        matrix = _Matrix(key, witness, usual_rms(specs[key]), least=PROVEN)
+        is_small = matrix.share < LIGHT and not figures.nonfinite
+        if is_small and matrix.said.is_untouched and (matrix.said.predicted or 1.0) < LIGHT:
+            yield matrix
