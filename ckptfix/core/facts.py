@@ -36,8 +36,8 @@ def _zip_record(fact: Fact) -> str:
 
 
 def _zip_directory(fact: Fact) -> str:
-    fault = fact.data["fault"] or "it points at places where no members are"
-    return f"is damaged: the directory of the zip archive ({fault}); its members were found without it"
+    fault = fact.data["fault"] or "it points to places without members"
+    return f"is damaged: the directory of the zip archive ({fault}); its members were found by scanning"
 
 
 def _zip_displaced(fact: Fact) -> str:
@@ -45,21 +45,21 @@ def _zip_displaced(fact: Fact) -> str:
     if displaced < 0:
         return f"lacks {-displaced} bytes before its zip directory"
     return (
-        f"has its zip directory {displaced} bytes further on than that says: something was put before the archive or "
-        "into it"
+        f"has its zip directory {displaced} bytes after the place that it states: data was inserted before the "
+        "archive or into it"
     )
 
 
 def _torch_zip_cut(fact: Fact) -> str:
     size, zeros, missing = (fact.data[name] for name in ("nbytes", "zeros", "missing"))
-    reserved = f", the last {zeros} of them zeros that were reserved and never filled" if zeros else ""
+    reserved = f", the last {zeros} of them reserved but never filled (zeros)" if zeros else ""
     needed = f", and its tensors need at least {missing} more" if missing else ""
     return f"{_CUT_ZIP} (PyTorch says: failed finding central directory), it has {size} bytes{reserved}{needed}"
 
 
 def _member_gone(fact: Fact) -> str:
-    more = f", nor those of {fact.data['more']} more" if fact.data["more"] else ""
-    return f"has neither the header nor the bytes of its member {fact.place} where its directory says{more}"
+    more = f", and of {fact.data['more']} more" if fact.data["more"] else ""
+    return f"lacks the header and bytes of its member {fact.place} at the place in its directory{more}"
 
 
 def _member_cut(fact: Fact) -> str:
@@ -71,7 +71,7 @@ def _storage_size(fact: Fact) -> str:
     there, size = fact.data["there"], fact.data["size"]
     if there < size:
         return f"has {there} of the {size} bytes of its storage {fact.place}"
-    return f"has {there} bytes where its storage {fact.place} has {size} (torch: record size does not match)"
+    return f"has {there} bytes for its storage {fact.place} of {size} bytes (torch: record size does not match)"
 
 
 def _cut_short(fact: Fact) -> str:
@@ -82,8 +82,8 @@ def _cut_short(fact: Fact) -> str:
 
 def _bytes_before(fact: Fact) -> str:
     if fact.data["surplus"] < 0:
-        return "the missing bytes of the file may be missing before them, and not at its end"
-    return "the surplus bytes of the file may be before them, and not at its end"
+        return "the missing bytes may be missing before them instead of at the end of the file"
+    return "the surplus bytes may be before them instead of at the end of the file"
 
 
 def _shards_missing(fact: Fact) -> str:
@@ -107,7 +107,7 @@ def _item_damaged(fact: Fact) -> str:
 def _ranks_differ(fact: Fact) -> str:
     keys = fact.data["keys"]
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"holds different values of {keys[0]}{more} from several ranks, and those of the first count"
+    return f"holds different values of {keys[0]}{more} from several ranks; those of the first are used"
 
 
 def _doubtful_values(fact: Fact) -> str:
@@ -132,86 +132,88 @@ class Kind(Enum):
     # What is around a checkpoint: archives and compressed files.
     ZIP_RECORD = ("zip-record", _zip_record)
     ZIP_RECORDS = ("zip-records", "has {more} more damaged members")
-    ZIP_NAMES = ("zip-names", "calls a member {place} in its directory and {header} before its data")
+    ZIP_NAMES = ("zip-names", "names a member {place} in its directory and {header} before its data")
     ZIP_DIRECTORY = ("zip-directory", _zip_directory)
     ZIP_CUT = ("zip-cut", _CUT_ZIP + ", it has {nbytes} bytes")
     ZIP_DISPLACED = ("zip-displaced", _zip_displaced)
     TORCH_ZIP_CUT = ("torch-zip-cut", _torch_zip_cut)
     MEMBER_GONE = ("member-gone", _member_gone)
-    MEMBER_LOST = ("member-lost", "is not where the directory of the archive says")
+    MEMBER_LOST = ("member-lost", "is not where the archive's directory says")
     MEMBER_DAMAGED = ("member-damaged", "is damaged ({fault})")
     MEMBER_CUT = ("member-cut", _member_cut)
     PACKED_BYTES = (
         "packed-bytes",
-        "is damaged: its packed bytes fail after {there} bytes were unpacked ({fault}), and the last of these may be "
-        "wrong",
+        "is damaged: decompression failed after {there} bytes ({fault}), and the last of these may be wrong",
     )
     ZIP_CHECKSUM = ("zip-checksum", "fails the checksum of the zip archive: some of its bytes are wrong")
     STREAM_DAMAGED = (
         "stream-damaged",
-        "is damaged: its {place} stream fails after {there} bytes were unpacked ({fault}), and the checkpoint in it "
-        "may have wrong bytes",
+        "is damaged: its {place} stream fails after {there} bytes ({fault}), and the checkpoint in it may have wrong "
+        "bytes",
     )
     STREAM_CUT = (
         "stream-cut",
-        "is cut short: its {place} stream ends early, {there} bytes of an unknown size were unpacked",
+        "is cut short: its {place} stream ends early, after {there} bytes",
     )
-    TAR_HEADER = ("tar-header", "is damaged: the tar archive has no sound header at offset {offset}")
+    TAR_HEADER = ("tar-header", "is damaged: the tar archive has no valid header at offset {offset}")
     TAR_CUT = ("tar-cut", "is cut short: the tar archive has {nbytes} bytes and its file {place} ends at byte {end}")
-    TAR_HEADER_CUT = ("tar-header-cut", "is cut short: the tar archive ends inside of a header, at byte {nbytes}")
+    TAR_HEADER_CUT = ("tar-header-cut", "is cut short: the tar archive ends inside a header, at byte {nbytes}")
     TAR_MEMBER_CUT = ("tar-member-cut", "has {there} of its {size} bytes")
     # Damage that can be undone.
     CRLF = (
         "crlf",
-        "was mangled: every line feed in it was turned into CR LF by a transfer in text mode, which can be undone",
+        "was mangled by a transfer in text mode, which turned every line feed into CR LF; this can be undone",
     )
     PRECEDED = ("preceded", "begins with {nbytes} bytes that do not belong to the checkpoint ({head!r})")
     # The members of a torch file.
     MEMBER_CHECKSUM = ("member-checksum", "has a {place} that fails its checksum")
     MEMBERS_DAMAGED = ("members-damaged", "has {more} more damaged members")
     MEMBER_PACKED = ("member-packed", "has a {place} that cannot be unpacked")
-    BYTEORDER_LOST = ("byteorder-lost", "has lost its byteorder, so little-endian was assumed")
+    BYTEORDER_LOST = ("byteorder-lost", "lacks its byteorder; little-endian was assumed")
     BYTEORDER_ODD = ("byteorder-odd", "has a byteorder that is neither little nor big")
     STORAGE_LACKING = ("storage-lacking", "lacks its storage {place}")
     STORAGE_SIZE = ("storage-size", _storage_size)
     STORAGES_LACKING = ("storages-lacking", "lacks {more} more")
     STORAGES_UNWRITTEN = ("storages-unwritten", "lacks {storages:storage} that its tensors use")
-    STORAGES_CUT = ("storages-cut", "is cut short inside of its storages")
-    SOURCES_LOST = ("sources-lost", "has lost sources of its classes, so that every tensor in them counts as a weight")
+    STORAGES_CUT = ("storages-cut", "is cut short inside its storages")
+    SOURCES_LOST = ("sources-lost", "lacks the source of some classes, so every tensor in them counts as a weight")
     # A file as a whole, and its pickles.
     CUT_SHORT = ("cut-short", _cut_short)
-    ZEROS = ("zeros", "is zeros from byte {start} of {nbytes} on, which were never filled")
+    ZEROS = ("zeros", "is zeros from byte {start} of {nbytes} on: the rest was never written")
     UNFILLED = (
         "unfilled",
-        "is not complete: of its {nbytes} bytes the last {zeros} are zeros that were reserved and never filled",
+        "is not complete: the last {zeros} of its {nbytes} bytes are zeros, reserved but never filled",
     )
     STORAGE_COUNT = (
         "storage-count",
         "is damaged before byte {offset}: storage {place} is declared with {declared} bytes and stored with {stored}",
     )
-    PICKLE_CUT = ("pickle-cut", "is cut short: its pickle ends at byte {end}, and what came after that has no name")
+    PICKLE_CUT = ("pickle-cut", "is cut short: its pickle ends at byte {end}, and nothing after that has a name")
     PICKLE_DAMAGED = ("pickle-damaged", "is damaged in its pickle at byte {start}, and nothing after that can be read")
-    EXTRAS_LOST = ("extras-lost", "has lost tensors of {place}, which is left out")
+    EXTRAS_LOST = ("extras-lost", "has lost tensors in {place}, which is left out")
     # safetensors.
     HEADER_PADDING = (
         "header-padding",
-        "is damaged: its header declares itself shorter than it is, without the padding after it",
+        "is damaged: the length of its header leaves out the padding",
     )
     HEADER_NOTES = (
         "header-notes",
-        "has __metadata__ with values that are not texts ({keys:names}), which safetensors refuses "
+        "has values other than strings in __metadata__ ({keys:names}), which safetensors refuses "
         "(InvalidHeaderDeserialization)",
     )
     DATA_CUT = (
         "data-cut",
-        "is cut short: its header describes {needed} bytes of tensors and {there} are there (MetadataIncompleteBuffer)",
+        "is cut short: its header describes {needed} bytes of tensors, but it has {there} (MetadataIncompleteBuffer)",
     )
     DATA_SURPLUS = (
         "data-surplus",
         "has {surplus} bytes after its last tensor (incomplete metadata, file not fully covered)",
     )
     BYTES_BEFORE = ("bytes-before", _bytes_before)
-    ODD_STRIDES = ("odd-strides", "their strides make elements overlap, as one flipped bit of the pickle does")
+    ODD_STRIDES = (
+        "odd-strides",
+        "their strides make elements overlap, probably because of a flipped bit in the pickle",
+    )
     # Checkpoints of several files.
     SHARD_UNREADABLE = ("shard-unreadable", "has a shard that cannot be read ({error})")
     SHARD_DAMAGED = ("shard-damaged", "has a shard {place} that {cause}")
@@ -219,18 +221,18 @@ class Kind(Enum):
     RANKS_MISSING = ("ranks-missing", "lacks the shards of {ranks:rank}, the first shard-{first:05}")
     INDEX_UNREADABLE = ("index-unreadable", "has an index that cannot be read ({error})")
     INDEX_BOM = ("index-bom", "has an index that begins with a byte order mark, which json.loads refuses")
-    INDEX_STALE = ("index-stale", "has a stale index: {names:names} are not there, and {place} is complete")
-    INDEX_PROMISES = ("index-promises", "has an index that promises {keys:names}, which no shard holds")
-    INDEX_MOVED = ("index-moved", "has a stale index: another shard than it says has {keys:names}")
-    INDEX_UNLISTED = ("index-unlisted", "has a stale index: it does not know {keys:names} in the shards")
-    KEYS_DIFFER = ("keys-differ", "holds {keys:names} in two shards with different values")
+    INDEX_STALE = ("index-stale", "has a stale index: {names:names} are missing, but {place} is complete")
+    INDEX_PROMISES = ("index-promises", "has an index that lists {keys:names}, which no shard has")
+    INDEX_MOVED = ("index-moved", "has a stale index: {keys:names} are in another shard")
+    INDEX_UNLISTED = ("index-unlisted", "has a stale index: it does not list {keys:names}")
+    KEYS_DIFFER = ("keys-differ", "has {keys:names} in two shards with different values")
     CHUNKS_LACKING = ("chunks-lacking", "is not complete: {error}")
     TENSORS_LACKING = ("tensors-lacking", "lacks chunks of {more:more tensor}")
     RANK_UNREADABLE = ("rank-unreadable", "has a rank that cannot be read ({error})")
-    RANK_SHORT = ("rank-short", "has a rank that lacks a part of its weights: {place} holds {there} of {size} numbers")
+    RANK_SHORT = ("rank-short", "has an incomplete rank: {place} has {there} of {size} numbers")
     RANKS_LACKING = ("ranks-lacking", _ranks_lacking)
-    RANKS_STRANGE = ("ranks-strange", "has files of other ranks than the {ranks} that saved it: {names:names}")
-    RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks of another save than most: {names:names}")
+    RANKS_STRANGE = ("ranks-strange", "has files of ranks beyond the {ranks} that saved it: {names:names}")
+    RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks from another save than most: {names:names}")
     ITEM_DAMAGED = ("item-damaged", _item_damaged)
     RANKS_DIFFER = ("ranks-differ", _ranks_differ)
     # What rules look at beside the damage.
@@ -238,19 +240,19 @@ class Kind(Enum):
     DOUBTFUL_VALUES = ("doubtful-values", _doubtful_values)
     UNNAMED_LOSS = ("unnamed-loss", "{lost}")
     STRAY_FILE = ("stray-file", "holds nothing of this checkpoint")
-    LAST_SHARD = ("last-shard", "is the last shard that can be read; no file says how many there should be")
-    RANK_COPIES = ("rank-copies", "differs between ranks; that of the first is taken")
-    RANKS_COMPUTED = ("ranks-computed", "is the {rule} of those of {ranks} ranks, as GPT-NeoX has it")
-    RANK_LEFT_OUT = ("rank-left-out", "has no names that are valid for the whole model, and is left out")
+    LAST_SHARD = ("last-shard", "is the last readable shard; no file says how many there should be")
+    RANK_COPIES = ("rank-copies", "differs between ranks; the first rank's is used")
+    RANKS_COMPUTED = ("ranks-computed", "is the {rule} over {ranks} ranks, as in GPT-NeoX")
+    RANK_LEFT_OUT = ("rank-left-out", "has no names for the whole model, and is left out")
     RANK_REPEATED = ("rank-repeated", "holds the same values as {other}")
     RANK_RENAMED = ("rank-renamed", "was saved as {other}, but comes after {before}")
-    RANK_FOREIGN = ("rank-foreign", "was saved with another {names:names} than most ranks")
-    MASTERS = ("masters", "the weights are the fp32 masters of a training in {dtype}")
+    RANK_FOREIGN = ("rank-foreign", "was saved with a different {names:names} than most ranks")
+    MASTERS = ("masters", "the weights are the fp32 masters of training in {dtype}")
     PACKED_MEMBERS = ("packed-members", "{members:member} of the archive")
-    FLATTENED = ("flattened", "the weights are flattened: the files have their names, but not their shapes")
+    FLATTENED = ("flattened", "the weights are flattened: the files have their names but not their shapes")
     PACKED_SHARD = ("packed-shard", "compressed by itself")
     OTHER_SUFFIX = ("other-suffix", "{reader} refuses it")
-    INDEX_SIZE = ("index-size", "the index counts {total} bytes of tensors and its shards hold {held}")
+    INDEX_SIZE = ("index-size", "the index says {total} bytes of tensors, and its shards have {held}")
     TRAILING_BYTES = ("trailing-bytes", "{nbytes}")
     LAST_STORAGE = ("last-storage", "bytes follow it")
     ODD_LAYOUT = ("odd-layout", "{oddity}")
@@ -266,19 +268,22 @@ class Kind(Enum):
     PLAIN_PICKLE = ("plain-pickle", "pickle.dump")
     TORCHSCRIPT = ("torchscript", "a TorchScript archive")
     TORCH_PACKAGE = ("torch-package", "a torch.package archive")
-    TORCH_EXPORT = ("torch-export", "a program of torch.export (its weights only)")
-    UNPACKED_FOLDER = ("unpacked-folder", "a torch file that was unpacked into a folder")
+    TORCH_EXPORT = ("torch-export", "a torch.export program (only its weights)")
+    UNPACKED_FOLDER = ("unpacked-folder", "a torch file unpacked into a folder")
     TORCH_TAR = ("torch-tar", "the tar format of torch 0.1")
     TENSOR_SUBCLASS = ("tensor-subclass", "{name}")
     NUMPY_WEIGHTS = ("numpy-weights", "numpy arrays")
     NON_STRING_KEY = ("non-string-key", "{key}")
     UNINITIALIZED = ("uninitialized", "{name}")
     WEIGHTS_BESIDE = ("weights-beside", "{tensors:tensor}, {numel:element}")
-    LISTED_AVERAGE = ("listed-average", "a list of the parameters of {names} in their order, as averages are")
-    MOST_UNREAD = ("most-unread", "most of the file was not read: {unread} tensors beside the {read} of the state_dict")
+    LISTED_AVERAGE = ("listed-average", "a list of the parameters of {names} in order, like an average")
+    MOST_UNREAD = (
+        "most-unread",
+        "most of the file was not read: {unread} tensors besides the state_dict's {read}",
+    )
     FROZEN = ("frozen", _CONSTANTS)
     CONSTANTS = ("constants", _CONSTANTS)
-    GUESSED_BUFFERS = ("guessed-buffers", "every tensor that is not a parameter counts as a buffer")
+    GUESSED_BUFFERS = ("guessed-buffers", "tensors other than parameters count as buffers")
     TENSOR_ATTRIBUTE = ("tensor-attribute", "neither parameter nor buffer")
     ATTRIBUTE_OF_TENSOR = ("attribute-of-tensor", "an attribute of a tensor")
     MOST_IN_ATTRIBUTES = ("most-in-attributes", "{unnamed:element} in attributes, and {named:element} with names")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 LISTED = 4  # names of a list that are given
 KEEP_STATISTICS = (
-    "they are what inputs and outputs were normalised with: convert the file with the library that wrote it (LeRobot"
-    " has a migration), or normalise in your code; without them the model runs on other numbers"
+    "they normalise inputs and outputs: convert the file with the library that wrote it (LeRobot has a migration), or "
+    "normalise in your code; without them the model runs on other numbers"
 )
 
 

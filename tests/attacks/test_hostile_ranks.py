@@ -280,7 +280,7 @@ def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, hard))
     try:
         assert ckptfix.open_checkpoint(tmp_path / "genuine").keys() == list(TENSORS)
-        with pytest.raises(UnreadableError, match="other ranks than the 40") as raised:
+        with pytest.raises(UnreadableError, match="ranks beyond the 40") as raised:
             ckptfix.open_checkpoint(tmp_path / "links")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -102,7 +102,7 @@ def test_two_members_with_each_others_names_are_in_doubt(file: Path, where: str,
     places, offset = (archive.entries, 46) if where == "directory" else (archive.headers, 30)
     archive.swap(places[FIRST] + offset, places[SECOND] + offset, len(FIRST))
     assert loads(write(file, archive)) == (where == "headers")
-    said = r"calls a member archive/data/\d in its directory and archive/data/\d before its data"
+    said = r"names a member archive/data/\d in its directory and archive/data/\d before its data"
     with pytest.raises(ckptfix.UnreadableError, match=said):
         ckptfix.check(file)
     report = ckptfix.check(file, salvage=True)

@@ -144,9 +144,9 @@ def doubled_key(folder: Path, index: dict[str, Any], dtype: torch.dtype = torch.
         (missing, "lacks the shard model-00002-of-00002.safetensors with 2 keys", SHARDS[0], SHARDS[1]),
         (truncated, "has a shard that cannot be read", SHARDS[0], SHARDS[1]),
         (stale_entry, "lacks the shard model-00009-of-00002.safetensors with 1 key", STATE, ["old.weight"]),
-        (absent_key, "promises old.weight, which no shard holds", STATE, ["old.weight"]),
-        (unlisted_key, "does not know head.weight in the shards", STATE, []),
-        (unlisted_shard, "does not know head.steps, head.weight in the shards", STATE, []),
+        (absent_key, "lists old.weight, which no shard has", STATE, ["old.weight"]),
+        (unlisted_key, "does not list head.weight", STATE, []),
+        (unlisted_shard, "does not list head.steps, head.weight", STATE, []),
         (doubled_key, "holds head.steps in two shards with different values", STATE, []),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_key_in_another_shard_than_the_index_says_is_read(tmp_path: Path) -> N
     assert_same(ckptfix.open_checkpoint(tmp_path).state_dict(), STATE)
     result = ckptfix.repair(tmp_path, output=tmp_path.with_name("out.safetensors"))
     assert [finding.code for finding in result.report.fixed] == ["FIL203"]
-    assert "another shard than it says has head.steps" in result.report.fixed[0].message
+    assert "head.steps are in another shard" in result.report.fixed[0].message
 
 
 def test_a_key_in_two_shards_with_the_same_bytes_is_a_tie(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_total_of_another_save_is_noted_and_other_dtypes_that_explain_it_are_a
     write_index(tmp_path, {"metadata": {"total_size": 64}, "weight_map": weight_map})
     (found,) = ckptfix.check(tmp_path, values=False).findings
     assert (found.code, found.level) == ("FIL203", Level.NOTE)
-    assert "the index counts 64 bytes of tensors and its shards hold 40" in found.message
+    assert "the index says 64 bytes of tensors, and its shards have 40" in found.message
     save_file({key: state[key].half() for key in keys[2:]}, tmp_path / SAFETENSORS.format(2))
     (found,) = ckptfix.check(tmp_path, values=False).findings
     assert (found.code, found.level) == ("FIL203", Level.NOTE)  # the other dtype does not make it right

@@ -176,7 +176,7 @@ def test_an_archive_behind_another_one_is_damaged_as_for_torch(front: Saved, tmp
     file.write_bytes(front({"other": torch.ones(3)}) + _native_zip(state_dict))
     with pytest.raises(RuntimeError):
         torch.load(file)
-    with pytest.raises(ckptfix.UnreadableError, match=r"directory .* bytes further on than that says.*take all"):
+    with pytest.raises(ckptfix.UnreadableError, match=r"directory .* bytes after the place that it states.*take all"):
         ckptfix.open_checkpoint(file)
     checkpoint = ckptfix.open_checkpoint(file, salvage=True)
     _assert_whole(checkpoint, state_dict, "behind")

@@ -78,7 +78,7 @@ def test_a_transfer_that_stopped_inside_of_a_row_is_damage(
     size = sum(tensor.nbytes for tensor in state_dict.values())
     # An odd number of bytes: it is inside of a row whatever the file has around its tensors.
     path = unfilled(form(state_dict, tmp_path), int(size * (1 - share)) + 101)
-    with pytest.raises(UnreadableError, match=rf"reserved and never filled.*{whole} of 5 tensors"):
+    with pytest.raises(UnreadableError, match=rf"reserved but never filled.*{whole} of 5 tensors"):
         ckptfix.open_checkpoint(path)
     report = ckptfix.check(path, salvage=True)
     assert "FIL203" in {finding.code for finding in report.findings}
@@ -90,7 +90,7 @@ def test_a_transfer_that_stopped_inside_of_a_row_is_damage(
 
 def test_a_zip_has_its_directory_at_the_end(tmp_path: Path) -> None:
     path = unfilled(saved({f"l{number}": dense(64, 64) for number in range(5)}, tmp_path), 20_000)
-    with pytest.raises(UnreadableError, match="reserved and never filled"):
+    with pytest.raises(UnreadableError, match="reserved but never filled"):
         ckptfix.open_checkpoint(path)
 
 

@@ -147,7 +147,7 @@ def test_exchanged_places_without_checksums_are_never_silent(tmp_path: Path) -> 
     first, second = (archive.entries[f"archive/data/{number}"] for number in (0, 1))
     archive.swap(first + CENTRAL["place"][0], second + CENTRAL["place"][0], 4)
     path = write(tmp_path, bytes(archive.data))
-    with pytest.warns(DamageWarning, match="calls a member archive/data/0 in its directory and archive/data/1"):
+    with pytest.warns(DamageWarning, match="names a member archive/data/0 in its directory and archive/data/1"):
         checkpoint = ckptfix.open_checkpoint(path, salvage=True)
     assert {fact.kind for fact in checkpoint.remarks} == {Kind.DOUBTFUL_NAMES}
 

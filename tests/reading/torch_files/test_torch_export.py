@@ -61,7 +61,7 @@ def test_the_weights_are_those_of_the_module(exported: tuple[Path, dict[str, tor
 
 def test_what_only_weights_are_read_of_is_said(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
     (finding,) = [found for found in ckptfix.check(exported[0]).findings if found.code == "FIL102"]
-    assert "a program of torch.export (its weights only)" in finding.message
+    assert "a torch.export program (only its weights)" in finding.message
 
 
 def rewritten(path: Path, to: Path, change: dict[str, Any]) -> Path:

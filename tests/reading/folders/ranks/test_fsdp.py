@@ -289,7 +289,7 @@ def test_files_of_ranks_beyond_the_world_are_not_opened(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path)
     for rank in range(4, 20):
         (folder / f"model_world_size_4_rank_{rank}.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(UnreadableError, match=r"has files of other ranks than the 4 .* and 12 more: fetch"):
+    with pytest.raises(UnreadableError, match=r"has files of ranks beyond the 4 .* and 12 more: fetch"):
         ckptfix.open_checkpoint(folder)
 
 
