@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import pairwise, product, takewhile
 from math import prod
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -89,15 +89,27 @@ def _joined(one: Part, other: Part) -> Part | None:
     if one.source != other.source or one.axes != other.axes or one.view or other.view:
         return None
     box, place = _united(one.box, other.box), _united(one.place, other.place)
-    return Part(one.source, box, place, axes=one.axes) if box and place else None
+    if box is None or place is None:
+        return None
+    sizes = extent(one.box)
+    # In row-major order two blocks follow each other as often as there are rows before the axis along which they meet.
+    rows = prod(sizes[axis] for axis in takewhile(box.axis.__ne__, one.axes or range(len(sizes))))
+    if rows != prod(extent(one.place)[: place.axis]):
+        return None
+    return Part(one.source, box.whole, place.whole, axes=one.axes)
 
 
-def _united(one: Box, other: Box) -> Box | None:
+class _United(NamedTuple):
+    axis: int  # along which they meet
+    whole: Box
+
+
+def _united(one: Box, other: Box) -> _United | None:
     differ = [axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     if len(differ) != 1 or one[differ[0]][1] != other[differ[0]][0]:
         return None
     axis = differ[0]
-    return (*one[:axis], (one[axis][0], other[axis][1]), *one[axis + 1 :])
+    return _United(axis, (*one[:axis], (one[axis][0], other[axis][1]), *one[axis + 1 :]))
 
 
 def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> None:

@@ -68,3 +68,10 @@ def test_they_move_as_arrays_do(data):
                 elements, array = Elements.stacked([elements]), np.stack([array])
         assert elements.shape == array.shape
     assert np.array_equal(rebuilt(elements), array)
+
+
+def test_rows_that_meet_across_columns_stay_apart():
+    """The last element of a row and the first of the next are neighbours in the place, and not in the source."""
+    elements = Elements.joined([Elements.of(key, SHAPES[key]) for key in "bab"], 1).viewed((16, 1, 3))
+    array = np.concatenate([VALUES[key] for key in "bab"], 1).reshape(16, 1, 3).transpose(1, 2, 0)
+    assert np.array_equal(rebuilt(elements.permuted((1, 2, 0))), array)
