@@ -2,8 +2,9 @@
 
 ## What it finds
 Weight matrices and kernels in which some, but not all, output channels hold nothing but zeros and numbers below 1e-20,
-and norms in which some channels have a weight and a bias of exactly zero. Always a note. Embeddings are not reported,
-whose padding row is zero by design, and so is a single row of zeros in any matrix of two dimensions.
+and norms in which some channels have a weight and a bias of exactly zero. Always a note. A single row of zeros in a
+matrix of two dimensions is padding, and not reported. Of embeddings, only 16 rows or more of zeros between others are:
+words that were not known have single ones, and a vocabulary that was rounded up has them at the end.
 
 ## Why it matters
 Such a channel passes nothing on. It is what structured pruning leaves, and what decay does to channels that no longer
@@ -24,25 +25,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.lazy import np
 from ckptfix.core.spec import FAINT
 from ckptfix.rules.rule import Context, Rule, affected
 from ckptfix.values.roles import kind
 from ckptfix.values.scan import channels_with
 
+MANY = 16  # rows of zeros between others from which on an embedding has lost them, or never trained them
 FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
 
 
 def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
     """Propose nothing; note the layers with channels of zeros."""
     specs = context.checkpoint.specs
-    dead = {key: found for key in context.statistics if (found := _dead(key, context))}
-    if dead:
-        yield rule.finding(
-            Level.NOTE,
-            f"{counted(sum(map(len, dead.values())), 'output channel')} of {counted(len(dead), 'layer')} are zero",
-            keys=dead,
-            evidence={"tensors": {key: affected(found, specs[key], "dead") for key, found in dead.items()}},
-        )
+    found = {key: channels for key in context.statistics if (channels := _dead(key, context))}
+    tables = {key for key in found if key in context.matrices and kind(key, specs[key]) == "embedding"}
+    for channel, layer in (("output channel", "layer"), ("row", "embedding")):
+        dead = {key: some for key, some in found.items() if (key in tables) is (channel == "row")}
+        if dead:
+            yield rule.finding(
+                Level.NOTE,
+                f"{counted(sum(map(len, dead.values())), channel)} of {counted(len(dead), layer)} are zero",
+                keys=dead,
+                evidence={"tensors": {key: affected(some, specs[key], "dead") for key, some in dead.items()}},
+            )
 
 
 def _dead(key: str, context: Context) -> tuple[int, ...]:
@@ -53,10 +59,15 @@ def _dead(key: str, context: Context) -> tuple[int, ...]:
         return ()
     if key in context.matrices:
         length = spec.numel // spec.shape[0]
-        may_be_dead = figures.has_faint_rows or figures.zeros >= length
-        if length < FEWEST or not may_be_dead or kind(key, spec) == "embedding" or figures.absmax < FAINT:
+        is_table = kind(key, spec) == "embedding"
+        may_be_dead = figures.has_faint_rows or figures.zeros >= length * (MANY if is_table else 1)
+        if length < FEWEST or not may_be_dead or figures.absmax < FAINT:
             return ()
         found = channels_with(spec, lambda values: abs(values) < FAINT, length)
+        if is_table:
+            runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
+            inside = (run for run in runs if len(run) >= MANY and run[0] > 0 and run[-1] < spec.shape[0] - 1)
+            return tuple(int(row) for run in inside for row in run)
         # An embedding of another name. A row of padding is never trained, and so it is exactly zero.
         is_padding = len(found) == 1 and len(spec.shape) == 2 and not figures.has_faint_rows
         return () if is_padding else found

@@ -14,6 +14,12 @@ def kernel(*dead: int) -> torch.Tensor:
     return weight
 
 
+def table(rows: slice) -> torch.Tensor:
+    weight = torch.randn(100, 8)
+    weight[rows] = 0
+    return weight
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_models_are_quiet(name):
     assert propose(dead_channels, build(name).state_dict()) == []
@@ -28,6 +34,10 @@ def test_healthy_models_are_quiet(name):
         pytest.param(nn.Embedding(50, 8, padding_idx=0).state_dict(prefix="embed."), id="padding"),
         pytest.param({"shared.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-of-bart"),
         pytest.param({"dw.weight": kernel(3).flatten(1)[:, :3]}, id="too-short-to-say"),
+        pytest.param({"embed.weight": table(slice(84, None))}, id="a-vocabulary-that-was-rounded-up"),
+        pytest.param({"embed.weight": table(slice(0, 20))}, id="reserved-rows"),
+        pytest.param({"embed.weight": table(slice(1, 99, 2))}, id="unknown-words"),
+        pytest.param({"embed.weight": table(slice(40, 55))}, id="few-of-them-together"),
         pytest.param({"0.weight": torch.cat([torch.zeros(1, 8), torch.ones(9, 8)])}, id="padding-without-a-name"),
         pytest.param({"bn.weight": torch.zeros(8), "bn.bias": torch.zeros(8)}, id="a-norm-that-is-off"),
         pytest.param({"bn.weight": torch.tensor([0.0, 1]), "bn.bias": torch.tensor([1.0, 0])}, id="a-bias-is-left"),
@@ -47,6 +57,14 @@ def test_channels_of_zeros_are_noted():
         "conv.weight": {"dead": 2, "of": 12, "channels": [2, 11]},
         "bn.weight": {"dead": 1, "of": 3, "channels": [1]},
     }
+
+
+def test_many_rows_of_zeros_inside_of_an_embedding_are_noted():
+    state = {"conv.weight": kernel(2), "embed.weight": table(slice(30, 80))}
+    layer, embedding = propose(dead_channels, state)
+    assert (layer.keys, embedding.keys) == (("conv.weight",), ("embed.weight",))
+    assert (embedding.level, embedding.message) == (Level.NOTE, "50 rows of 1 embedding are zero")
+    assert embedding.evidence["tensors"]["embed.weight"]["channels"][:2] == [30, 31]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
