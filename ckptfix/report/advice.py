@@ -181,13 +181,15 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     # Nothing is written as long as a key does not fit, whatever is done about warnings.
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
-    # What the repair itself cures forbids it nothing.
+    # What the repair itself cures forbids it nothing. One that drops what it leaves over cures all of it.
     explained = _explained(remaining)
-    open_ones = [
-        finding
-        for finding in remaining
-        if not report.is_fixable(finding) and not 0 < _covering(finding, explained).total() == len(finding.keys)
-    ]
+    is_last = any(remedy in remedies and ("unsafe_fixes", True) in remedy.options for remedy in firsts)
+
+    def is_cured(finding: Finding) -> bool:
+        covered = _covering(finding, explained).total()
+        return covered > 0 and (is_last or covered == len(finding.keys))
+
+    open_ones = [finding for finding in remaining if not (report.is_fixable(finding) or is_cured(finding))]
     blocking = [finding for finding in open_ones if finding.blocks and finding.level is Level.ERROR]
     if any(finding.subject is Subject.NAMES and _offers_sets(finding) for finding in remaining):
         # Each of these sets fits by its names, which the examined whole of them does not.

@@ -197,7 +197,13 @@ def _map_finding(
     is_certain = len(applied) == len(moves) and all(move.label >= Label.CERTAIN for move in moves.values())
     is_safe = is_certain and ((is_whole and is_much) or is_known)
     is_refuted = proof is not None and proof.is_refuted
-    remedies = PROOF if target.modules and not context.source_model else PROOF[:1]
+    first = PROOF[0]
+    taken = {part.source for move in moves.values() for part in move.parts}
+    rest = context.checkpoint.entries.keys() - taken - target.slots.keys() - target.entries
+    if rest and not missing and len(applied) == len(moves):
+        text = f"applies the map and drops the {counted(len(rest), 'key')} that it leaves over"
+        first = Remedy.of(text, rename_layers=True, unsafe_fixes=True)
+    remedies = (first, PROOF[1]) if target.modules and not context.source_model else (first,)
     rules = (inference.maps[0] if inference.maps else fold(inference)).rules
     fix = Fix(
         tuple(edits_of(applied, context.checkpoint)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -13,7 +14,7 @@ import ckptfix
 from ckptfix.core.edits import Rename
 from ckptfix.core.finding import Applicability
 from ckptfix.maps.inference import cached
-from ckptfix.report.advice import recommended
+from ckptfix.report.advice import Presentation, next_command, recommended
 from ckptfix.report.display import report_lines
 from ckptfix.rules.key106_renamed_layers import renamed_layers
 from tests.checks import check_noop
@@ -219,6 +220,24 @@ def test_what_a_map_explains_has_no_other_advice():
     assert shown.count("the fix of KEY106 covers these keys") == 2
     assert "proves it, with the model that the file was saved from" in shown
     assert "name the model" not in shown
+
+
+def test_what_a_whole_map_leaves_over_is_dropped_with_it():
+    target = transformer(*SPLIT)
+    file = within(backbone=transformer(*FUSED), pretraining=nn.Linear(8, 7))
+    report = ckptfix.check(file.state_dict(), target, values=False)
+    assert [remedy.options for remedy in recommended(report)] == [(("rename_layers", True), ("unsafe_fixes", True))]
+    call = next_command(report, Presentation(call=report.call))
+    assert "rename_layers=True, unsafe_fixes=True" in call
+    _, report = ckptfix.repair_state_dict(file.state_dict(), target, rename_layers=True, unsafe_fixes=True)
+    assert report.exit_code == 0
+
+
+def test_layers_like_those_of_the_map_are_never_dropped_with_it():
+    deep, target = transformer(*FUSED), transformer(*SPLIT)
+    deep.blocks.append(copy.deepcopy(deep.blocks[0]))
+    report = ckptfix.check(deep.state_dict(), target, values=False)
+    assert all(("unsafe_fixes", True) not in remedy.options for remedy in recommended(report))
 
 
 def test_a_tensor_of_two_names_in_the_target():
