@@ -78,7 +78,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if len(sys.modules) > _modules + 200:  # a test has imported another library
         _freeze()
-    torch.manual_seed(zlib.crc32(item.nodeid.encode("utf-8", "surrogatepass")))
+    seed = zlib.crc32(item.nodeid.encode("utf-8", "surrogatepass"))
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats three tracebacks for devices that may come
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @pytest.fixture(autouse=True)
