@@ -179,7 +179,7 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
         )
     if computed := tuple(key for key in _left(findings, "missing-key") if is_transient(key, ())):
         yield (
-            f"{counted(len(computed), 'buffer')} missing that the model works out for itself: this release keeps them,"
+            f"{counted(len(computed), 'buffer')} missing, which the model computes: this release keeps them,"
             " the one that saved the file did not. Nothing learned is lost.",
             computed,
         )

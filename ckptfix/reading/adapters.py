@@ -522,8 +522,8 @@ def check_alone(adapter: Adapter) -> None:
         matrices = _matrices(layer)
         if other := next((role for role in _MATRICES if role in layer.keys and role not in matrices), ""):
             raise AdapterError(
-                f"{path}: {layer.module} has matrices of two types ({matrices[0]} and {other}); merge it with what "
-                "trained it"
+                f"{path}: {layer.module} has matrices of two types ({matrices[0]} and {other}); merge it with the "
+                "library that trained it"
             )
         specs = [spec for role in matrices if (spec := adapter.spec(layer, role)) is not None]
         if len(specs) < len(matrices):

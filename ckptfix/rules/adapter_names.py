@@ -74,8 +74,8 @@ class BaseNames:
             exact = [each for each in complete if not each[1]]
             if len(exact or complete) > 1:
                 raise AdapterError(
-                    f"{self.adapter.path}: its layers may be those below {_either(each[1] for each in complete)} of "
-                    f"{self.checkpoint.path}; pick one with its own file"
+                    f"{self.adapter.path}: its layers may belong under {_either(each[1] for each in complete)} of "
+                    f"{self.checkpoint.path}; choose one by naming its file"
                 )
             if complete:
                 best = (exact or complete)[0]
@@ -107,7 +107,7 @@ class BaseNames:
         if len(keys) > 1:
             raise AdapterError(
                 f"{self.adapter.path}: the layer {layer.module} may be {_either(keys)} of {self.checkpoint.path}; "
-                "merge it with what trained it"
+                "merge it with the library that trained it"
             )
         return keys[0]
 
@@ -130,21 +130,21 @@ class BaseNames:
             if leaf not in leaves and not any(".experts." in module for module in modules):
                 raise AdapterError(
                     f"{self.adapter.path}: its configuration names {leaf}, which the base has in "
-                    f"{counted(len(modules), 'layer')}, and the adapter has none of them: fetch it again, or take the "
-                    f"name out of the target_modules of {CONFIG}"
+                    f"{counted(len(modules), 'layer')} but the adapter lacks: fetch it again, or remove the name from "
+                    f"target_modules in {CONFIG}"
                 )
             if lacking := sorted(modules - own) if modules & own else []:
                 raise AdapterError(
                     f"{self.adapter.path}: its configuration names {leaf} in {len(modules)} layers and the adapter has "
-                    f"{len(modules & own)} of them, not {lacking[0]}: fetch it again, or name its layers one by one in "
-                    f"the target_modules of {CONFIG}"
+                    f"{len(modules & own)} of them, not {lacking[0]}: fetch it again, or list its layers one by one "
+                    f"in target_modules in {CONFIG}"
                 )
         saved = {self.renamed(key) for key in self.adapter.saved}
         for key in self.checkpoint.specs:
             if key not in saved and is_copied(self.adapter, key):
                 raise AdapterError(
-                    f"{self.adapter.path}: its configuration names {key.rpartition('.')[0]} in modules_to_save, and "
-                    f"the adapter has no {key}: fetch it again, or take the name out of {CONFIG}"
+                    f"{self.adapter.path}: its configuration names {key.rpartition('.')[0]} in modules_to_save, but "
+                    f"the adapter has no {key}: fetch it again, or remove the name from {CONFIG}"
                 )
 
     def mismatch(self) -> AdapterError:
@@ -157,15 +157,14 @@ class BaseNames:
         if self.adapter.path and any("base_layer" in key.split(".") for key in self.checkpoint.entries):
             config = Path(path) / CONFIG if Path(path).is_dir() else CONFIG
             return AdapterError(
-                f"{base}: holds an adapter that was never merged, beside its base; if it is this one, give its "
-                "configuration: ",
+                f"{base}: contains an unmerged adapter and its base; if it is this one, give its configuration: ",
                 Opt("adapter", str(config)),
             )
         for module in lacking:
             if f"{module}.in_proj_weight" in self.checkpoint.entries:
                 return AdapterError(
-                    f"{path}: changes {module}, an nn.MultiheadAttention, whose out_proj some releases of peft change "
-                    "twice; merge it with the release that trained it"
+                    f"{path}: changes {module}, an nn.MultiheadAttention, and some releases of peft change its "
+                    "out_proj twice; merge it with the release that trained it"
                 )
             if packed := beside_codes(module, self.checkpoint.entries):
                 has = packed.removeprefix(f"{module}.")
@@ -175,14 +174,14 @@ class BaseNames:
             folder = Path(base) if Path(base).is_dir() else Path(base).parent
             return AdapterError(
                 f"{path}: changes layers that {base} lacks, {len(lacking)} of {number}, such as {lacking[0]}{own}; "
-                "give the base that it was trained on, or if this is it, rename its layers for your transformers "
-                "first, with ",
+                "give the base that it was trained on, or if this is it, first rename its layers for your "
+                "transformers with ",
                 Opt("model", f"transformers:{folder}"),
             )
         if is_tied:
             return AdapterError(
-                f"{path}: changes {lacking[0]}, which {base} has only as the embedding that it is tied to; merged into "
-                "one tensor, it would change both: save the base with a tensor for each (tie_word_embeddings=False)"
+                f"{path}: changes {lacking[0]}, which {base} has only as the embedding that it is tied to, so a merge "
+                "would change both: save the base with separate tensors (tie_word_embeddings=False)"
             )
         if named and Path(named).absolute() in (Path(base).absolute(), Path(base).absolute().parent):
             return AdapterError(
@@ -206,11 +205,11 @@ class BaseNames:
 
 def quantised(checkpoint: Checkpoint, words: str) -> AdapterError:
     """Return the error for a base whose weights are codes."""
-    words = f"{checkpoint.path}: {words}; merge into the weights that were quantised, and quantise the result"
+    words = f"{checkpoint.path}: {words}; merge into the original weights and quantise the result"
     if not any(layer.scheme in MULTIPLIED for layer in wanted_layers(checkpoint.specs, None).values()):
         return AdapterError(words)
     options = Opt("dtype", "bfloat16"), " ", Opt("unsafe_fixes", True)
-    return AdapterError(f"{words}, or first make floats of the base alone by a repair with ", *options)
+    return AdapterError(f"{words}, or first dequantise the base by a repair with ", *options)
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:

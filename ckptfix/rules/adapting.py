@@ -57,9 +57,7 @@ def adapt_edits(
             right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{by_hand}"))
             if asked.old is not None and not case.grids:  # they were given, and there are no better ones
                 raise UsageError(Opt("adapt", asked.text), f" does not fit {key}: {case.unclear}")
-            raise UsageError(
-                f"{key} cannot be adapted: {case.unclear}; give the grids of the file and the model: ", right
-            )
+            raise UsageError(f"{key} cannot be adapted: {case.unclear}; give the file's and the model's grids: ", right)
         grids = (*case.grids[0], *case.grids[1]) if case.grids else ()
         # One past the last row of the file is a new one.
         rows = (*range(min(old[0], new[0]) - 1), *[old[0]] * (new[0] - old[0]), old[0] - 1) if case.keeps_last else ()
@@ -74,8 +72,8 @@ def narrowed(case: Case) -> str:
     for old, new in case.shapes.values() if case.name == IN_CHANS else ():
         if old[1] > new[1] > 1 and old[1] != 3 * new[1]:
             return (
-                f"name the model that the file belongs to: it has {old[1]} input channels (models for inpainting have"
-                f" 9), and all but {new[1]} would be lost"
+                f"name the model that the file belongs to: it has {old[1]} input channels (inpainting models have 9), "
+                f"and all but {new[1]} would be lost"
             )
     return ""
 
@@ -91,7 +89,7 @@ def recipes_of(case: Case, target: Target, untrained: Mapping[str, int]) -> Iter
 
     ``untrained`` are the parameters of the target that the file does not have in their shape, with their numel."""
     if case.name == HEAD:
-        yield Remedy.of("keeps the classes that both have, by a row on each line", adapt=Placeholder("head=MAP.txt"))
+        yield Remedy.of("keeps the classes that both have, with one row per line", adapt=Placeholder("head=MAP.txt"))
         return
     if not case.recipes:
         return
@@ -100,7 +98,7 @@ def recipes_of(case: Case, target: Target, untrained: Mapping[str, int]) -> Iter
     texts = [f"{case.name}={recipe}" for recipe in case.recipes]
     first, *others = (text for text in texts[:_SHOWN] if text != PAD_TARGET or target.initial is not None)
     if case.unclear:
-        yield Remedy.of("resamples the grid of the file to the model's", adapt=Placeholder(f"{first}:{_BY_HAND}"))
+        yield Remedy.of("resamples the file's grid to the model's", adapt=Placeholder(f"{first}:{_BY_HAND}"))
     elif case.library:
         also = f"; {' and '.join(others)} {'fit' if len(others) > 1 else 'fits'} too" if others else ""
         yield Remedy.of(f"{_effect(first)}, and the model is one of {case.library}{also}", adapt=(first,))

@@ -38,7 +38,7 @@ def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Fin
     if is_before_counters:
         reason = f"torch {context.settings.for_torch} does not know num_batches_tracked"
     elif context.target is not None:
-        reason = "the target has these modules without num_batches_tracked"
+        reason = "these modules have no num_batches_tracked in the target"
         slots = context.target.slots
         counters = [key for key in counters if key not in slots and split_key(key)[0] + "running_mean" in slots]
     if counters:

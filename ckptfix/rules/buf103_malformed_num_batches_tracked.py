@@ -69,7 +69,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     if keys:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(keys), 'counter')} of batches in another form than int64[] ({', '.join(forms)})",
+            f"{counted(len(keys), 'counter')} of batches that are not int64[] ({', '.join(forms)})",
             keys=keys,
             evidence={"forms": forms},
             fix=Fix.safe(edits),
@@ -78,7 +78,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
         shown = ", ".join(dict.fromkeys(broken.values()))
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(broken), 'counter')} of batches whose value is not a count ({shown})",
+            f"{counted(len(broken), 'counter')} of batches with an invalid value ({shown})",
             keys=broken,
             evidence={"values": broken},
             fix=Fix.unsafe(zeros),
@@ -108,7 +108,7 @@ def _value(spec: TensorSpec) -> float:
     from ckptfix.values.decode import encoding
 
     form = encoding(spec.dtype)
-    assert form is not None, "a value that is not a number cannot be repaired"
+    assert form is not None, "a value other than a number cannot be repaired"
     assert spec.storage is not None, "a counter without a value cannot be repaired"
     start = spec.offset * spec.itemsize
     raw = spec.storage.source.read(start, start + spec.itemsize)

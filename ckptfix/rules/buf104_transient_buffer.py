@@ -67,24 +67,24 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
         return rule.finding(Level.ERROR, f"{counted(len(keys), noun)} {what}", keys, evidence, fix)
 
     if stale := [Drop(key) for key in checkpoint.specs if _is_stale_instance_norm(key, checkpoint, target)]:
-        yield safe(stale, "running statistic", "that InstanceNorm tracked before torch 0.4.0 only")
+        yield safe(stale, "running statistic", "that InstanceNorm tracked only before torch 0.4.0")
     extra = [key for key in checkpoint.specs if is_superfluous(key, checkpoint, target)]
     if different := _different(extra, context, target):
         extra = [key for key in extra if key not in different]
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(different), 'buffer')} with other values than this model works out for itself",
+            f"{counted(len(different), 'buffer')} with values that differ from those this model computes",
             keys=different,
             evidence={"largest_difference": different},
             fix=Fix.unsafe(map(Drop, different)),
             remedies=(
-                Remedy.of("check first that the model is configured as the one that was saved"),
+                Remedy.of("first check that the model is configured like the saved one"),
                 Remedy.of("drops them", unsafe_fixes=True),
             ),
         )
     if extra:
         leaves = sorted({split_key(key)[1] for key in extra} & TRANSIENT.keys())
-        what = "too many: this model does not save what it works out for itself"
+        what = "unexpected: this model computes them and does not save them"
         yield safe([*map(Drop, extra)], "buffer", what, known={leaf: TRANSIENT[leaf] for leaf in leaves})
     known = list(_known(target))
     # Those that the file has for another size of the model, such as another window.
@@ -94,10 +94,10 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
             fill.key: {"file": list(checkpoint.specs[fill.key].shape), "target": list(fill.shape)} for fill in resized
         }
         edits: list[Fill | Drop] = [*(Drop(fill.key) for fill in resized), *resized]
-        yield safe(edits, "buffer", "of another shape that the model works out for itself", shapes=shapes)
+        yield safe(edits, "buffer", "of another shape, which the model computes", shapes=shapes)
     fills = [fill for fill in known if fill.key not in checkpoint.entries]
     if fills and target.initial is not None:
-        yield safe(fills, "buffer", "missing that the model works out for itself")
+        yield safe(fills, "buffer", "missing, which the model computes")
 
 
 def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:

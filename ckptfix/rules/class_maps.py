@@ -11,7 +11,7 @@ from ckptfix.errors import Opt, UsageError, Words
 
 MEAN = "mean"  # what a map has for a class that the file does not have
 
-_ONE_MORE = ", one more: that of the background or of no object needs a name, too"
+_ONE_MORE = ", one more: the background (or no object) needs a name too"
 _OUTPUTS = re.compile(
     r"(?:^|[._])(?:(bbox|box|boxes|reg)|(?:cls|class|classes|classification|conf|logits|scores?))(?=[._]|$)",
     re.IGNORECASE,
@@ -31,14 +31,14 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
 
     lists = [_lines(name) for name in asked.files()]
     if len(lists) > 2:
-        raise refusal("give one map, or the names of the file's classes and those of the model's")
+        raise refusal("give one map, or the class names of the file and of the model")
     if not all(lists):
-        raise refusal("a list of classes has no lines; write a class on each")
+        raise refusal("the list of classes is empty; write one class per line")
     groups, others = _groups(key, old, new, len(lists[-1]))
     if groups > 1 and len(lists) == 1:
         raise refusal(
-            f"{key} seems to have {groups} rows for each class; give the names of the file's classes and of the "
-            "model's, which say how many there are: ",
+            f"{key} seems to have {groups} rows per class; give the class names of the file and of the model, which "
+            "also give the number of classes: ",
             Opt("adapt", asked.with_recipe("OLD.txt,NEW.txt")),
         )
     classes, wanted = old // groups - others, new // groups - others
@@ -60,19 +60,19 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
             hint = f"did you mean {close!r}? " if close and len(lists) == 2 else ""
             rows = "a class of the file" if len(lists) == 2 else f"a row of the file, 0 to {classes - 1}"
             raise refusal(
-                f"line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new one"
+                f"line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new class"
             )
         # A name that the model does not want, such as N/A in lists of COCO, may be there several times.
         for file, of in zip(asked.files(), lists, strict=True) if len(lists) == 2 and name != MEAN else ():
             if of.count(name) > 1:
-                raise refusal(f"{file} has {name!r:.60} {of.count(name)} times; give each class its name")
+                raise refusal(f"{file} has {name!r:.60} {of.count(name)} times; give each class its own name")
     found = tuple(place[name] for name in lists[-1])
     if groups == 1:
         return found
     if classes in found:
         raise refusal(
-            f"{key} has {groups} rows for each class, and no mean for a new one; leave new classes out, or take a "
-            "fresh head with ",
+            f"{key} has {groups} rows per class, so mean is not defined for a new class; leave new classes out, or "
+            "use a fresh head with ",
             Opt("drop_mismatched", True),
             " and ",
             Opt("fill", "target"),
@@ -101,5 +101,5 @@ def _lines(file: str) -> list[str]:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: a list of classes cannot be read: {error}") from error
+        raise UsageError(f"{file}: cannot read the list of classes: {error}") from error
     return [line.strip() for line in text.splitlines() if line.strip()]

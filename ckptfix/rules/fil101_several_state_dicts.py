@@ -51,14 +51,14 @@ from ckptfix.rules.rule import Context, Rule
 MOST = 6  # sets that are named
 
 
-_KEEPING = "repairs this set, and keeps the others as they are"
+_KEEPING = "repairs this set and keeps the others unchanged"
 
 
-def choice(names: Sequence[str], effect: str = "takes only this set") -> tuple[Remedy, ...]:
+def choice(names: Sequence[str], effect: str = "uses only this set") -> tuple[Remedy, ...]:
     """Return a remedy for each set, and say what it does; those that follow another one last."""
     ordered = sorted(names, key=is_follower)
     named = tuple(Remedy.of(effect, weights=name) for name in ordered[:MOST])
-    rest = (Remedy.of("takes another one", weights=NAME),) if len(names) > MOST else ()
+    rest = (Remedy.of("uses another one", weights=NAME),) if len(names) > MOST else ()
     return (*named, *rest)
 
 
@@ -91,8 +91,8 @@ def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
     if edits:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(taken), 'key')} of the set {context.settings.weights}, which --weights picks, "
-            f"and {counted(len(others), 'key')} beside it, which it leaves out",
+            f"{counted(len(taken), 'key')} in the set {context.settings.weights} that --weights picks; "
+            f"{counted(len(others), 'key')} outside it left out",
             fix=Fix.requested(edits),
         )
 
@@ -114,14 +114,14 @@ def _unnamed(rule: Rule, context: Context, keys: Sequence[str]) -> Iterator[Find
     names = names_in_order([specs[key] for key in keys], parameters)
     held = f"{counted(len(keys), 'tensor')} in a list, which has no names"
     if names is None:
-        fit = "" if target is None else f"; {target.label}'s {len(parameters)} parameters fit in no way or in several"
+        fit = "" if target is None else f"; {target.label}'s {len(parameters)} parameters fit in no order or in several"
         asked = (Remedy.of("gives them the names of its parameters", model=MODEL),) if target is None else ()
         blocks = Blocks.WRITING | Blocks.FILLING
         yield rule.finding(Level.ERROR, held + fit, remedies=(*asked, *advise(NAME_THEM)), blocks=blocks)
     else:
         yield rule.finding(
             Level.WARNING,
-            f"{held}: they get those of the model's parameters in their order, which fit shape by shape",
+            f"{held}: they get the names of the model's parameters in order, whose shapes all fit",
             keys=names,
             fix=Fix.requested(renames(dict(zip(keys, names, strict=True)))),
         )
@@ -140,7 +140,7 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
         return
     fitting = [candidate.name for candidate in checkpoint.candidates if candidate.fits]
     is_only_one = fitting == [taken] and all(candidate.fits is not None for candidate in checkpoint.candidates)
-    why = ", the only one with weights of the target" if is_only_one else ""
+    why = ", the only one with weights that fit the target" if is_only_one else ""
     if len(fitting) > 1:
         why = f", and {', '.join(name for name in fitting if name != taken)} would fit the target as well"
     yield rule.finding(
@@ -164,7 +164,7 @@ def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
         kept = ", and both are kept" if target is None else ""
         yield rule.finding(
             Level.NOTE,
-            f"the state_dict holds two networks of the same tensors, {' and '.join(names)}{kept}: "
+            f"the state_dict holds two networks with the same tensors, {' and '.join(names)}{kept}: "
             f"{' or '.join(f'--weights {name}' for name in names)} takes one of them",
             evidence={"sets": list(names)},
         )
@@ -172,7 +172,7 @@ def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _in_lists(rule: Rule, context: Context) -> Iterator[Finding]:
     for fact in context.checkpoint.remarked(Kind.LISTED_AVERAGE):
-        said = f"{fact.place} is {clause(fact)}: --weights {fact.place} takes it, under these names"
+        said = f"{fact.place} is {clause(fact)}: --weights {fact.place} uses it, under these names"
         yield rule.finding(Level.NOTE, said, evidence={"sets": [fact.place]})
 
 
@@ -180,7 +180,7 @@ def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say that most of the file was not looked at: the weights may be what was passed over."""
     for fact in context.checkpoint.remarked(Kind.MOST_UNREAD):
         names = fact.data["others"]
-        separate = advise("save the weights as one state_dict, each under its name")
+        separate = advise("save the weights as one state_dict, with their names")
         yield rule.finding(Level.WARNING, clause(fact), remedies=choice(names, _KEEPING) if names else separate)
 
 
@@ -194,7 +194,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
         listed = ", ".join(list(others)[:3]) + (", …" if len(others) > 3 else "")
         yield rule.finding(
             Level.NOTE,
-            f"{path_name(checkpoint.container)} was taken, and there are other tensors beside it ({listed}): parts of "
-            "the same model where its state_dict is nested, or of another one; --weights NAME takes one of them",
+            f"{path_name(checkpoint.container)} was used, and there are other tensors outside it ({listed}): parts of "
+            "the same model if its state_dict is nested, or of another one; --weights NAME uses one of them",
             evidence={"beside": others},
         )

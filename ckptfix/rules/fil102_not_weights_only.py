@@ -74,15 +74,15 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         yield rule.finding(
             Level.ERROR,
             f"weights packed for a quantised kernel in {counted(len(packed), 'entry')} of the state_dict "
-            f"({SCRIPT_OBJECT}), which no file for weights_only=True can hold: as plain data they do not load into the "
-            "model",
+            f"({SCRIPT_OBJECT}), which no file for weights_only=True can hold: as plain data they will not load into "
+            "the model",
             keys=packed,
             remedies=advise(
-                "quantise the float model again after loading its weights; the file that this one was made of loads "
-                "into the quantised model"
+                "load the weights into the float model and quantise it again; the original file loads into the "
+                "quantised model"
                 if taken_apart
-                else "keep this file: torch.load reads it with weights_only=False, for a model that was quantised in "
-                "the same way, by the same release of torch"
+                else "keep this file: torch.load reads it with weights_only=False, for a model quantised in the same "
+                "way by the same release of torch"
             ),
             blocks=Blocks.NOTHING if taken_apart else Blocks.WRITING,
         )
@@ -95,15 +95,15 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         is_taken_apart = all(isinstance(checkpoint.entries[key], dict) for key in composed)
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which only that class makes of several "
-            f"tensors{parts}: as plain data they do not load into the model",
+            f"{counted(len(composed), 'weight')} of {', '.join(classes)}, which only that class builds from several "
+            f"tensors{parts}: as plain data they will not load into the model",
             keys=composed,
             evidence={} if is_taken_apart else {"parts": names},
             remedies=advise(
-                "the tensors were taken apart when this file was written: use the file that it was made of"
+                "the tensors were taken apart when this file was written: use the original file"
                 if is_taken_apart
-                else f"keep this file, which torch.load reads as it is after `import {package}`; for one that loads "
-                f"without {package}, load the model there, dequantise it, and save its state_dict"
+                else f"keep this file, which torch.load reads after `import {package}`; for a file that loads without "
+                f"{package}, load the model with it, dequantise it, and save its state_dict"
             ),
             blocks=Blocks.NOTHING if is_taken_apart else Blocks.WRITING,
         )
@@ -112,21 +112,21 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         calls = ", ".join(dict.fromkeys(rebuilt.values()))
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(rebuilt), 'weight')} that only the unknown function {calls} makes of a storage: as plain "
-            "data they do not load into the model",
+            f"{counted(len(rebuilt), 'weight')} that only the unknown function {calls} builds from a storage: as "
+            "plain data they will not load into the model",
             keys=rebuilt,
             remedies=advise(
-                "if the name is misspelt, the file is damaged: fetch it again; else save the model again with "
-                "tensors of torch.Tensor"
+                "if the name is misspelt, the file is damaged: fetch it again; otherwise save the model again with "
+                "plain tensors"
             ),
         )
     empty = tuple(fact.place for fact in checkpoint.remarked(Kind.UNINITIALIZED))
     if empty:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(empty), 'tensor')} of lazy modules never got a shape or value and cannot be written",
+            f"{counted(len(empty), 'tensor')} of lazy modules never got a shape or value, and cannot be written",
             keys=empty,
-            remedies=advise("run the model once on an input before it is saved"),
+            remedies=advise("run the model once on an input before saving it"),
         )
 
 
@@ -141,13 +141,13 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> 
     storages = [edit.where for edit in conversions if edit.before == BARE_STORAGE]
     nested = tuple(edit.where for edit in conversions if edit.before in _NESTED)
     for name, places, what, said in (
-        ("left_out", attributes, "attribute", "of the module, which neither a state_dict nor a written file has"),
-        ("left_out", on_tensors, "attribute", "set on tensors by code, which no written file has"),
+        ("left_out", attributes, "attribute", "of the module, which neither a state_dict nor the output has"),
+        ("left_out", on_tensors, "attribute", "set on tensors by code, which the output will not have"),
         (
             "storages",
             storages,
             "storage",
-            "without a tensor: torch.load reads them, but a written file has tensors instead",
+            "without a tensor: torch.load reads them, but the output has tensors instead",
         ),
     ):
         if places:
@@ -155,10 +155,10 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> 
     if nested:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(nested), 'nested tensor')}: torch.load reads this file as it is, and a written file would "
-            "hold the tensors that they are made of in their place",
+            f"{counted(len(nested), 'nested tensor')}: torch.load reads this file as it is, and the output would hold "
+            "their component tensors instead",
             keys=nested,
-            remedies=advise("keep this file, and change its keys where it is loaded"),
+            remedies=advise("keep this file, and change its keys after loading"),
             blocks=Blocks.WRITING,
         )
 
@@ -192,15 +192,15 @@ def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
     if is_of_module and names and len(texts) == len(names):
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(names), 'key')} made of bytes, as in pickles of Python 2, which no module loads",
+            f"{counted(len(names), 'key')} that are bytes, as in Python 2 pickles, which no module loads",
             keys=names,
             fix=Fix.safe(renames(texts)),
         )
     elif names:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(names), 'key')} of the state_dict other than text ({first_names(names)}): torch.load reads "
-            "them, no module has such keys, and in safetensors they become text",
+            f"{counted(len(names), 'key')} of the state_dict that are not strings ({first_names(names)}): torch.load "
+            "reads them, but no module has such keys, and safetensors turns them into strings",
         )
     conversions = list(plain_root(checkpoint)[1])
     yield from _otherwise(rule, checkpoint, conversions)

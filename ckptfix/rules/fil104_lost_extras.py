@@ -41,8 +41,8 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
     if weights := tuple(place for place in lost if holds_tensors(context.checkpoint.entries.get(place))):
         yield rule.finding(
             Level.ERROR,
-            f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict with tensors that have no "
-            "names of their own, and a strict load would miss them",
+            f"safetensors cannot carry {counted(len(weights), 'entry')} of the state_dict with unnamed tensors, and a "
+            "strict load would miss them",
             keys=weights,
             remedies=(Remedy.of("keeps them", format="pth"),),
             blocks=Blocks.WRITING,
@@ -50,7 +50,7 @@ def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
     if lost := [place for place in lost if place not in weights]:
         yield rule.finding(
             Level.NOTE,
-            f"safetensors cannot carry {first_names(lost)}, and the file to be written does not have it",
+            f"safetensors cannot carry {first_names(lost)}, and the output will not have it",
             evidence={"places": lost},
             remedies=(Remedy.of("keeps it", format="pth"),),
         )

@@ -66,7 +66,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
         are_hollow = any(not isinstance(part, TensorSpec) or not part.numel for part in parts)
         yield rule.finding(
             Level.ERROR,
-            f"the file is a part of a distributed checkpoint: it {shard.what}"
+            f"the file is part of a distributed checkpoint: it {shard.what}"
             f"{f', which {ranks} ranks share' if ranks else ''}",
             keys=shard.keys,
             evidence={"tensors": len(checkpoint.entries), "parts": len(shard.keys)},
@@ -89,8 +89,8 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
         if (found := beside(path)) is not None:
             yield rule.finding(
                 Level.NOTE,
-                "the ranks of the training that wrote these weights are beside them; name their folder for the masters"
-                f" and the optimizer: {found}",
+                "the ranks of this training run are next to the weights; name their folder to get the masters and the "
+                f"optimizer: {found}",
             )
     name = Path(checkpoint.member or checkpoint.path).name
     if "-of-" not in name:
@@ -101,10 +101,10 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if numbering is not None and numbering.count > 1:
         yield rule.finding(
             Level.NOTE,
-            f"by its name, the file is one of {numbering.count} shards: it holds only a part of the weights;"
-            " name the folder that holds all of them",
+            f"by its name, the file is one of {numbering.count} shards: it holds only part of the weights; name the "
+            "folder that holds all of them",
             evidence={"tensors": len(checkpoint.entries), "shards": numbering.count},
-            remedies=advise(f"name the folder that holds all of {numbering}, or the index beside them"),
+            remedies=advise(f"name the folder that holds all of {numbering}, or the index next to them"),
         )
 
 
@@ -146,19 +146,20 @@ def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
     if odd := tuple(key for key, pair in whole.items() if not is_cast_of(*pair, context.checkpoint.path)):
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(odd), 'fp32 master')} of {len(whole)} differ from the weights that the training used, by"
-            " more than rounding: its files are of different saves, or the weights were changed beside the optimizer",
+            f"{counted(len(odd), 'fp32 master')} of {len(whole)} differ from the weights that the training used by "
+            "more than rounding: the files are from different saves, or something other than the optimizer changed "
+            "the weights",
             keys=odd,
             evidence={"compared": len(whole), "differ": len(odd)},
-            remedies=advise("compare the dates of the files; a run that resumes goes on from the masters"),
+            remedies=advise("compare the dates of the files; a resumed run continues from the masters"),
         )
 
 
 # What is wrong with ranks that were put together, and why.
 _MIXED = {
-    Kind.RANK_REPEATED: "each rank has a part of its own, so one file was copied over the other",
-    Kind.RANK_RENAMED: "each rank has a part of its own, so files were renamed",
-    Kind.RANK_FOREIGN: "all ranks of a run have the same, so it is of another run",
+    Kind.RANK_REPEATED: "each rank has its own part, so one file was copied over the other",
+    Kind.RANK_RENAMED: "each rank has its own part, so files were renamed",
+    Kind.RANK_FOREIGN: "all ranks of a run have the same, so it is from another run",
 }
 
 
@@ -172,7 +173,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         if odd := [f"{fact.place} {clause(fact)}" for fact in checkpoint.remarked(kind)]:
             yield rule.finding(
                 Level.WARNING,
-                f"{'; '.join(odd)}: {cause}, and the weights made of it are wrong",
+                f"{'; '.join(odd)}: {cause}, and the merged weights are wrong",
                 evidence={kind.value.removeprefix("rank-"): len(odd)},
                 remedies=advise("fetch the files of these ranks again"),
                 # That settings differ may have another reason; two files of one rank may not.
@@ -181,11 +182,11 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
     differing = checkpoint.remarked(Kind.RANK_COPIES)
     for drift in sorted({bool(fact.data["drift"]) for fact in differing}):
         copies = tuple(fact.place for fact in differing if fact.data["drift"] is drift)
-        equal = "which a training keeps equal: a rank is of another run, and the weights are wrong"
+        equal = "which training keeps equal: a rank is from another run, and the weights are wrong"
         yield rule.finding(
             Level.NOTE if drift else Level.WARNING,
             f"the ranks hold different copies of {counted(len(copies), 'tensor')}"
-            f"{'; those of the first were taken' if drift else f', {equal}'}",
+            f"{'; those of the first rank were used' if drift else f', {equal}'}",
             keys=copies,
             remedies=() if drift else advise("put the files of one run together"),
         )
@@ -194,14 +195,14 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         keys = tuple(fact.place for fact in computed if fact.data["rule"] == rule_of)
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(keys), 'tensor')} computed as the {rule_of} over {computed[0].data['ranks']} ranks, as"
-            " GPT-NeoX has them; the bytes of all others were copied",
+            f"{counted(len(keys), 'tensor')} computed as the {rule_of} over {computed[0].data['ranks']} ranks, as in "
+            "GPT-NeoX; all others were copied bit for bit",
             keys=keys,
         )
     if left_out := checkpoint.remarked(Kind.RANK_LEFT_OUT):
         named = [f"{fact.place} ({why})" if (why := fact.data.get("why")) else fact.place for fact in left_out]
         yield rule.finding(
             Level.NOTE,
-            f"what each rank has of its own cannot be merged and is left out: {', '.join(named)}",
+            f"data that belongs to single ranks cannot be merged and is left out: {', '.join(named)}",
             evidence={"left out": [fact.place for fact in left_out]},
         )

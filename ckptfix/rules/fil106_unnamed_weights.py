@@ -33,15 +33,15 @@ from ckptfix.core.facts import Kind, clause
 from ckptfix.core.finding import Finding, Level, advise, counted
 from ckptfix.rules.rule import Context, Rule
 
-_FROZEN = "the weights were frozen into constants of the code, which have no names; the state_dict does not have them"
-_CONSTANTS = "constants of the code have no names, and the state_dict does not have them"
+_FROZEN = "the weights were frozen into constants of the code, which have no names, so the state_dict lacks them"
+_CONSTANTS = "constants of the code have no names, so the state_dict lacks them"
 
 
 def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     """Say what of a module its state_dict leaves out."""
     remarked = context.checkpoint.remarked
     for remark in remarked(Kind.FROZEN):
-        said, remedies = f"{_FROZEN}: {clause(remark)}", advise("use the file that was frozen")
+        said, remedies = f"{_FROZEN}: {clause(remark)}", advise("use the file from before freezing")
         yield rule.finding(Level.WARNING, said, remedies=remedies)
     for remark in remarked(Kind.CONSTANTS):
         yield rule.finding(Level.NOTE, f"{_CONSTANTS}: {clause(remark)}")

@@ -82,7 +82,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     config = None if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path)
     adapter = adapter_in(checkpoint, config=config)
     if (other := foreign_type(adapter)) and all(is_foreign(adapter, key) for key in checkpoint.entries):
-        does = f"it {UNMERGED[other]}" if other in UNMERGED else "only what trained it can merge it"
+        does = f"it {UNMERGED[other]}" if other in UNMERGED else "only the library that trained it can merge it"
         yield rule.finding(Level.NOTE, f"an adapter of the type {other}, and no model; {does}")
         return
     if not adapter.layers:
@@ -94,7 +94,7 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
     else:
         yield rule.finding(
             Level.WARNING,
-            f"holds {kind} inside of its base, and was never merged",
+            f"holds {kind} inside its base, never merged",
             keys=[key for layer in adapter.layers for key in layer.keys.values()],
             remedies=(_with_config(checkpoint.path),),
             blocks=Blocks.FILLING,
@@ -103,10 +103,10 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
         is_stepped = was_stepped(checkpoint.root)
         yield rule.finding(
             Level.WARNING if is_stepped else Level.NOTE,
-            f"all layers of the adapter are as they began: it changes nothing"
+            f"all layers of the adapter have their initial values: it changes nothing"
             f"{', though the file says that it was trained' if is_stepped else ' yet'}",
             keys=idle,
-            remedies=advise("take the adapter of another step") if is_stepped else (),
+            remedies=advise("use the adapter from another step") if is_stepped else (),
         )
 
 
@@ -191,7 +191,7 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
     if count > 1:
         total = sum(adapter.weight for adapter in adapters if adapter.path == path)
         raise AdapterError(
-            f"{path}: given {count} times; give it once, with the sum of its weights: ",
+            f"{path}: given {count} times; give it once, with the sum of the weights: ",
             Opt("adapter", f"{path}={total:g}"),
         )
     if len(adapters) == 1 and not adapters[0].path:
@@ -210,14 +210,16 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
         key, words = next(iter(merge.resized.items()))
         elsewhere += f"; the vocabulary of {checkpoint.specs[key].shape[0]} becomes one of {words}"
     if merge.tied:
-        elsewhere += f"; {first_names(sorted(merge.tied))} changes too, being tied to what the adapter changes"
+        elsewhere += (
+            f"; {first_names(sorted(merge.tied))} changes too, because it is tied to a tensor that the adapter changes"
+        )
     if settings.unmerge and merges:
         # The change, its sum and the difference are rounded once each.
         units = max(len(edit.deltas) for edit in merges) * 3 / 2
-        elsewhere += f"; each value is the base's to {units:g} units in the last place of the largest number on the way"
+        elsewhere += f"; each value is the base's to {units:g} units in the last place of the largest number involved"
     if number := sum(edit.dtype == "float16" and is_float32_in_t5(edit.key) for edit in merges):
         elsewhere += (
-            f"; {number} of them (wo of T5) stay float16, where peft merges in float32, as transformers loads them"
+            f"; {number} of them (wo of T5) stay float16; peft merges them in float32, as transformers loads them"
         )
     names = " and ".join(f"{_kind(adapter)}{_origin(adapter, checkpoint.path)}" for adapter in adapters)
     is_idle = bool(sizes) and not any(sizes.values()) and len(sizes) == len({_group(key) for key in changed})
@@ -229,10 +231,10 @@ def _merge(rule: Rule, context: Context) -> Iterator[Finding]:
             yield rule.finding(
                 Level.WARNING,
                 f"{adapter.label} was trained on {adapter.base}, and the base is {own}"
-                f"{', or was trained from it, says its config.json' * (not is_certain)}",
+                f"{', or was trained from it, according to its config.json' * (not is_certain)}",
                 remedies=(
                     Remedy.of(f"give the base {adapter.base}"),
-                    Remedy.of("merges it all the same, if both have the same weights", accept=(rule.code,)),
+                    Remedy.of("merges it anyway, if both have the same weights", accept=(rule.code,)),
                 ),
                 blocks=Blocks.WRITING if is_certain and not rule.code.startswith(settings.accept) else Blocks.NOTHING,
             )
@@ -255,7 +257,7 @@ def _refuse_non_finite(context: Context, adapters: Sequence[Adapter], merges: Se
             raise AdapterError(
                 f"{adapter.path or adapter.checkpoint.path}: {counted(len(bad), 'tensor')} of the adapter "
                 f"{'has' if len(bad) == 1 else 'have'} NaN or infinity, such as {bad[0]}, which a merge would spread "
-                "over the weights of the base; fetch the adapter again"
+                "over the base; fetch the adapter again"
             )
 
 
@@ -264,7 +266,7 @@ def _origin(adapter: Adapter, base: str) -> str:
     if not adapter.path:
         return ""
     if (is_own := adapter.is_trained_on(base)) is not None:
-        other = f"another file, {adapter.base}: the same weights in another form, or others"
+        other = f"another file, {adapter.base}: the same weights in another format, or different ones"
         return f" ({adapter.label}, trained on {'this very file' if is_own else other})"
     is_other = bool(adapter.base) and Path(adapter.base).name.lower() not in base.lower()
     return f" ({adapter.label}{f', trained on {adapter.base}' * is_other})"
@@ -353,5 +355,5 @@ def _with_config(path: str) -> Remedy:
     file = Path(path).parent / CONFIG
     if file.is_file():
         return Remedy.of("merges it", adapter=(str(file),))
-    words = "merges it: name the file that was saved with the adapter and has lora_alpha"
+    words = "merges it: name the file saved with the adapter that has lora_alpha"
     return Remedy.of(words, adapter=Placeholder(CONFIG))

@@ -35,8 +35,8 @@ def paddle_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if isinstance(root, dict) and _NAMES_OF_PARAMETERS in root:
         yield rule.finding(
             Level.ERROR,
-            "weights of PaddlePaddle, whose linear layers have the transposes of torch's matrices: as they are, square "
-            "ones load without an error and give wrong results",
-            remedies=advise("convert them with the code of the model, which knows its linear layers"),
+            "weights of PaddlePaddle, whose linear layers are transposed relative to torch's: square ones load "
+            "without an error and give wrong results",
+            remedies=advise("convert them with the model's code, which knows its linear layers"),
             blocks=Blocks.WRITING,
         )

@@ -91,7 +91,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
 
             yield rule.finding(
                 Level.ERROR,
-                f"{counted(bad, 'storage')} of {place}, beside the weights, with wrong bytes",
+                f"{counted(bad, 'storage')} of {place}, outside the weights, with wrong bytes",
                 remedies=(REMEDIES[0], *((DROP,) if is_optimizer else ())),
                 is_accepted=is_optimizer and context.settings.drop_optimizer,
             )

@@ -78,7 +78,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         if keys:
             yield rule.finding(
                 level,
-                f"{counted(len(keys), 'tensor')} with {where} of zeros among other numbers, as a lost block reads",
+                f"{counted(len(keys), 'tensor')} with {where} of zeros among other numbers, like a lost block",
                 keys=keys,
                 evidence={"bytes_of_storage": {key: [found[key].start, found[key].stop] for key in keys}},
                 remedies=advise("compare the file with another copy"),

@@ -90,11 +90,11 @@ def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
     """Yield why names and values may be others than were saved."""
     if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
         keys = [key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)]
-        what = f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks hold different values"
-        yield Level.WARNING, what, "fetch the files of one save again", keys
+        what = f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks have different values"
+        yield Level.WARNING, what, "fetch all files of one save again", keys
     if doubts := [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]:
-        what = f"the file {'; '.join(doubts)}: names, shapes and places of its tensors may differ from what was saved"
-        cure = "fetch the file again, or name the model to compare with; nothing is added or left out unasked"
+        what = f"the file {'; '.join(doubts)}: the names, shapes and positions of its tensors may be wrong"
+        cure = "fetch the file again, or name the model to compare with; nothing is added or dropped automatically"
         yield Level.WARNING, what, cure, ()
     yield from _flipped_bits(checkpoint)
     reasons: dict[str, set[str]] = {}
@@ -138,11 +138,11 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
     for fact in remarked(Kind.UNNAMED_LOSS):
         # With a target, what is missing of it is the finding of another rule.
         level = Level.NOTE if has_target else Level.ERROR
-        what = f"tensors are lost whose names are not known: those of {clause(fact)}"
+        what = f"tensors with unknown names are lost: those of {clause(fact)}"
         yield level, what, "fetch the missing files, or name the model to compare with", ()
     for fact in remarked(Kind.DAMAGED_NOTE):
-        what = f"the note {fact.place} in __metadata__ {clause(fact)}: names that share a tensor may be missing"
-        cure = "write it again from the file that it was made of, or name the model to compare with"
+        what = f"the note {fact.place} in __metadata__ {clause(fact)}: names of tied tensors may be missing"
+        cure = "write it again from the original file, or name the model to compare with"
         yield Level.WARNING, what, cure, ()
     for fact in remarked(Kind.INDEX_SIZE):
         if fact.place == ".":
@@ -151,9 +151,7 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
             what = f"{clause(fact)}, and {fact.place} has other dtypes than the rest: shards of two saves are mixed"
             yield Level.WARNING, what, "fetch all shards of one save again", ()
     for fact in remarked(Kind.PACKED_MEMBERS):
-        what = (
-            "compressed, which torch.save never does: another program packed the file again, and torch.load(mmap=True)"
-        )
+        what = "compressed, which torch.save never does: another program repacked the file, and torch.load(mmap=True)"
         yield Level.NOTE, f"{clause(fact)} {what} refuses it", "", ()
     if packed := remarked(Kind.PACKED_SHARD):
         files = packed[0].place if len(packed) == 1 else f"{packed[0].place} and {len(packed) - 1} more"
@@ -164,7 +162,7 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
             key: {part.key for s in spec.storages for part in (s, *s.parts)} for key, spec in checkpoint.specs.items()
         }
         keys = [key for key, names in parts.items() if names & last]
-        doubt = "; where they came into the last storage and were not appended, its tensors are not what was saved"
+        doubt = "; if they were inserted into the last storage instead of appended, its tensors are wrong"
         yield (
             Level.NOTE,
             f"{fact.data['nbytes']} bytes after the checkpoint do not belong to it{doubt * bool(keys)}",
@@ -173,10 +171,10 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
         )
     if strays := [fact.place for fact in remarked(Kind.STRAY_FILE)]:
         files = f"{strays[0]} holds" if len(strays) == 1 else f"{strays[0]} and {len(strays) - 1} more files hold"
-        what = f"{files} nothing of this checkpoint: an earlier save left it here, or its metadata was not fetched"
+        what = f"{files} nothing of this checkpoint: left over from an earlier save, or its metadata was not fetched"
         yield Level.NOTE, what, "", ()
     for fact in remarked(Kind.LAST_SHARD) if not has_target else ():
-        what = f"{fact.place} {clause(fact)}: without a later one, tensors end too early"
+        what = f"{fact.place} {clause(fact)}: if later ones are missing, tensors end too early"
         yield Level.NOTE, what, "count the files, or name the model to compare with", ()
 
 

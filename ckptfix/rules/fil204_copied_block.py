@@ -87,7 +87,7 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
         keys = dict.fromkeys(matrix.key for one, other, *_ in found for matrix in (one, other))
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(found), 'run')} of {SECTOR} bytes or more with the bytes of another place of the file",
+            f"{counted(len(found), 'run')} of {SECTOR} bytes or more with bytes from another place in the file",
             keys=keys,
             evidence={"bytes_of_file": [[at, to] for _, _, at, to, _ in found], "length": [size for *_, size in found]},
             remedies=advise("compare the file with another copy"),

@@ -41,7 +41,7 @@ from ckptfix.reading.pickles.payload import GRAPH_CODE, PICKLE
 from ckptfix.rules.rule import Context, Rule
 
 REMEDIES = (
-    *advise("do not load this file with anything; get it from a source that you trust"),
+    *advise("do not load this file; get it from a source that you trust"),
     Remedy.of("writes only its tensors", disarm=True),
 )
 
@@ -70,7 +70,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
         files = [*dict.fromkeys(fact.place for fact in beside)]
         yield rule.finding(
             Level.ERROR,
-            f"a training that is resumed from it would run code: {', '.join(files)} names {', '.join(names)}",
+            f"resuming training from it would run code: {', '.join(files)} names {', '.join(names)}",
             evidence={"globals": names, "files": files},
             fix=fix and replace(fix, edits=() if payload else fix.edits),
             remedies=remedies,
@@ -80,18 +80,18 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
         edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)
         yield rule.finding(
             Level.WARNING,
-            "the file holds Python code as text, and torch.load with weights_only=False runs it: a graph of torch.fx, "
-            "whose code calls operations on tensors and nothing else",
+            "the file holds Python code as text, and torch.load with weights_only=False runs it: a torch.fx graph "
+            "whose code only calls tensor operations",
             evidence={"globals": [remark.data["name"] for remark in stored]},
             fix=Fix.safe(edits) if fix is None else replace(fix, edits=() if payload or beside else fix.edits),
-            remedies=advise("load the state_dict that ckptfix repair writes into the model's own class"),
+            remedies=advise("repair the file and load its state_dict into the model's own class"),
             blocks=Blocks.WRITING | Blocks.LOADING,
         )
     hidden = [fact.place for fact in context.checkpoint.remarked(Kind.HIDDEN_PICKLE)]
     if hidden:
         yield rule.finding(
             Level.WARNING,
-            f"the archive holds further pickles that torch.load never reads: {', '.join(hidden[:4])}",
+            f"the archive holds more pickles, which torch.load never reads: {', '.join(hidden[:4])}",
             evidence={"members": hidden},
             fix=fix and replace(fix, edits=() if payload or beside or stored else fix.edits),
             remedies=remedies,

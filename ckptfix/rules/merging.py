@@ -443,7 +443,7 @@ def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: Tens
     if not by_outputs and not by_inputs:
         raise AdapterError(
             f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {outputs} outputs, "
-            "as DoRA has; merge it with what trained it"
+            "as DoRA has; merge it with the library that trained it"
         )
 
 

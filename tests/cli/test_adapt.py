@@ -101,7 +101,7 @@ def test_json(folder):
         ),
         ("pos_embed=linear", "give --adapt pos_embed=timm"),
         ("pos_embed=timm:3x3", "the file's 37 positions are not those of a grid of 3x3 and 1 token, but of one of 6x6"),
-        ("pos_embed=timm:3x3", "give the grids of the file and the model: --adapt pos_embed=timm:6x6:12x12"),
+        ("pos_embed=timm:3x3", "give the file's and the model's grids: --adapt pos_embed=timm:6x6:12x12"),
         ("head=classes.txt", "--adapt head=classes.txt: there is no file classes.txt; check the path"),
         ("head=pad:mean", "there is no file pad:mean; give head=MAP.txt or vocab=pad:mean"),
         (

@@ -107,7 +107,7 @@ def test_characters_that_the_program_cuts_off_each_name(characters: int):
         (text(under(leaf="parametrizations.weight.original0"), under(leaf="weight_g")), "weight_norm"),
         (text(under(leaf="num_batches_tracked")), "5 counters num_batches_tracked of BatchNorm missing"),
         (text(unexpected=under(leaf="num_batches_tracked")), "5 counters num_batches_tracked of BatchNorm too many"),
-        (text(["embeddings.position_ids"]), "1 buffer missing that the model works out"),
+        (text(["embeddings.position_ids"]), "1 buffer missing, which the model computes"),
         (text(unexpected=["embeddings.position_ids"]), "1 buffer too many"),
         (text(unexpected=["a._fsdp_wrapped_module._flat_param"]), "flat parameter of FSDP"),
         (text(["fc.weight"]), "1 key that the file does not have"),

@@ -101,7 +101,7 @@ def test_a_command_for_each_set_of_weights():
         MISMATCH,
         code="KEY104",
         blocks=Blocks.FILLING,
-        remedies=tuple(Remedy((("weights", name),), "takes only this set") for name in "qk"),
+        remedies=tuple(Remedy((("weights", name),), "uses only this set") for name in "qk"),
     )
     lines = told(report(sets, replace(sets, code="KEY106"), EXTRA, MISSING))  # two findings may offer the same choice
     assert [line.strip() for line in lines if "ckptfix repair" in line] == [

@@ -80,13 +80,13 @@ def test_classes_of_detectors(tmp_path):
     outputs = [detect["m"][0](image) for detect in (old, new)]  # type: ignore[index]  # of a ModuleDict
     wanted, found = (output.view(1, 3, -1, 5, 5) for output in outputs)
     torch.testing.assert_close(found, wanted[:, :, [0, 1, 2, 3, 4, *(5 + row for row in rows)]])
-    with pytest.raises(UsageError, match="seems to have 9 rows for each class; give the names"):
+    with pytest.raises(UsageError, match="seems to have 9 rows per class; give the class names"):
         both(lambda classes: RetinaNetClassificationHead(4, 9, classes), f"{tmp_path}/map.txt")
     (tmp_path / "new.txt").write_text("background\nmean\ncat")
-    with pytest.raises(UsageError, match="4 rows for each class, and no mean for a new one"):
+    with pytest.raises(UsageError, match="4 rows per class, so mean is not defined"):
         both(lambda classes: FastRCNNPredictor(8, classes), lists)
     (tmp_path / "old.txt").write_text("\n".join(CLASSES))
-    with pytest.raises(UsageError, match=r"5 lines, and .* 6 classes in the file, one more: that of the backgr"):
+    with pytest.raises(UsageError, match=r"5 lines, and .* 6 classes in the file, one more: the backgr"):
         both(lambda classes: nn.Linear(8, classes), lists)
 
 
@@ -96,12 +96,12 @@ def test_classes_of_detectors(tmp_path):
         (("0\n1",), "new.txt has 2 lines, and 2.weight 3 classes in the model"),
         (("0\n1\n5",), "line 3 of .*new.txt, '5', is not a row of the file, 0 to 4"),
         (("a\nb", "a\nb\nb"), "old.txt has 2 lines, and 2.weight 5 classes in the file"),
-        (("cat\ndog\ndog\nemu\nfox", "cat\ndog\nemu"), "old.txt has 'dog' 2 times; give each class its name"),
-        (("cat\ndog\ncow\nemu\nfox", "cat\ncat\nmean"), "new.txt has 'cat' 2 times; give each class its name"),
-        (("\n",), "a list of classes has no lines"),
-        (("0\n1\n\xff",), "new.txt: a list of classes cannot be read: 'utf-8' codec"),
-        (("0", "1", "2"), "give one map, or the names of the file's classes and those of the model's"),
-        (("", "cat\ndog\nemu"), "a list of classes has no lines"),
+        (("cat\ndog\ndog\nemu\nfox", "cat\ndog\nemu"), "old.txt has 'dog' 2 times; give each class its own name"),
+        (("cat\ndog\ncow\nemu\nfox", "cat\ncat\nmean"), "new.txt has 'cat' 2 times; give each class its own name"),
+        (("\n",), "the list of classes is empty"),
+        (("0\n1\n\xff",), "new.txt: cannot read the list of classes: 'utf-8' codec"),
+        (("0", "1", "2"), "give one map, or the class names of the file and of the model"),
+        (("", "cat\ndog\nemu"), "the list of classes is empty"),
         (("cat\ndog\ncow\nemu\nfox", "cat\ndog\nfax"), "'fax', is not a class of the file; did you mean 'fox'"),
     ],
 )

@@ -83,7 +83,7 @@ def test_the_set_that_fits_the_model_is_taken(tmp_path, content, fitting, caplog
     repaired = ckptfix.repair(file, model, output=tmp_path / "out.pth")
     (finding,) = (each for each in repaired.report.findings if each.code == "FIL101")
     assert (finding.level, finding.remedies, repaired.report.container) == (Level.NOTE, (), fitting)
-    assert f"{fitting} was taken, the only one with weights of the target" in finding.message
+    assert f"{fitting} was taken, the only one with weights that fit the target" in finding.message
     written = torch.load(tmp_path / "out.pth", weights_only=True)
     other = next(name for name in content if name != fitting)
     assert_same(dict(written[other]), dict(content[other]))
@@ -204,7 +204,7 @@ def test_plain_names_beside_a_copy():
     state = {**net().state_dict(), **wrapped(average, "ema_model.")}
     report = ckptfix.check(state, net(), values=False)
     assert remedies_text(report.findings[0].remedies).startswith(
-        "--weights plain takes only this set; or --weights ema_model"
+        "--weights plain uses only this set; or --weights ema_model"
     )
     for name, want in (("plain", dict(list(state.items())[:4])), ("ema_model", average)):
         fitting, report = ckptfix.repair_state_dict(state, net(), weights=name, values=False)
@@ -217,7 +217,7 @@ def test_a_wrapped_set_beside_a_plain_one(prefix):
     inner = net().state_dict()
     state = {**net().state_dict(), **wrapped(inner, prefix)}
     (finding, *_) = ckptfix.check(state, net(), values=False).findings
-    assert f"--weights plain takes only this set; or --weights {prefix[:-1]} takes" in remedies_text(finding.remedies)
+    assert f"--weights plain uses only this set; or --weights {prefix[:-1]} uses" in remedies_text(finding.remedies)
     fitting, _ = ckptfix.repair_state_dict(state, net(), weights=prefix[:-1])
     assert_same(fitting, dict(inner))
 

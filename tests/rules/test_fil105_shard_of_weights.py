@@ -143,4 +143,4 @@ def test_ranks_beside_the_weights_that_a_trainer_wrote(tmp_path: Path) -> None:
         with pytest.raises(WriteError, match=r"name .*global_step2$"):
             ckptfix.repair(given, output=tmp_path / "universal", format="universal")
     said = [finding.message for finding in ckptfix.check(folder / "global_step2", select=(CODE,)).findings]
-    assert said == ["the weights are the fp32 masters of a training in bfloat16"]
+    assert said == ["the weights are the fp32 masters of training in bfloat16"]

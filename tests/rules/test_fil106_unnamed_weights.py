@@ -79,6 +79,6 @@ def test_what_was_frozen_is_said(width: int, level: Level, tmp_path: Path) -> No
     (report,) = found(module, tmp_path)
     (finding,) = report.findings
     assert finding.level == level
-    assert "have no names; the state_dict does not have them" in finding.message or level is Level.NOTE
+    assert "have no names, so the state_dict lacks them" in finding.message or level is Level.NOTE
     assert "and 30 elements with names" in finding.message
     assert report.exit_code == int(level is Level.WARNING)

@@ -727,7 +727,7 @@ def test_a_configuration_may_name_the_model_from_which_the_base_was_trained(tmp_
 def test_an_adapter_that_is_given_twice_is_refused(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
     save_file(net().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(AdapterError, match="given 2 times; give it once, with the sum of its weights") as caught:
+    with pytest.raises(AdapterError, match="given 2 times; give it once, with the sum of the weights") as caught:
         ckptfix.check(tmp_path / "model.safetensors", adapter=[f"{adapter}=0.5", f"{adapter}=0.25"])
     assert f"{adapter}=0.75" in str(caught.value)
 

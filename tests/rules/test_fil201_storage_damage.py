@@ -149,7 +149,7 @@ def test_a_part_beside_the_weights(tmp_path: Path, place: str) -> None:
     file = _flipped(tmp_path / "whole.pth", other["weight"] if place == "D" else state["state"][0]["exp_avg_sq"])
     (finding,) = (each for each in ckptfix.check(file, weights="model").findings if each.code == "FIL201")
     assert (finding.level.name, finding.keys) == ("ERROR", ())
-    assert finding.message.startswith(f"1 storage of {place}, beside the weights")
+    assert finding.message.startswith(f"1 storage of {place}, outside the weights")
     assert any("drop_optimizer" in dict(each.options) for each in finding.remedies) == (place != "D")
     left = ckptfix.repair(file, weights="model", drop_optimizer=True).report.left
     assert any(each.code == "FIL201" for each in left) == (place == "D")

@@ -184,7 +184,7 @@ def test_two_sets_are_named_with_their_flags():
     sets = {**prefixed(net().state_dict(), "encoder_k."), **prefixed(net().state_dict(), "encoder_q.")}
     (finding,) = propose(foreign_prefix, sets, net())
     assert remedies_text(finding.remedies) == (
-        "--weights encoder_q takes only this set; or --weights encoder_k takes only this set"
+        "--weights encoder_q uses only this set; or --weights encoder_k uses only this set"
     )
 
 

@@ -684,7 +684,7 @@ def test_a_head_that_is_tied_to_its_embedding(tmp_path):
     assert_same(repaired, merged_by_peft([adapter], make=language))
     (finding,) = report.findings
     assert finding.level is Level.WARNING
-    assert "embed_tokens.weight changes too, being tied" in finding.message
+    assert "embed_tokens.weight changes too, because it is tied" in finding.message
     del base["lm_head.weight"]
     with pytest.raises(AdapterError, match="has only as the embedding that it is tied to"):
         ckptfix.repair_state_dict(base, adapter=adapter)
@@ -909,7 +909,7 @@ def test_a_layer_that_transformers_loads_as_float32_is_merged_as_it_is_stored(tm
     assert want[name].dtype == torch.float32
     stored = make().state_dict()
     repaired, report = ckptfix.repair_state_dict(stored, adapter=adapter, select="FIL108")
-    assert "1 of them (wo of T5) stay float16, where peft merges in float32" in report.findings[0].message
+    assert "1 of them (wo of T5) stay float16; peft merges them in float32" in report.findings[0].message
     assert_same({key: repaired[key] for key in want if key != name}, {key: want[key] for key in want if key != name})
     # Rounded twice, once by each library: the change, and the sum.
     torch.testing.assert_close(repaired[name].float(), want[name], rtol=2**-11, atol=2**-11)

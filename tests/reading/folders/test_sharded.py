@@ -147,7 +147,7 @@ def doubled_key(folder: Path, index: dict[str, Any], dtype: torch.dtype = torch.
         (absent_key, "lists old.weight, which no shard has", STATE, ["old.weight"]),
         (unlisted_key, "does not list head.weight", STATE, []),
         (unlisted_shard, "does not list head.steps, head.weight", STATE, []),
-        (doubled_key, "holds head.steps in two shards with different values", STATE, []),
+        (doubled_key, "has head.steps in two shards with different values", STATE, []),
     ],
 )
 def test_what_does_not_agree_is_said_and_the_rest_salvaged(
@@ -377,7 +377,7 @@ def test_a_missing_shard_without_an_index_leaves_a_loss_without_names(tmp_path: 
     report = ckptfix.repair(tmp_path, salvage=True, output=tmp_path / "out.safetensors", values=False).report
     assert report.exit_code == 1
     assert [found.message for found in report.remaining if found.level == Level.ERROR] == [
-        "tensors are lost whose names are not known: those of shards that are not there, and no index names"
+        "tensors with unknown names are lost: those of shards that are not there, and no index names"
     ]
 
 

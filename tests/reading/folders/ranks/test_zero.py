@@ -493,7 +493,7 @@ def test_model_states_that_are_whole_stand_for_themselves(tmp_path: Path) -> Non
 def test_the_report_says_which_weights_were_taken(tmp_path: Path) -> None:
     folder, _ = saved(tmp_path, "zero2_w2_bf16_g2")
     (note,) = [finding for finding in ckptfix.check(folder).findings if finding.code == "FIL105"]
-    assert "fp32 masters of a training in bfloat16" in note.message
+    assert "fp32 masters of training in bfloat16" in note.message
     assert remedies_text(note.remedies) == "--dtype bfloat16 writes them as the training used them"
     ckptfix.repair(folder, output=tmp_path / "half.pth", dtype="bfloat16")
     halves = torch.load(folder / TAG / "mp_rank_00_model_states.pt", weights_only=False)["module"]
