@@ -37,8 +37,8 @@ _MISSING = re.compile(
     rf"|missing keys in state_dict: \"?(?:set\(\[|\{{|\[)(?P<set>[^\]}}]*)"
     rf"|missing_keys\s?=\s?\[(?P<list>[^\]]*)"
     rf"|(?:not initialized from the model checkpoint at [^\[]{{1,400}}|(?:unet|clip|vae) missing: |Missing"
-    rf" key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
-    rf"|missing keys? in (?:source state_dict|checkpoint): (?P<plain>{_PLAIN_NAMES})"
+    rf" key(?:s|\(s\))?(?: when loading model| \(\d+\))?:?\s?)\[(?P<some>[^\]]*)"
+    rf"|(?:missing keys? in (?:source state_dict|checkpoint): |Keys '(?=.+' are missing\b))(?P<plain>{_PLAIN_NAMES})"
     rf"|not found in the checkpoint:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
 )
@@ -47,7 +47,7 @@ _UNEXPECTED = re.compile(
     r"|unexpected key \"(?P<one>[^\"]+)\" in state_dict"
     r"|unexpected_keys\s?=\s?\[(?P<list>[^\]]*)"
     r"|(?:were not used when initializing [^\[]{1,200}|unet unexpected: "
-    r"|Unexpected key(?:s|\(s\))?(?: when loading model)?:?\s?)\[(?P<some>[^\]]*)"
+    r"|Unexpected key(?:s|\(s\))?(?: when loading model| \(\d+\))?:?\s?)\[(?P<some>[^\]]*)"
     rf"|unexpected key in source state_dict: (?P<plain>{_PLAIN_NAMES})"
     rf"|keys that are not used by the model:(?P<folded>{_FOLDED_NAMES})",
     re.IGNORECASE,
@@ -57,16 +57,18 @@ _RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES
 _SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
 # The first wording is that of torch since 1.0, `of` and `where` stand in 0.4.1's; 0.3 and 0.4.0 have the second.
 _SIZE_MISMATCH = re.compile(
-    rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from checkpoint,"
-    rf" (?:where )?the shape (?:in current model )?is {_SIZE}"
+    rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from (?:the )?checkpoint,"
+    rf" (?:where )?the shape (?:in (?:the )?current model )?is {_SIZE}"
 )
 _SKIPPED = re.compile(
-    rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:to the model due to incompatible shapes:|has shape) {_SIZE} in the"
-    rf" checkpoint but {_SIZE} in the model"
+    rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:(?:to the model )?due to incompatible shapes:|has shape) {_SIZE} in"
+    rf" the checkpoint but {_SIZE} in the model"
 )
-_WHILE_COPYING = re.compile(
-    rf"While copying the parameter named \"?(?P<key>[^\s\",]+)\"?, whose dimensions in the model are {_SIZE} and whose"
-    rf" dimensions in the checkpoint are {_SIZE}"
+# The loader of CenterNet, which the DETRs for tracking took over, is the second.
+_MODEL_FIRST = re.compile(
+    r"(?:While copying the parameter named \"?|Skip loading parameter )(?P<key>[^\s\",]+)\"?,"
+    rf" (?:whose dimensions in the model are|required shape) ?{_SIZE}"
+    rf"(?: and whose dimensions in the checkpoint are|, loaded shape) ?{_SIZE}"
 )
 _MOST_LAYERS = 1000
 _CONTEXT = re.compile(r"Error\(s\) in loading state_dict for (?P<model>[\w.]+)")
@@ -150,7 +152,7 @@ def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
     for key, row in _rows(text, "MISMATCH"):
         if row[3] is not None:
             yield key, (_shape(row[3]), _shape(row[4]))
-    for match in _WHILE_COPYING.finditer(text):
+    for match in _MODEL_FIRST.finditer(text):
         if match[2] != match[3]:  # else the copy failed for another reason
             yield match["key"], (_shape(match[3]), _shape(match[2]))
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "does-not-fit": (
+        "Missing keys (64): ['trunk.blocks.0.attn.freqs_cis_real', 'trunk.blocks.0.attn.freqs_cis_imag']...",
+        "RuntimeError: Keys 'trunk.ipa.linear_q_points.linear.weight, trunk.ipa.linear_q_points.linear.bias' are"
+        " missing.",
+        "AssertionError: Attempted to load weight (torch.Size([3600])) into parameter (torch.Size([3584]))",
+        "AssertionError: Tried to load weights of size torch.Size([151936, 896])to a parameter of size"
+        " torch.Size([151937, 896])",
         "ValueError: Missing key in checkpoint: generator.linear.weight",
         "RuntimeError: ('SmolVLA %d missing / %d unexpected keys', 10, 0)",
         "RuntimeError: Pretrained weights are not compatible with the current network architecture",
@@ -61,6 +67,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     "names-of-an-engine": (
         "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.qweight'",
+        "ValueError: Parameter blocks.0.to_gate_compress.bias not found in custom model state dict.",
         "KeyError: 'layers.0.mlp.down_proj.weight.absmax'",
         "llama_model_load: error loading model: missing tensor 'token_embd.weight'",
         "llama_model_load: error loading model: check_tensor_dims: tensor 'token_embd.weight' has wrong shape; expected"
@@ -90,7 +97,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "TypeError: ERROR: best.pt is not forwards compatible with YOLOv11",
     ),
     "attribute-of-module": (),
-    "missing-entry": ("KeyError: 'dims'", 'KeyError: "network_weights"'),
+    "part-of-a-pipeline": (),
+    "spaces-of-agent": ("ValueError: Action spaces do not match: Discrete(4) != Discrete(6)",),
+    "missing-entry": (
+        "ValueError: Object labeled by 'trainer' from `to_load` is not found in the checkpoint",
+        "KeyError: 'dims'",
+        'KeyError: "network_weights"',
+    ),
     "bytes-keys": ("TypeError: endswith first arg must be bytes or a tuple of bytes, not str",),
     "deepcopy-of-normed": (
         "RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the"
@@ -141,6 +154,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " to the model due to incompatible shapes: (320,) in the checkpoint but (40,) in the model!",
         "Found keys that are in the model state dict but not in the checkpoint: ['head.weight']",
         "Transferred 0/349 items from yolov5s.pt",
+        "Skip loading parameter class_embed.0.weight, required shapetorch.Size([1, 256]), loaded shapetorch.Size([91,"
+        " 256]). If you see this, your model does not fully load the pre-trained weight.",
+        "Drop parameter transformer.reference_points.weight.If you see this, your model does not fully load the"
+        " pre-trained weight.",
         "Some model parameters or buffers are not found in the checkpoint: backbone.fc.bias",
         "WARNING: roi_heads.box_head.fc1.weight is not in the checkpoint. Please double-check.",
     ),
@@ -253,6 +270,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
         " ultralytics 'default.yaml' file.",
     ),
     "no-lora-keys": (
+        "ERROR lora diffusion_model.double_blocks.0.img_attn.qkv.weight shape '[9216, 3072]' is invalid for input of"
+        " size 14155776",
         "lora key not loaded: lora_unet_down_blocks_0_attentions_0_proj_in.alpha",
         "No LoRA keys associated to UNet2DConditionModel found with the prefix='unet'.",
         "Failed to match keys when loading network /models/Lora/style.safetensors: {'lora_te': 'x'}",

@@ -25,6 +25,10 @@ head.cls_score.{bias, weight}
         " dimensions in the checkpoint are torch.Size([10, 5]).",
         "While copying the parameter named fc.weight, whose dimensions in the model are torch.Size([2, 5]) and whose"
         " dimensions in the checkpoint are torch.Size([10, 5]).",
+        "Skip loading parameter fc.weight, required shapetorch.Size([2, 5]), loaded shapetorch.Size([10, 5]). If you"
+        " see this, your model does not fully load the pre-trained weight.",
+        "Skip loading parameter 'fc.weight' due to incompatible shapes: (10, 5) in the checkpoint but (2, 5) in the"
+        " model!",
     ],
 )
 def test_the_two_shapes_in_every_wording(sentence: str):
@@ -57,6 +61,24 @@ Notes:
     assert mismatch.unexpected == tuple(f"h.{n}.mlp.{name}.weight" for n in (3, 4, 5) for name in ("up", "down"))
     assert mismatch.shapes == {"tok.weight": ((7, 32), (9, 32))}
     assert mismatch.knows_missing
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Missing keys (2): ['a.0.weight', 'a.1.weight']\nUnexpected keys (1): ['b.weight']",
+        "Missing keys: ['a.0.weight', 'a.1.weight']\nUnexpected keys: ['b.weight']",
+    ],
+)
+def test_lists_that_a_program_prints(sentence: str):
+    (message,) = messages(sentence)
+    mismatch = read_mismatch(message)
+    assert (mismatch.missing, mismatch.unexpected) == (("a.0.weight", "a.1.weight"), ("b.weight",))
+
+
+def test_the_keys_that_esmfold_misses():
+    (message,) = messages("RuntimeError: Keys 'ipa.linear_q.bias, ipa.linear_q.weight' are missing.")
+    assert read_mismatch(message).missing == ("ipa.linear_q.bias", "ipa.linear_q.weight")
 
 
 def test_the_lists_of_fvcore_are_read():
