@@ -47,6 +47,7 @@ def doubt_what_may_differ(inference: Inference, sorted_sides: Sequence[int]) -> 
     _doubt_exchanges(inference)
     _doubt_broken_lists(inference, sorted_sides)
     _doubt_other_places(inference)
+    inference.doubt_torn_tensors()
 
 
 def _doubt_orientation(inference: Inference) -> None:

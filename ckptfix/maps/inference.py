@@ -55,8 +55,8 @@ ROTATED = ({"wq", "q_proj"}, {"wk", "k_proj"})
 """Layers of Meta's Llama and of transformers: their rows have another order, which depends on the size of the heads."""
 
 
-BY_HEAD = frozenset({"query_key_value", "linear_qkv", "wqkv"})
-"""Names of Megatron, GPT-NeoX, BLOOM, Falcon and InternLM2."""
+BY_HEAD = frozenset({"query_key_value", "linear_qkv", "wqkv", "attn"})
+"""Names of Megatron, GPT-NeoX, BLOOM, Falcon, InternLM2 and litgpt before it said ``qkv``."""
 
 CHATGLM = ("transformer", "encoder")  # where ChatGLM has its layers; it uses such a name with all queries first
 

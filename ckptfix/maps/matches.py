@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptfix.core.parts import Part, Shape
+from ckptfix.core.parts import Part, Shape, used_in_full
 from ckptfix.core.rename_map import RenameMap
 from ckptfix.maps.trees import Choice, Label
 
@@ -40,6 +40,11 @@ class Inference(Struct, frozen=True):
         """Call the matches of keys no better than this."""
         for key in keys:
             self.matches[key] = replace(self.matches[key], label=min(label, self.matches[key].label))
+
+    def doubt_torn_tensors(self) -> None:
+        """Call a part of a tensor ambiguous if another part is: it is taken apart as a whole or not at all."""
+        parts = {key: match.parts for key, match in self.matches.items() if match.label > Label.AMBIGUOUS}
+        self.doubt(parts.keys() - used_in_full(parts, self.source).keys())
 
     @property
     def single_sources(self) -> dict[str, str]:

@@ -54,9 +54,10 @@ def by_values(
         return inference
     whole = used_in_full({key: match.parts for key, match in matches.items()}, source)
     kept = {key: matches[key] for key in target if key in whole}
-    if inference is None:
-        return Inference(kept, dict(source), dict(target), origin="values")
-    return replace(inference, matches=kept, origin="values", maps=())
+    known = inference or Inference({}, dict(source), dict(target))
+    found_in_values = replace(known, matches=kept, origin="values", maps=())
+    found_in_values.doubt_torn_tensors()
+    return found_in_values
 
 
 def _pairs(source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values) -> dict[str, str]:

@@ -1126,3 +1126,29 @@ def test_names_that_both_sides_have_are_not_exchanged():
 def test_digits_that_are_no_decimal_ones_are_no_numbers_in_a_sorted_file():
     found = infer({"1²2": (4, 4), "a.10": (2, 2), "²": (3, 3)}, {"1²2": (4, 4), "a.10": (2, 2), "x": (3, 3)})
     assert found.matches["x"].parts[0].source == "²"
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["the file has it fused", "the target has it fused"])
+def test_a_fused_tensor_is_taken_apart_as_a_whole_or_not_at_all(is_fused):
+    """Queries and keys of torchtune are ambiguous, and its values are not."""
+    apart: Specs = {f"attn.{name}_proj.weight": (8, 8) for name in "qkv"}
+    meta = {"tok_embeddings.weight": (50, 8), **stack("layers", [{**apart, **linear("mlp.w2", 8, 32)}] * 3)}
+    fused: Specs = {"self_attn.qkv_proj.weight": (24, 8), **linear("mlp.down_proj", 8, 32)}
+    other = {"embed_tokens.weight": (50, 8), **stack("layers", [fused] * 3)}
+    matches = infer(*((other, meta) if is_fused else (meta, other))).matches
+    unclear = {
+        key.split(".")[2] for key, match in matches.items() if match.label is Label.AMBIGUOUS and "emb" not in key
+    }
+    assert unclear == {"attn" if is_fused else "self_attn"}
+    assert "mlp" in {key.split(".")[2] for key, match in matches.items() if match.label > Label.AMBIGUOUS}
+
+
+def test_a_fused_layer_of_the_old_litgpt_has_a_row_of_queries_keys_and_values_for_each_group():
+    source = stack("transformer.h", [{"attn.attn.weight": (16, 8), "attn.proj.weight": (8, 8)}] * 3)
+    apart: Specs = {"q_proj.weight": (8, 8), "k_proj.weight": (4, 8), "v_proj.weight": (4, 8), "o_proj.weight": (8, 8)}
+    target = stack("model.layers", [{f"self_attn.{key}": shape for key, shape in apart.items()}] * 3)
+    for sides in ((source, target), (target, source)):
+        labels = {key: match.label for key, match in infer(*sides).matches.items()}
+        sure = {key.split(".")[-2] for key, label in labels.items() if label > Label.AMBIGUOUS}
+        assert sure == {"o_proj" if sides[0] is source else "proj"}
+        assert labels.keys() == sides[1].keys()
