@@ -27,9 +27,10 @@ def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, Tens
     Pieces that follow each other in it, such as the layers of a stack, are joined: those that are ranges of their
     storages a writer copies within the file system, which takes half the time."""
     sources: dict[Box, ByteSource] = {}
+    whole = full(shape)
     for place, piece in pieces:
         outer = next((axis for axis, (start, stop) in enumerate(place) if stop - start != 1), len(place))
-        if place[outer + 1 :] != full(shape)[outer + 1 :] or piece.storage is None:
+        if place[outer + 1 :] != whole[outer + 1 :] or piece.storage is None:
             return AssembledBytes(shape, itemsize, pieces)
         if piece.is_contiguous:
             sources[place] = WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)

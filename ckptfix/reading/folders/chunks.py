@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
-from ckptfix.core.parts import Box, PartsError, check_cover, extent, numel
+from ckptfix.core.parts import Box, PartsError, check_cover, extent
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import Opt, UnreadableError, damaged
 from ckptfix.reading.boxes import bytes_of_boxes
@@ -48,21 +48,25 @@ def merge_parts(
     lacks bytes of a damaged file is torn; the checksums of its parts speak for any other."""
     check_tiling(copies, shape, name)
     spec = TensorSpec(dtype, shape, contiguous_strides(shape))
-    parts: dict[Box, TensorSpec] = {}
+    pieces: list[tuple[Box, TensorSpec]] = []
+    are_torn = False
     for box, same in copies.items():
         wanted = extent(box)
-        if any(part.dtype != dtype or (part.shape != wanted and (part.numel or numel(box))) for part in same):
-            raise UnreadableError(
-                f"{path}: the part of {name} at {[start for start, _ in box]} has another shape or dtype"
-            )
-        parts[box] = next((part for part in same if not is_torn(part)), same[0])
-    filled = {box: part for box, part in parts.items() if numel(box)} or parts
-    if len(filled) == 1:
-        return next(iter(filled.values()))
-    if any(map(is_torn, filled.values())):
+        for part in same:
+            if part.dtype != dtype or (part.shape != wanted and (part.numel or 0 not in wanted)):
+                raise UnreadableError(
+                    f"{path}: the part of {name} at {[start for start, _ in box]} has another shape or dtype"
+                )
+        whole = next((part for part in same if not is_torn(part)), None)
+        if 0 not in wanted or 0 in shape:
+            are_torn = are_torn or whole is None
+            pieces.append((box, whole or same[0]))
+    if len(pieces) == 1:
+        return pieces[0][1]
+    if are_torn:
         return gone(name, spec, path)
-    pieces = [(box, _plain(part, path)) for box, part in filled.items()]
-    storages = tuple(storage for part in filled.values() for storage in part.storages)
+    storages = tuple(storage for _, part in pieces for storage in part.storages)
+    pieces = [(box, _plain(part, path)) for box, part in pieces]
     storage = Storage(name, bytes_of_boxes(shape, spec.itemsize, pieces), parts=storages)
     return checked(replace(spec, storage=storage), path)
 

@@ -431,10 +431,11 @@ class _Merge:
             found.copies.setdefault(full(shape), []).append(found.plain)
         if not any(found.copies.values()):
             raise UnreadableError(f"{self.path}: no rank holds a part of {name}; its files are damaged")
-        if not all(agree(same, self.path, reads=self.files.salvage) for same in found.copies.values()):
+        repeated = {box: same for box, same in found.copies.items() if len(same) > 1}
+        if not all(agree(same, self.path, reads=self.files.salvage) for same in repeated.values()):
             self.files.damage.append(Fact.of(Kind.RANKS_DIFFER, keys=(name,)))
         elif not self.files.salvage:
-            found.copies = {box: [compared(name, same, self.path)] for box, same in found.copies.items()}
+            found.copies.update({box: [compared(name, same, self.path)] for box, same in repeated.items()})
         spec = TensorSpec(next(iter(found.copies.values()))[0].dtype, shape, contiguous_strides(shape))
         if (held := sum(map(numel, found.copies))) < spec.numel:
             if not self.files.damage:
