@@ -66,9 +66,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+LIBRARIES = "accelerate diffusers lightning open_clip peft segmentation_models_pytorch smp timm torchao"
+LIBRARIES += " torchvision transformers"
+PEER = re.compile(rf"""(?:import |from |")(?:{"|".join(LIBRARIES.split())})[ .:"\n]""")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests on Ray first: the first tests go to one worker of pytest, and the cluster starts once."""
-    items.sort(key=lambda item: item.path.name != "test_cluster.py")
+    """Put the tests on Ray first, and then those that name a library of models: the first tests go to one worker of
+    pytest, so the cluster starts once, and few workers import the libraries."""
+    last = {path: PEER.search(path.read_text(encoding="utf-8")) is None for path in {item.path for item in items}}
+    items.sort(key=lambda item: (item.path.name != "test_cluster.py", last[item.path]))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,7 +12,7 @@ import pytest
 
 from ckptfix.core.config import parse_toml
 from ckptfix.rules import RULES
-from tests.cli.programs import parse, run
+from tests.cli.programs import parse, run_here
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
@@ -73,7 +73,7 @@ ON_SAMPLES = sorted({line for line in commands() if "sample_checkpoints/" in lin
 @pytest.mark.parametrize("command", ON_SAMPLES)
 def test_a_command_on_a_sample_runs(command: str, tmp_path: Path):
     shutil.copytree(ROOT / "sample_checkpoints", tmp_path / "sample_checkpoints")
-    done = run(*shlex.split(command)[1:], cwd=tmp_path)
+    done = run_here(*shlex.split(command)[1:], cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr
 
 

@@ -192,6 +192,6 @@ def test_damage_is_a_finding_and_no_warning_of_python(folder, more):
     with (folder / "zoo.py").open("a") as zoo:
         zoo.write("\n\ndef rotary():\n    made = tiny()\n")
         zoo.write("    made.register_buffer('inv_freq', torch.arange(1.0, 9.0), persistent=False)\n    return made\n")
-    done = run("check", "rot.pth", *more, cwd=folder)
+    done = run_here("check", "rot.pth", *more, cwd=folder)
     assert done.stderr == ""
     assert "FIL201" in done.stdout

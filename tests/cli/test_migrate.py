@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -173,14 +172,7 @@ def test_the_report_is_written_beside(healthy, tmp_path):
 def test_a_model_line_that_names_nothing_is_one_error_and_makes_nothing(healthy, tmp_path):
     table = tmp_path / "zoo.toml"
     table.write_text('[[files]]\nmatch = "*.pth"\nmodel = "tests.zoo.factories:linera"\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptfix", "migrate", str(healthy), str(tmp_path / "new"), "--table", str(table)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    done = zoos.migrate_here(healthy, tmp_path / "new", "--table", table)
     errors = [line for line in done.stderr.splitlines() if "error" in line]
     assert (done.returncode, len(errors)) == (2, 1)
     assert "did you mean linear?" in errors[0]
