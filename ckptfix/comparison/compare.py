@@ -14,7 +14,7 @@ from itertools import islice
 
 from ckptfix.bytes.checksums import is_sound
 from ckptfix.comparison.difference import Difference, Pair, Side, Texts, Ties
-from ckptfix.comparison.gap import EXACT, Tolerance, measure_gap, row_major_blocks
+from ckptfix.comparison.gap import EXACT, Tolerance, measure_gap, row_major_elements
 from ckptfix.core.checkpoint import Checkpoint, PathPart, path_name
 from ckptfix.core.facts import Kind
 from ckptfix.core.finding import counted
@@ -56,7 +56,7 @@ def _digests(specs: Mapping[str, TensorSpec], kinds: set[Form]) -> Iterator[tupl
         plain = spec.storage is not None and spec.quantizer is None and not any(spec.math_bits.values())
         if plain and _kind(spec) in kinds and spec.nbytes <= OVERLAP * max(stop - start, 1):
             digest = blake2b(digest_size=16)
-            for block in row_major_blocks(spec) if spec.numel else ():
+            for block in row_major_elements(spec) if spec.numel else ():
                 digest.update(block.data.cast("B") if block.flags.c_contiguous else block.tobytes())
             yield key, (_kind(spec), digest.digest())
 

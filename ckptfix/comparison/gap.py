@@ -15,6 +15,7 @@ from ckptfix.comparison.difference import Gap
 from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import Quantizer, TensorSpec
+from ckptfix.reading.boxes import row_major_blocks
 from ckptfix.values.decode import Array, Encoding, encoding
 from ckptfix.values.walk import OVERLAP, Walk
 
@@ -52,7 +53,7 @@ class SideBySide(Struct, frozen=True):
         if self.shares_an_order:
             yield from _in_step(_raw(self.a, Walk(self.a).blocks()), _raw(self.b, Walk(self.b).blocks()))
         else:
-            yield from _in_step(_rows(self.a), _rows(self.b))
+            yield from _in_step(row_major_elements(self.a), row_major_elements(self.b))
 
     def row_major(self, position: int) -> int:
         """Return the flat row-major index of the element that is met at a position."""
@@ -63,13 +64,9 @@ class SideBySide(Struct, frozen=True):
         return walk.flat_index(distinct)
 
 
-def row_major_blocks(spec: TensorSpec) -> Iterator[Array]:
+def row_major_elements(spec: TensorSpec) -> Iterator[Array]:
     """Yield the elements of a strided tensor in row-major order, as arrays of raw bytes (``numpy.void``)."""
-    walk = Walk(spec)
-    if walk.is_row_major and walk.repetition == 1 and walk.is_bounded:
-        yield from _raw(spec, walk.blocks())
-    else:
-        yield from _rows(spec)
+    return _raw(spec, row_major_blocks(spec, ""))
 
 
 def _raw(spec: TensorSpec, blocks: Iterator[memoryview]) -> Iterator[Array]:
@@ -78,31 +75,6 @@ def _raw(spec: TensorSpec, blocks: Iterator[memoryview]) -> Iterator[Array]:
         units = np.frombuffer(block, dtype=element)
         for start in range(0, len(units), BLOCK):
             yield units[start : start + BLOCK]
-
-
-def _rows(spec: TensorSpec) -> Iterator[Array]:
-    assert spec.storage is not None, "only a tensor with a storage has elements"
-    start, stop = spec.extent
-    view = np.lib.stride_tricks.as_strided(
-        np.frombuffer(spec.storage.source.read(start, stop), dtype=np.dtype((np.void, spec.itemsize))),
-        spec.shape,
-        [stride * spec.itemsize for stride in spec.strides],
-        writeable=False,
-    )
-    yield from _slices(view)
-
-
-def _slices(view: Array) -> Iterator[Array]:
-    """Yield the elements of an array in row-major order, at most ``BLOCK`` at a time if it has several dimensions."""
-    if view.size <= BLOCK or view.ndim == 0:
-        yield np.ascontiguousarray(view).reshape(-1)
-        return
-    step = max(BLOCK * len(view) // view.size, 1)
-    for start in range(0, len(view), step):
-        part = view[start : start + step]
-        yield from (
-            _slices(part[0]) if len(part) == 1 and part.size > BLOCK else (np.ascontiguousarray(part).reshape(-1),)
-        )
 
 
 def _in_step(left: Iterator[Array], right: Iterator[Array]) -> Iterator[tuple[Array, Array]]:

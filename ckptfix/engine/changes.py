@@ -17,9 +17,9 @@ from ckptfix.core.parts import Part, PartsError, check_bijection
 from ckptfix.core.spec import Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.core.target import Target
 from ckptfix.errors import Opt, PlanError
-from ckptfix.reading.boxes import boxed, bytes_of_boxes, shaped
+from ckptfix.reading.boxes import boxed, bytes_of_boxes, row_major, shaped
 from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import RowMajorBytes, spec_of_number, spec_of_tensor
+from ckptfix.reading.tensors import spec_of_number, spec_of_tensor
 from ckptfix.values.casting import can_be_zeroed, cast_spec, zeroed_spec
 from ckptfix.values.dequantising import dequantised_spec
 
@@ -179,8 +179,8 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
 
 def _piece(spec: TensorSpec, part: Part, path: str) -> TensorSpec:
     """Return the box of a part as a tensor of the same storage, in the order of its axes."""
-    if spec.math_bits:  # torch resolves them
-        spec = computed(spec, part.source, RowMajorBytes(spec, path), ())
+    if spec.math_bits:
+        spec = computed(spec, part.source, row_major(spec, path), ())
     piece = boxed(spec, part.box)
     if part.view:
         piece = shaped(piece, part.view)

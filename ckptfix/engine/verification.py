@@ -25,8 +25,8 @@ from ckptfix.core.spec import ByteSource, Storage, TensorSpec, ties
 from ckptfix.errors import CkptfixError, WriteError
 from ckptfix.maps.optimizer_states import optimizers_in
 from ckptfix.reading import safetensors
+from ckptfix.reading.boxes import have_same_bytes
 from ckptfix.reading.formats import read_document
-from ckptfix.reading.tensors import have_same_bytes
 from ckptfix.writing.output import Written
 from ckptfix.writing.plain import plain_root
 from ckptfix.writing.safetensors import lost_extras

@@ -1,4 +1,5 @@
-"""The bytes of a tensor that is put together from boxes of others, without reading one before it is asked for."""
+"""Tensors in row-major order: strided ones, and those that are put together from boxes of others. None is read before
+it is asked for, nor as a whole if it is read in order."""
 
 from __future__ import annotations
 
@@ -10,15 +11,70 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ckptfix.bytes.sources import JoinedBytes, WindowBytes, located
+from ckptfix.bytes.sources import JoinedBytes, KeptBytes, MemoryBytes, WindowBytes, are_equal, located, stream
+from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.lazy import np
 from ckptfix.core.parts import Box, Shape, extent, full
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, contiguous_strides
+from ckptfix.errors import UnreadableError, WriteError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
+
+
+def is_range(spec: TensorSpec) -> bool:
+    """Return whether the values of a strided tensor are a range of its storage."""
+    return spec.is_contiguous and not spec.math_bits
+
+
+def row_major(spec: TensorSpec, path: str) -> ByteSource:
+    """Return the bytes of a strided tensor in row-major order, conjugated or negated where the spec says so."""
+    if spec.storage is not None and is_range(spec):
+        return _stored(spec)
+    return KeptBytes(spec.nbytes, max(spec.nbytes, 1), lambda *_: _resolved(spec, path))
+
+
+def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
+    """Return all bytes of a strided tensor in row-major order."""
+    return row_major(spec, path).read(0, spec.nbytes)
+
+
+def row_major_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
+    """Return the same in blocks, each valid until the next one is asked for."""
+    if spec.storage is None:
+        raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
+    return stream(MemoryBytes(_resolved(spec, path)) if spec.math_bits else _stored(spec), 0, spec.nbytes)
+
+
+def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:
+    """Return whether two strided tensors of one dtype and shape have the same elements, bit for bit."""
+    return are_equal(row_major_blocks(one, path), row_major_blocks(other, path))
+
+
+def _stored(spec: TensorSpec) -> ByteSource:
+    """Return the bytes of a tensor with a storage in row-major order, as they are stored."""
+    assert spec.storage is not None
+    if spec.is_contiguous:
+        return WindowBytes(spec.storage.source, spec.extent[0], spec.nbytes)
+    return AssembledBytes(spec.shape, spec.itemsize, [(full(spec.shape), spec)])
+
+
+def _resolved(spec: TensorSpec, path: str) -> memoryview:
+    """Return the whole of a tensor that is not a range of its storage."""
+    if spec.storage is None:
+        raise UnreadableError(f"{path}: a chunk of the meta device has no values; save the checkpoint again")
+    data = _stored(spec).read(0, spec.nbytes)
+    if spec.math_bits:
+        width = spec.itemsize // (2 if DTYPES[spec.dtype].is_complex else 1)
+        numbers = np.frombuffer(data, f"u{width}").copy()
+        sign = numbers.dtype.type(1 << 8 * width - 1)
+        for name, some in (("neg", numbers), ("conj", numbers[1::2])):
+            if spec.math_bits.get(name):
+                some ^= sign
+        data = memoryview(numbers).cast("B")
+    return data
 
 
 def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, TensorSpec]]) -> ByteSource:
@@ -32,10 +88,7 @@ def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, Tens
         outer = next((axis for axis, (start, stop) in enumerate(place) if stop - start != 1), len(place))
         if place[outer + 1 :] != whole[outer + 1 :] or piece.storage is None:
             return AssembledBytes(shape, itemsize, pieces)
-        if piece.is_contiguous:
-            sources[place] = WindowBytes(piece.storage.source, piece.offset * piece.itemsize, piece.nbytes)
-        else:
-            sources[place] = _ordered(piece)
+        sources[place] = _stored(piece)
     first, *others = [sources[place] for place in sorted(sources) if sources[place].nbytes] or sources.values()
     return JoinedBytes((first, *others)) if others else first
 
@@ -54,10 +107,11 @@ class AssembledBytes:
         self._pieces = [(place, shaped(piece, extent(place))) for place, piece in pieces if piece.numel]
 
     def read(self, start: int, stop: int) -> memoryview:
-        found = bytearray()
+        found, at = np.empty(stop - start, np.uint8).data, 0
         for panel in self.pieces(start, stop):
-            found += panel
-        return memoryview(found)
+            found[at : at + panel.nbytes] = panel
+            at += panel.nbytes
+        return found
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes ``start`` to ``stop``, in panels of whole rows, each valid until the next one is asked for."""
@@ -111,14 +165,10 @@ def boxed(spec: TensorSpec, box: Box) -> TensorSpec:
     return replace(spec, shape=extent(box), offset=offset)
 
 
-def _ordered(piece: TensorSpec) -> AssembledBytes:
-    return AssembledBytes(piece.shape, piece.itemsize, [(full(piece.shape), piece)])
-
-
 def shaped(piece: TensorSpec, shape: Shape) -> TensorSpec:
     """Return the piece with its elements, in row-major order, in another shape."""
     if piece.shape != shape and not piece.is_contiguous:
-        piece = replace(piece, storage=Storage("", _ordered(piece)), offset=0)
+        piece = replace(piece, storage=Storage("", _stored(piece)), offset=0)
     return piece if piece.shape == shape else replace(piece, shape=shape, strides=contiguous_strides(shape))
 
 

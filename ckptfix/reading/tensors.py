@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from mmap import ACCESS_COPY, mmap
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import replace
-
 from ckptfix.bytes.checksums import Alarm, is_sound, proved_stream, refusing, soundness
 from ckptfix.bytes.files import OpenFile
-from ckptfix.bytes.sources import MemoryBytes, PartedBytes, are_equal, located, stream
+from ckptfix.bytes.sources import located, stream
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.lazy import torch
 from ckptfix.core.objects import Global, Opaque, tensors_in
-from ckptfix.core.spec import ByteSource, Quantizer, Region, Regions, Storage, TensorSpec
-from ckptfix.errors import UnreadableError, UsageError, WriteError
+from ckptfix.core.spec import Quantizer, Region, Regions, Storage, TensorSpec
+from ckptfix.errors import UnreadableError, UsageError
 from ckptfix.reading.pickles.claims import sizes
 
 
@@ -328,68 +324,3 @@ def torch_dtype(name: str) -> torch.dtype:
             f"a tensor has the dtype {name}, which torch {torch.__version__} does not know; use a newer torch"
         )
     return dtype
-
-
-def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
-    """Return the values of a strided tensor in row-major order, conjugated or negated where the spec says so."""
-    if not spec.numel:
-        return memoryview(b"")
-    if not spec.math_bits:
-        # Elements are moved as integers of their width: torch cannot copy every dtype, and none of the bits may change.
-        spec = replace(spec, dtype=_CARRIERS[spec.itemsize], quantizer=None, requires_grad=False)
-    tensor = build_tensor(spec, path).detach().resolve_conj().resolve_neg().contiguous()
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    start = tensor.storage_offset() * tensor.itemsize
-    return bytes_of(flat[start : start + spec.nbytes])
-
-
-_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-
-
-def is_range(spec: TensorSpec) -> bool:
-    """Return whether the values of a strided tensor are a range of its storage."""
-    return spec.is_contiguous and not spec.math_bits
-
-
-class RowMajorBytes(PartedBytes, Struct, frozen=True, eq=False):
-    """The bytes of a strided tensor in row-major order, however it is strided in its storage."""
-
-    spec: TensorSpec
-    path: str
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # computed: a tensor has many chunks
-        return self.spec.nbytes
-
-    def within(self, start: int, stop: int) -> Iterator[tuple[ByteSource, int, int]]:
-        if self.spec.storage is not None and is_range(self.spec):
-            first = self.spec.extent[0]
-            yield self.spec.storage.source, first + start, first + stop
-
-    def read(self, start: int, stop: int) -> memoryview:
-        for source, first, last in self.within(start, stop):
-            return source.read(first, last)
-        if self.spec.storage is None:
-            raise UnreadableError(f"{self.path}: a chunk of the meta device has no values; save the checkpoint again")
-        return _in_order(self)[start:stop]
-
-
-@lru_cache(maxsize=2)
-def _in_order(source: RowMajorBytes) -> memoryview:
-    """Return the whole of a tensor that is not a range; the last ones are kept, as they are read in pieces."""
-    return row_major_bytes(source.spec, source.path).cast("B")
-
-
-def contiguous_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
-    """Yield the bytes of a strided tensor in row-major order, in blocks."""
-    if spec.storage is None:
-        raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
-    if is_range(spec):
-        yield from stream(spec.storage.source, *spec.extent)
-        return
-    yield from stream(MemoryBytes(row_major_bytes(spec, path)), 0, spec.nbytes)
-
-
-def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:
-    """Return whether two strided tensors of one dtype and shape have the same elements, bit for bit."""
-    return are_equal(contiguous_blocks(one, path), contiguous_blocks(other, path))

@@ -34,7 +34,7 @@ from ckptfix.core.edits import Tie
 from ckptfix.core.finding import Finding, Fix, Level, advise, counted
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
-from ckptfix.reading.tensors import have_same_bytes
+from ckptfix.reading.boxes import have_same_bytes
 from ckptfix.rules.rule import Context, Rule
 
 

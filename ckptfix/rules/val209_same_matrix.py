@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptfix.core.finding import Finding, Level, counted
-from ckptfix.reading.tensors import have_same_bytes
+from ckptfix.reading.boxes import have_same_bytes
 from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_layers_own

@@ -19,8 +19,8 @@ from ckptfix.core.smoke_result import Comparison
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import target_from_module
 from ckptfix.errors import CkptfixError
+from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.reading.opening import open_file
-from ckptfix.reading.tensors import row_major_bytes
 from ckptfix.rules import FOR_LOADING
 from ckptfix.smoke.forward import LoadedModel, Pass, forward, load_strictly
 from ckptfix.smoke.outcome import ExamOutcome, NotLoadedError, dtype_name, values_of

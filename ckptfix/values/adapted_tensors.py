@@ -19,7 +19,8 @@ from ckptfix.core.edits import PAD_TARGET, PRUNING, WEIGHT_NORM, Adapt, Fold
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed, contiguous_strides
 from ckptfix.errors import PlanError
-from ckptfix.reading.tensors import RowMajorBytes, bytes_of, one_thread, torch_dtype
+from ckptfix.reading.boxes import row_major
+from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
 from ckptfix.values.casting import computing, whole_tensor
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def adapted_spec(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | N
     if (spec.dtype, spec.shape) != (edit.dtype, edit.before):
         raise refusal
     if edit.recipe == COPY and edit.shape == edit.before and spec.storage is not None:
-        return _made(spec, edit, RowMajorBytes(spec, path))
+        return _made(spec, edit, row_major(spec, path))
     if not is_adaptable(spec):
         raise refusal
     if edit.recipe == HEAD_ROWS or edit.recipe in _NEW_ROWS | _KEPT_ROWS:
@@ -134,7 +135,7 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
             chunks.append(_whole(spec, shape, partial(_new_rows, spec, edit, path, fresh, place, shape)))
         else:
             piece = replace(spec, shape=shape, offset=spec.offset + row * spec.strides[0])
-            chunks.append(RowMajorBytes(piece, path))
+            chunks.append(row_major(piece, path))
     return _made(spec, edit, JoinedBytes(tuple(chunks)))
 
 

@@ -12,7 +12,8 @@ from ckptfix.core.edits import NON_FINITE
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
 from ckptfix.errors import PlanError, WriteError
-from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
+from ckptfix.reading.boxes import row_major, row_major_bytes
+from ckptfix.reading.tensors import bytes_of, torch_dtype
 from ckptfix.values.decode import encoding
 from ckptfix.values.tally import magnitudes
 
@@ -50,7 +51,7 @@ def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
     """Return the spec of a tensor converted to another dtype; the values are converted when they are read."""
-    stored, width, size = RowMajorBytes(spec, path), spec.itemsize, DTYPES[dtype].itemsize
+    stored, width, size = row_major(spec, path), spec.itemsize, DTYPES[dtype].itemsize
 
     def cast(first: int, last: int) -> memoryview:
         raw = bytearray(stored.read(first * width, last * width))
@@ -74,7 +75,7 @@ def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
     True for pairs of other dtypes, of which nothing is known. All NaN are one."""
     if (master.dtype, copy.dtype) not in (("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32")):
         return True
-    wide, narrow = RowMajorBytes(master, path), RowMajorBytes(copy, path)
+    wide, narrow = row_major(master, path), row_major(copy, path)
     for start in range(0, master.numel, _BLOCK):
         stop = min(start + _BLOCK, master.numel)
         values = np.frombuffer(wide.read(start * 4, stop * 4), "<f4")
@@ -107,7 +108,7 @@ def can_be_zeroed(spec: TensorSpec) -> bool:
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
     """Return the tensor with its non-finite or its subnormal numbers zero; they are changed when they are read."""
-    form, stored = encoding(spec.dtype), RowMajorBytes(spec, path)
+    form, stored = encoding(spec.dtype), row_major(spec, path)
     assert form is not None, f"{spec.dtype} holds no numbers"
 
     def zeroed(first: int, last: int) -> memoryview:

@@ -20,7 +20,8 @@ from ckptfix.core.dtypes import DTYPES
 from ckptfix.core.edits import BLOCKS, FOUR_BITS, INT8, MXFP4, MXFP4_TURNED, Dequantise
 from ckptfix.core.lazy import torch
 from ckptfix.core.spec import TensorSpec, computed
-from ckptfix.reading.tensors import RowMajorBytes, bytes_of, row_major_bytes, torch_dtype
+from ckptfix.reading.boxes import row_major, row_major_bytes
+from ckptfix.reading.tensors import bytes_of, torch_dtype
 from ckptfix.values.casting import computing, whole_tensor
 
 # The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
@@ -195,9 +196,7 @@ def _floats(
 ) -> memoryview:
     """Return the bytes of blocks of weights, the same as ``dequantize_4bit`` makes, in another dtype."""
     start, stop = first * state.blocksize, min(last * state.blocksize, state.numel)
-    codes = torch.frombuffer(
-        bytearray(RowMajorBytes(specs[key], path).read(start // 2, -(-stop // 2))), dtype=torch.uint8
-    )
+    codes = torch.frombuffer(bytearray(row_major(specs[key], path).read(start // 2, -(-stop // 2))), dtype=torch.uint8)
     numbers = _of_bytes(_TABLES[state.quant_type], torch.float32)[codes.int()].flatten()[: stop - start]
     steps = _largest(key, specs, state, path, first, last).repeat_interleave(state.blocksize)[: stop - start]
     with computing(path, f"{key} cannot become {dtype}"):
@@ -216,7 +215,7 @@ def _largest(
 ) -> torch.Tensor:
     """Return the largest magnitude of each of these blocks."""
     stored = specs[f"{key}.absmax"]
-    raw = bytearray(RowMajorBytes(stored, path).read(first * stored.itemsize, last * stored.itemsize))
+    raw = bytearray(row_major(stored, path).read(first * stored.itemsize, last * stored.itemsize))
     absmax = torch.frombuffer(raw, dtype=torch_dtype(stored.dtype))
     if state.nested_blocksize is None or state.nested_offset is None or stored.dtype != "uint8":
         return absmax.float()

@@ -21,7 +21,8 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Delta, MergeAdapter
 from ckptfix.core.lazy import np, torch
 from ckptfix.core.spec import TensorSpec, computed
-from ckptfix.reading.tensors import RowMajorBytes, bytes_of, is_range, one_thread, torch_dtype
+from ckptfix.reading.boxes import is_range, row_major, row_major_bytes
+from ckptfix.reading.tensors import bytes_of, one_thread, torch_dtype
 from ckptfix.values.casting import computing
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
@@ -204,7 +205,7 @@ def matrix(spec: TensorSpec, path: str) -> Array:
     """Return a floating tensor as a matrix of its rows, in float32 or float64."""
     stored = encoding(spec.dtype)
     assert stored is not None, "the dtypes were compared"
-    numbers = stored.decode(np.frombuffer(RowMajorBytes(spec, path).read(0, spec.nbytes), stored.unit))
+    numbers = stored.decode(np.frombuffer(row_major_bytes(spec, path), stored.unit))
     return numbers.reshape(spec.shape[0], -1)
 
 
@@ -233,7 +234,7 @@ def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
     """Return bytes of a tensor in the file, to be changed."""
     place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
     if place is None:
-        return memoryview(bytearray(RowMajorBytes(spec, path).read(start, stop)))
+        return memoryview(bytearray(row_major(spec, path).read(start, stop)))
     try:
         found = memoryview(_BUFFERS.pop())[: stop - start]
     except IndexError:

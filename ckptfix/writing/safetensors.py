@@ -19,8 +19,8 @@ from ckptfix.core.notes import encode_container
 from ckptfix.core.progress import Task
 from ckptfix.core.spec import TensorSpec, ties
 from ckptfix.errors import HostileError, Opt, WriteError
+from ckptfix.reading.boxes import is_range, row_major_blocks
 from ckptfix.reading.safetensors import CONTAINER, METADATA, TIES
-from ckptfix.reading.tensors import contiguous_blocks, is_range
 from ckptfix.writing.plain import plain_root
 
 ALIGNMENT = 8
@@ -56,7 +56,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
             if spec.storage is not None and is_range(spec):
                 copier.copy(spec.storage.source, *spec.extent)
                 continue
-            for block in contiguous_blocks(spec, checkpoint.path):
+            for block in row_major_blocks(spec, checkpoint.path):
                 copier.write_block(block)
     return copier
 

@@ -19,7 +19,7 @@ from ckptfix.core.objects import Global, Opaque
 from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.opening import open_state_dict
-from ckptfix.reading.tensors import build_state_dict, build_tensor, row_major_bytes, spec_of_tensor
+from ckptfix.reading.tensors import build_state_dict, build_tensor, spec_of_tensor
 from tests.checks import bytes_of, is_mapped
 from tests.reading.state_dicts import STRIDED, ordered, pattern, same
 
@@ -115,27 +115,6 @@ def test_only_the_bytes_that_a_tensor_covers_are_read():
     spec = TensorSpec("float32", (2,), (1,), Storage("0", Watched(bytes(1000))), 10)
     assert build_tensor(spec).untyped_storage().nbytes() == 8
     assert taken == [(40, 48)]
-
-
-@pytest.mark.parametrize("name", STRIDED)
-@pytest.mark.parametrize("how", ["plain", "transposed", "strided", "zero stride", "one column"])
-def test_row_major_bytes_are_those_of_the_values(how, name):
-    base = pattern(STRIDED[name], 6, 4)
-    tensor = {
-        "plain": base,
-        "transposed": base.t(),
-        "strided": base[::2, 1::2],
-        "zero stride": base[:1].expand(3, 4),
-        "one column": base[:, 1:2],
-    }[how]
-    assert bytes(row_major_bytes(spec_of_tensor(tensor), "f")) == bytes_of(tensor)
-
-
-@pytest.mark.parametrize("bits", ["conj", "neg"])
-def test_row_major_bytes_are_conjugated_and_negated(bits):
-    values = torch.view_as_complex(torch.arange(8.0).reshape(4, 2))
-    tensor = values.conj() if bits == "conj" else values.conj().imag
-    assert bytes(row_major_bytes(spec_of_tensor(tensor), "f")) == bytes_of(tensor)
 
 
 def file_of(state_dict: Mapping[str, Any], folder: Path) -> Path:

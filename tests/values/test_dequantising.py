@@ -10,7 +10,8 @@ import torch
 
 from ckptfix.core.edits import FOUR_BITS, Dequantise
 from ckptfix.core.spec import TensorSpec
-from ckptfix.reading.tensors import row_major_bytes, spec_of_tensor
+from ckptfix.reading.boxes import row_major_bytes
+from ckptfix.reading.tensors import spec_of_tensor
 from ckptfix.values.dequantising import QuantState, dequantised_spec, quant_state
 from tests.checks import bytes_of
 

@@ -17,9 +17,8 @@ from ckptfix.bytes.sources import PartedBytes, TornBytes, are_equal, is_torn
 from ckptfix.core.parts import Box, PartsError, check_cover, extent
 from ckptfix.core.spec import ByteSource, Storage, TensorSpec, computed, contiguous_strides
 from ckptfix.errors import Opt, UnreadableError, damaged
-from ckptfix.reading.boxes import bytes_of_boxes
+from ckptfix.reading.boxes import bytes_of_boxes, have_same_bytes, row_major
 from ckptfix.reading.pickles.claims import checked
-from ckptfix.reading.tensors import RowMajorBytes, have_same_bytes
 
 
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str) -> None:
@@ -35,7 +34,7 @@ def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str) -> Non
 def _plain(part: TensorSpec, path: str) -> TensorSpec:
     """Return a part as a strided tensor of plain elements."""
     if part.storage is None or part.math_bits or part.parts or part.quantizer:
-        return computed(part, "", RowMajorBytes(part, path), ())
+        return computed(part, "", row_major(part, path), ())
     return part
 
 
@@ -76,7 +75,7 @@ class ComparedBytes:
 
     def __init__(self, name: str, copies: Sequence[TensorSpec], path: str) -> None:
         self.nbytes = copies[0].nbytes
-        self._name, self._copies, self._path = name, [RowMajorBytes(copy, path) for copy in copies], path
+        self._name, self._copies, self._path = name, [row_major(copy, path) for copy in copies], path
 
     def read(self, start: int, stop: int) -> memoryview:
         first, *others = (copy.read(start, stop) for copy in self._copies)

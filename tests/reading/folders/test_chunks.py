@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from ckptfix.bytes.sources import stream
 from ckptfix.core.parts import Box, box_at, lies_in
-from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
 from ckptfix.reading.folders.chunks import agree, check_tiling, merge_parts
-from ckptfix.reading.tensors import RowMajorBytes, spec_of_tensor
+from ckptfix.reading.tensors import spec_of_tensor
 from tests.attacks.outcomes import bounded
 
 
@@ -96,26 +95,6 @@ def test_staggered_boxes_are_checked_in_bounded_time() -> None:
     boxes = [box_at((start, row), (stop - start, 1)) for row in range(size) for start, stop in ((0, row), (row, size))]
     with bounded():
         check_tiling(boxes, (size, size), "w")
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        pytest.param(torch.arange(6.0).reshape(2, 3), id="contiguous"),
-        pytest.param(torch.arange(9.0).reshape(3, 3)[1:], id="behind-an-offset"),
-        pytest.param(torch.arange(6.0).reshape(3, 2).t(), id="transposed"),
-    ],
-)
-def test_row_major_bytes_of_a_chunk(tensor: torch.Tensor) -> None:
-    source = RowMajorBytes(spec_of_tensor(tensor), "memory")
-    expected = tensor.contiguous().numpy().tobytes()
-    assert source.nbytes == len(expected)
-    assert bytes(source.read(3, 17)) == expected[3:17]
-
-
-def test_a_chunk_of_the_meta_device_has_no_bytes() -> None:
-    with pytest.raises(UnreadableError, match="meta device"):
-        RowMajorBytes(TensorSpec("float32", (2,), (1,)), "memory").read(0, 8)
 
 
 @pytest.mark.parametrize("reads", [False, True])

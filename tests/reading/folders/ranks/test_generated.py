@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckptfix
-from ckptfix.reading.tensors import row_major_bytes
+from ckptfix.reading.boxes import row_major_bytes
 from tests.checks import bytes_of
 
 GENERATORS = Path(__file__).parent / "generators"

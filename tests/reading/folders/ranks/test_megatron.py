@@ -15,8 +15,8 @@ import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.core.spec import TensorSpec
 from ckptfix.errors import UnreadableError
+from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.reading.folders.ranks.megatron import unstacked
-from ckptfix.reading.tensors import row_major_bytes
 from tests.checks import bytes_of
 from tests.reading.folders.ranks.genuine import swap, unpacked
 

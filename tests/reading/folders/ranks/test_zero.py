@@ -15,7 +15,7 @@ import torch
 import ckptfix
 from ckptfix.core.facts import Kind
 from ckptfix.errors import HostileError, UnreadableError, UsageError
-from ckptfix.reading.tensors import row_major_bytes
+from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.report.advice import remedies_text
 from tests.checks import bytes_of
 from tests.cli.programs import run_here
