@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -17,7 +18,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
-from ckptfix.reading.folders.rank_shards import COMMON, TORCH_DIST
+from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, TORCH_DIST
 from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
@@ -47,9 +48,13 @@ WEIGHTS = frozenset(
     "pytorch_lora_weights.safetensors pytorch_lora_weights.bin".split()
 )
 
+# What accelerate calls the whole weights of FSDP, which the HF Trainer saves again under a name of the above.
+_OF_FSDP = "pytorch_model_fsdp.bin"
+
 # How deep and for how many checkpoints the folders below a folder are searched.
 _DEPTH, _MOST_NAMED = 3, 100
 _LINK_LIMIT = 1 << 10
+_LIGHTNING_RELEASE = "pytorch-lightning_version"
 _PACKED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".tgz")
 _some = partial(first_names, most=6)
 
@@ -61,7 +66,8 @@ def weights_file(path: str) -> str | None:
     None if there is none or several, and where the folder itself is a checkpoint."""
     folder = Path(path)
     try:
-        names = [child.name for child in folder.iterdir() if child.name in WEIGHTS and child.is_file()]
+        found = {child.name for child in folder.iterdir() if child.name in WEIGHTS | {_OF_FSDP} and child.is_file()}
+        names = [*(found - {_OF_FSDP} or found)]
         if len(names) != 1 or any(form.looks_like(folder) for form in FOLDER_FORMATS):
             return None
     except OSError:
@@ -135,6 +141,8 @@ def read_siblings(file: Path, salvage: bool) -> Document | None:
     """Return the document of all ranks beside a file that is one of them; None for any other file."""
     if dcp_safetensors.SHARD.fullmatch(file.name) and file.is_file():
         return dcp_safetensors.read_folder(file.parent)
+    if (epoch := sharded.read_siblings(file)) is not None:
+        return epoch
     for form in FRAMEWORKS:
         if (folder := form.folder_of(file)) is not None:
             return _merged(form, RankFiles(folder, salvage, named=file))
@@ -210,6 +218,8 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
     root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
     copies: dict[str, TensorSpec] = {}
     remarks = [*document.remarks, *common.remarks]
+    if file.name == LIGHTNING and _LIGHTNING_RELEASE in root:
+        root = _of_lightning(root)
     if file.name == TORCH_DIST:
         root, copies, left_out = megatron.of_torch_dist(root, common.root)
         remarks += [Fact(Kind.RANK_LEFT_OUT, name) for name in left_out]
@@ -223,6 +233,14 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         copies=copies,
         damage=[*document.damage, *damage],
     )
+
+
+def _of_lightning(root: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a container of Lightning with the names that its ``Trainer`` reads from one file: in a folder, the weights
+    are under ``model``, and each optimizer is by itself."""
+    optimizers = [key for key in (f"optimizer_{number}" for number in range(len(root))) if key in root]
+    whole = {"state_dict" if key == "model" else key: root[key] for key in root if key not in optimizers}
+    return whole | ({"optimizer_states": [root[key] for key in optimizers]} if optimizers else {})
 
 
 def _is_torch_dist(folder: Path) -> bool:

@@ -43,7 +43,8 @@ _LEAST_SHARE = 0.2
 
 # What Lightning and Megatron (`torch_dist`) call the file with the rest of a checkpoint, beside the chunks.
 TORCH_DIST = "common.pt"
-COMMON = ("meta.pt", TORCH_DIST)
+LIGHTNING = "meta.pt"
+COMMON = (LIGHTNING, TORCH_DIST)
 
 _GATHER = "put the files of all ranks into one folder, as the training left them: ckptfix repair FOLDER {}-o model.pth"
 RANKS_REMEDY = _GATHER.format("")
@@ -90,7 +91,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
 
 def may_be_rank(path: str) -> bool:
     """Return whether a file is named like one of several that the ranks of a training wrote, each a part."""
-    return re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/)", path) is not None
+    return re.search(r"rank|shard|consolidated\.|(?:^|/)(?:layer_|zero/|hf_model_)", path) is not None
 
 
 def named_part(path: Path) -> RankShard | None:

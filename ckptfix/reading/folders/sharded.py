@@ -102,13 +102,13 @@ def _merge(path: str, folder: Folder, index: str) -> Document:
     except UnreadableError as error:
         if len(_sets(folder)) != 1:
             raise
-        merge = _Merge(path, folder, None)  # numbered shards say themselves what they hold
+        merge = _Merge(path, folder, _sets(folder)[0])  # numbered shards say themselves what they hold
         merge.damage.append(Fact.of(Kind.INDEX_UNREADABLE, error=str(error)))
     else:
         sets, present = _sets(folder), {name_unpacked(name) for name in folder.names()}
         # The only set of shards is complete, and no file that the index names exists.
         if len(sets) == 1 and present.isdisjoint(parsed.files) and present.issuperset(sets[0].names(present)):
-            stale, merge = sets[0], _Merge(path, folder, None)
+            stale, merge = sets[0], _Merge(path, folder, sets[0])
         if content[:3] == BOM_UTF8:
             merge.damage.append(Fact(Kind.INDEX_BOM))
     document = merge.document()
@@ -136,17 +136,29 @@ def read_folder(folder: Path) -> Document:
     sets = _sets(LocalFolder(folder))
     if len(sets) > 1:
         names = ", ".join(str(numbering) for numbering in sets)
-        raise UnreadableError(
-            f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; put each in its own folder"
-        )
-    return _Merge(str(folder), LocalFolder(folder), None).document()
+        are_total = any(numbering.total for numbering in sets)
+        advice = "put each in its own folder" if are_total else "name a file of one of them"
+        raise UnreadableError(f"{folder}: the folder holds {len(sets)} sets of shards ({names}) and no index; {advice}")
+    return _Merge(str(folder), LocalFolder(folder), sets[0]).document()
+
+
+def read_siblings(file: Path) -> Document | None:
+    """Return the document of all shards of an epoch, if the file is named like one of torchtune's; None for any other
+    file."""
+    numbering = Numbering.of(file.name)
+    if numbering is None or numbering.total or not file.is_file():
+        return None
+    return _Merge(str(file.parent), LocalFolder(file.parent), numbering).document()
 
 
 class _Merge:
-    """One merging of shards: which of them open, where every key is, and what does not agree."""
+    """One merging of shards: which of them open, where every key is, and what does not agree.
 
-    def __init__(self, path: str, folder: Folder, index: ShardIndex | None) -> None:
-        self.path, self.folder, self.index = path, folder, index
+    An index, or the numbers in the names of the shards, say which there are."""
+
+    def __init__(self, path: str, folder: Folder, listed: ShardIndex | Numbering) -> None:
+        self.path, self.folder, self.listed = path, folder, listed
+        index = self.index = listed if isinstance(listed, ShardIndex) else None
         self.weight_map = index.weight_map if index is not None else {}
         self.said_by = index.path if index is not None else f"{folder}/shards"
         self.opened: dict[str, Checkpoint] = {}
@@ -191,10 +203,9 @@ class _Merge:
 
     def _files(self) -> list[str]:
         """Return the shards that should be there: those of the index and their numbered siblings, or the whole set."""
-        if self.index is None:
-            (numbering,) = _sets(self.folder)
-            return numbering.names(map(name_unpacked, self.present))
-        named = self.index.files
+        if isinstance(self.listed, Numbering):
+            return self.listed.names(map(name_unpacked, self.present))
+        named = self.listed.files
         sets = {Numbering.of(name) for name in named} - {None}
         siblings = [name for name in map(name_unpacked, sorted(self.present)) if Numbering.of(name) in sets]
         return list(dict.fromkeys([*named, *siblings]))

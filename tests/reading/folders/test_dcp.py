@@ -128,6 +128,21 @@ def test_what_lightning_and_megatron_save_beside_the_chunks_is_in_the_container(
     assert ckptfix.open_checkpoint(saved / name).path == str(saved)
 
 
+def test_the_container_of_lightning_is_as_its_trainer_reads_it_from_one_file(tmp_path: Path) -> None:
+    """``lightning.pytorch.utilities.consolidate_checkpoint`` gives the weights and the optimizers these names."""
+    states = [{"state": {"conv.weight": {"exp_avg": torch.full((2,), float(at))}}} for at in range(11)]
+    saved = {"model": STATE, **{f"optimizer_{at}": state for at, state in enumerate(states)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that no process group is there
+        save(saved, checkpoint_id=tmp_path / "last.ckpt", no_dist=True)
+    torch.save({"epoch": 2, "pytorch-lightning_version": "2.6.6"}, tmp_path / "last.ckpt" / "meta.pt")
+    ckptfix.repair(tmp_path / "last.ckpt", output=tmp_path / "one.ckpt")
+    one = torch.load(tmp_path / "one.ckpt")
+    assert_same(one["state_dict"], STATE)
+    assert [state["state"]["conv.weight"]["exp_avg"][0] for state in one["optimizer_states"]] == [*range(11)]
+    assert set(one) == {"state_dict", "optimizer_states", "epoch", "pytorch-lightning_version"}
+
+
 def test_a_link_out_of_the_folder_is_not_followed(saved: Path) -> None:
     torch.save({"stolen": 1}, saved.parent / "meta.pt")
     (saved / "meta.pt").symlink_to(saved.parent / "meta.pt")

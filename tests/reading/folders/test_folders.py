@@ -96,7 +96,7 @@ def test_shards_of_the_corpus(corpus: Path) -> None:
     assert all(torch.equal(whole.read(key), same.read(key)) for key in whole.specs)
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHTS))
+@pytest.mark.parametrize("name", [*sorted(WEIGHTS), "pytorch_model_fsdp.bin"])
 def test_the_one_file_of_weights_that_a_library_wrote_is_taken(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "run-1.5"
     folder.mkdir()
@@ -110,6 +110,12 @@ def test_the_one_file_of_weights_that_a_library_wrote_is_taken(tmp_path: Path, n
     assert ckptfix.repair(folder, beside=True).report.output == str(
         folder / f"{Path(name).stem}.fixed{Path(name).suffix}"
     )
+
+
+def test_what_the_hf_trainer_saves_is_taken_and_not_the_same_again_of_accelerate(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
+    assert ckptfix.open_checkpoint(tmp_path).path == str(tmp_path / "model.safetensors")
 
 
 def test_several_files_of_weights_are_not_chosen_from(tmp_path: Path) -> None:
