@@ -58,14 +58,16 @@ def load(
         remarks = load_strictly(model, repaired.checkpoint, map_location, assign)
         return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
     if assign:
-        raise UsageError("assign=True gives the model new parameters, which the optimizer does not have; leave it out")
+        raise UsageError("assign=True gives the model new parameters that the optimizer lacks; omit it")
     from ckptfix.resuming import load_state, resume  # the optimizer's half of the rules, which most loads do not need
 
     resumed = resume(source, model, optimizer, settings)
     load_state(optimizer, resumed)
     load_strictly(model, resumed.repaired.checkpoint, map_location)
     kept = ", ".join(resumed.kept)
-    remarks = (f"the optimizer's groups are not the saved ones: {kept} stay as your script set them",) if kept else ()
+    remarks = (
+        (f"the optimizer's groups differ from the saved ones: {kept} stay as your script set them",) if kept else ()
+    )
     return replace(resumed.repaired.report, remarks=(*resumed.repaired.report.remarks, *remarks))
 
 
@@ -73,14 +75,14 @@ def check_loadable(model: nn.Module, map_location: str | torch.device | None, as
     """Refuse a model on the meta device, into which torch would copy nothing with no more than a warning, and a device
     that does not work here."""
     if str(map_location) == "meta":
-        raise UsageError("map_location='meta' leaves no values to load; leave it out, or name a device that holds data")
+        raise UsageError("map_location='meta' leaves no values to load; omit it, or name a device that holds data")
     if not hasattr(model, "load_state_dict") or isinstance(model, type):
-        raise UsageError(f"model is {model!r:.60}; give the torch.nn.Module first and the source second")
+        raise UsageError(f"model is {model!r:.60}; pass the torch.nn.Module first and the source second")
     _check_device(map_location)
     if not assign and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise TargetError(
             f"{type(model).__name__} is on the meta device and has no memory to load into; load with assign=True, or "
-            "build it elsewhere"
+            "build it on another device"
         )
 
 
@@ -89,12 +91,12 @@ def _check_device(map_location: object) -> None:
         return
     if not isinstance(map_location, (str, torch.device)):
         kind = type(map_location).__name__
-        raise UsageError(f"map_location is of type {kind}, but all tensors go to one device; give it, such as 'cpu'")
+        raise UsageError(f"map_location is of type {kind}, but all tensors go to one device; pass a device like 'cpu'")
     try:
         torch.empty(1, device=map_location)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"map_location={str(map_location)!r} does not work here ({reason}); leave it out") from error
+        raise UsageError(f"map_location={str(map_location)!r} does not work here ({reason}); omit it") from error
 
 
 def load_strictly(
@@ -118,8 +120,8 @@ def load_strictly(
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise TargetError(
             f"{checkpoint.path}: torch fails to load it into {type(model).__name__} "
-            f"({type(error).__name__}: {reason}); "
-            "build the model again before you use it, as some of its values may have been overwritten"
+            f"({type(error).__name__}: {reason}); rebuild the model before using it, because some of its values may "
+            "have been overwritten"
         ) from error
     return (*remarks, *_left_empty(model)) if assign else ()
 
@@ -138,8 +140,8 @@ def _prepare(model: nn.Module, state_dict: dict[str, Any], source: str) -> tuple
             continue
         if _kind(given.dtype) != _kind(tensor.dtype):
             raise TargetError(
-                f"{source}: {key} is of {_name(given.dtype)} and the model of {_name(tensor.dtype)} there, which "
-                "assign=True does not convert; leave it out"
+                f"{source}: {key} is of {_name(given.dtype)} and the model of {_name(tensor.dtype)} there, and "
+                "assign=True does not convert; omit it"
             )
         pairs[f"{_name(given.dtype)} for {_name(tensor.dtype)}"] = None
     _tie(own, state_dict)
@@ -153,7 +155,8 @@ def _left_empty(model: nn.Module) -> tuple[str, ...]:
         return ()
     names = ", ".join(empty[:SHOWN]) + (" …" if len(empty) > SHOWN else "")
     return (
-        f"{counted(len(empty), 'tensor')} still on the meta device, for which no state_dict has values: fill {names} "
+        f"{counted(len(empty), 'tensor')} still on the meta device, because no state_dict has values for them: fill "
+        f"{names} "
         "before use",
     )
 

@@ -63,9 +63,9 @@ def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, s
     and errors are those of ``repair_optimizer_state``."""
     checked = checked_settings(settings, model, function="load")
     if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):
-        raise UsageError(f"optimizer is {optimizer!r:.60}; give the torch.optim.Optimizer itself")
+        raise UsageError(f"optimizer is {optimizer!r:.60}; pass the torch.optim.Optimizer itself")
     if checked.drop_optimizer:
-        raise UsageError(Opt("drop_optimizer", True), " leaves out the state that the given optimizer is to load")
+        raise UsageError(Opt("drop_optimizer", True), " drops the state that the given optimizer should load")
     settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
     repaired = repair_to_load(source, model, **settings)
     findings = tuple(each for each in repaired.report.findings if each.code != named("stale-optimizer").code)
@@ -79,14 +79,14 @@ def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, s
     if not (followed.is_unchanged or naming.is_certain or checked.unsafe_fixes):
         raise TargetError(
             f"{before.path}: the state of {saved.name} has to be moved, and only the order of {naming.source} "
-            "tells its parameters apart; if that is right, load with ",
+            "identifies its parameters; if that is right, load with ",
             Opt("unsafe_fixes", True),
         )
     made = regrouped(repaired.checkpoint, saved, followed.edits(), saved.name)
     if any(isinstance(value, Opaque) for row in made["state"].values() for value in row.values()):
         raise TargetError(
-            f"{before.path}: {saved.name} has moments of a class that only torch.load can make; repair the file, and "
-            "load the optimizer from what is written"
+            f"{before.path}: {saved.name} has moments of a class that only torch.load can build; repair the file, and "
+            "load the optimizer from the result"
         )
     state = dict(revive_tree(made, repaired.checkpoint))
     return Resumed(repaired, state, _take_options(state["param_groups"], followed, optimizer.param_groups))
@@ -102,7 +102,7 @@ def load_state(optimizer: torch.optim.Optimizer, resumed: Resumed) -> None:
         vars(optimizer).update(before)
         raise TargetError(
             f"{resumed.repaired.checkpoint.path}: {type(optimizer).__name__} fails to load its state "
-            f"({type(error).__name__}: {error}); leave the optimizer out, and training starts with new moments"
+            f"({type(error).__name__}: {error}); omit the optimizer to start with new moments"
         ) from error
 
 
@@ -111,7 +111,7 @@ def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if not all(all(group) for group in groups):
-        raise UsageError("the optimizer has parameters that are not the model's; make it of model.parameters()")
+        raise UsageError("the optimizer has parameters from outside the model; create it from model.parameters()")
     return groups
 
 
@@ -124,15 +124,15 @@ def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
     if len(found) == 1:
         return found[0]
     places = dict.fromkeys(way.optimizer.name for way in found)
-    what = f"{len(found)} ways to name the parameters of {', '.join(places)}, which fit and differ"
+    what = f"{len(found)} ways to identify the parameters of {', '.join(places)} fit and differ"
     if not found:
         alike = [one.name for one in own if one.state and len(one.ids) == len(change.result)]
-        what = "no optimizer whose parameters are the model's"
+        what = "no optimizer with the model's parameters"
         if alike:
-            what = f"{', '.join(alike)}, with as many parameters as the model, but in no known order"
+            what = f"{', '.join(alike)}with as many parameters as the model, but in no known order"
     elif len(places) > 1:
-        what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none has the name of the weights"
-    raise TargetError(f"{path}: has {what}; leave the optimizer out, and training starts with new moments")
+        what = f"{len(places)} optimizers that fit, {', '.join(places)}, and none is named like the weights"
+    raise TargetError(f"{path}: has {what}; omit the optimizer to start with new moments")
 
 
 def _take_options(groups: Iterable[dict[str, Any]], followed: Followed, live: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -164,5 +164,5 @@ def _refuse_other_method(path: str, saved: Optimizer, optimizer: torch.optim.Opt
     if lacks and has - wants - {"initial_lr", "param_names"}:
         raise TargetError(
             f"{path}: {saved.name} is not that of {type(optimizer).__name__}: its groups have no {', '.join(lacks)} "
-            f"but {', '.join(sorted(has - wants))}; make the optimizer that was saved, or leave it out"
+            f"but {', '.join(sorted(has - wants))}; create the optimizer that was saved, or omit it"
         )

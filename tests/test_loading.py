@@ -179,7 +179,7 @@ def test_a_model_on_the_meta_device_gets_its_tensors_assigned(file: Path) -> Non
     assert values(model) == wanted(file)
     assert model.head.weight is model.embed.weight
     assert report.remarks == (
-        "1 tensor still on the meta device, for which no state_dict has values: fill positions before use",
+        "1 tensor still on the meta device, because no state_dict has values for them: fill positions before use",
     )
 
 
@@ -286,7 +286,7 @@ def test_another_width_is_remarked_and_not_converted(dtype, said):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_another_kind_of_numbers_is_refused(dtype):
-    with pytest.raises(TargetError, match=rf"^f: own is of {str(dtype)[6:]} and the model of float32 there, which"):
+    with pytest.raises(TargetError, match=rf"^f: own is of {str(dtype)[6:]} and the model of float32 there, and"):
         _prepare(Twice(), numbered(own=torch.ones(2, dtype=dtype)), "f")
 
 
@@ -297,5 +297,5 @@ def test_what_the_meta_device_left_empty_is_named():
         model.register_buffer(name, torch.empty(1, device="meta"), persistent=False)
     (remark,) = _left_empty(model)
     assert remark == (
-        "4 tensors still on the meta device, for which no state_dict has values: fill a, b, c … before use"
+        "4 tensors still on the meta device, because no state_dict has values for them: fill a, b, c … before use"
     )

@@ -115,8 +115,8 @@ API: Any = ckptfix
         pytest.param(lambda file: API.check(file, colour="red"), "check() has no setting 'colour'", id="setting"),
         pytest.param(lambda file: API.check(file, format="onnx"), "give pth, safetensors or universal", id="format"),
         pytest.param(lambda file: API.check(file, for_torch="new"), "not a version", id="version"),
-        pytest.param(lambda file: API.check(file, select=("XYZ",)), "no rule has a code", id="code"),
-        pytest.param(lambda file: API.check(file, select="EY"), "no rule has a code", id="code as text"),
+        pytest.param(lambda file: API.check(file, select=("XYZ",)), "no rule code begins", id="code"),
+        pytest.param(lambda file: API.check(file, select="EY"), "no rule code begins", id="code as text"),
         pytest.param(lambda file: API.check(file, select=5), "select=5: give a string", id="a number as codes"),
         pytest.param(lambda file: API.check(file, ignore=[5]), "ignore=[5]: give", id="a number as code"),
         pytest.param(lambda file: API.check(file, weights="ema"), "found: state_dict", id="weights"),
@@ -426,7 +426,7 @@ def test_in_place_with_a_backup(file):
     again = ckptfix.repair(file, net(), in_place=True, backup=True).report
     assert (again.output, again.exit_code) == (None, 0)
     torch.save({f"module.{key}": value for key, value in net().state_dict().items()}, file)
-    with pytest.raises(ckptfix.WriteError, match="a backup is there already"):
+    with pytest.raises(ckptfix.WriteError, match="a backup already exists"):
         ckptfix.repair(file, net(), in_place=True, backup=True)
 
 

@@ -572,7 +572,7 @@ def follow_at_random(
     if saved.is_named:
         set_optimizer_state_dict(resumed, again, state, options=StateDictOptions(strict=False))
     elif sizes(again.state_dict()) != sizes(state):
-        assert "if your script makes others" in str(report)
+        assert "if your script uses other groups" in str(report)
         return "other groups", report
     else:
         again.load_state_dict(state)
@@ -704,7 +704,7 @@ def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) ->
     assert [group["lr"] for group in own.param_groups] == [0.001, 0.5], (
         "what tells the script's groups apart is its own"
     )
-    assert report.remarks[-1] == "the optimizer's groups are not the saved ones: lr stay as your script set them"
+    assert report.remarks[-1] == "the optimizer's groups differ from the saved ones: lr stay as your script set them"
 
 
 def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> None:
@@ -725,7 +725,7 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
     with pytest.raises(ckptfix.UsageError, match="not the model's"):
         ckptfix.load(new, tmp_path / "run.pth", optimizer=other)
     own.param_groups.reverse()
-    with pytest.raises(TargetError, match="has optimizer, with as many parameters as the model, but in no known order"):
+    with pytest.raises(TargetError, match="has optimizerwith as many parameters as the model, but in no known order"):
         ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
 
 
@@ -751,7 +751,7 @@ def test_groups_that_a_script_makes_otherwise_are_said_and_load_in_it(tmp_path: 
     line = str(report).splitlines()[-1]
     printed = f"ckptfix.load(model, {str(path)!r}, optimizer=optimizer)"
     made = "2 groups of 3, 2 parameters, named by Hugging Face Trainer"
-    assert line == f"  its optimizer: {made}; if your script makes others: {printed}"
+    assert line == f"  its optimizer: {made}; if your script uses other groups: {printed}"
     ckptfix.load(new, path, optimizer=live, **settings)
     assert {key: kept for key, kept in moments_of(new, live).items() if kept} == moments_of(old, saved)
 
@@ -784,7 +784,7 @@ def test_an_optimizer_of_the_same_script_takes_no_recipe(tmp_path: Path, groups:
     # in another order of the model, nothing tells whose the moments are
     other = Alike("acbd")
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(TargetError, match=r"ways to name the parameters of optimizer, which fit and differ"):
+    with pytest.raises(TargetError, match=r"ways to identify the parameters of optimizer fit and differ"):
         ckptfix.load(other, tmp_path / "run.pth", optimizer=torch.optim.Adam(groups(other)), unsafe_fixes=True)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
@@ -823,7 +823,7 @@ def test_what_is_new_has_no_state_and_its_own_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        pytest.param({}, "has no optimizer whose parameters are the model's", id="none"),
+        pytest.param({}, "has no optimizer with the model's parameters", id="none"),
         pytest.param(
             {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "has no optimizer whose", id="of another"
         ),
@@ -867,11 +867,11 @@ def test_a_state_that_the_optimizer_refuses_changes_neither(tmp_path: Path) -> N
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "is not that of SGD: its groups have no dampening"),
         (lambda p: torch.optim.RMSprop(p), {}, "is not that of RMSprop: its groups have no alpha"),
-        (lambda p: torch.optim.AdamW, {}, "give the torch.optim.Optimizer itself"),
-        (lambda p: [torch.optim.AdamW(p)], {}, "give the torch.optim.Optimizer itself"),
-        (lambda p: torch.optim.AdamW(p).state_dict(), {}, "give the torch.optim.Optimizer itself"),
-        (torch.optim.AdamW, {"drop_optimizer": True}, "leaves out the state that the given optimizer is to load"),
-        (lambda p: torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), {}, "that are not the model's"),
+        (lambda p: torch.optim.AdamW, {}, "pass the torch.optim.Optimizer itself"),
+        (lambda p: [torch.optim.AdamW(p)], {}, "pass the torch.optim.Optimizer itself"),
+        (lambda p: torch.optim.AdamW(p).state_dict(), {}, "pass the torch.optim.Optimizer itself"),
+        (torch.optim.AdamW, {"drop_optimizer": True}, "drops the state that the given optimizer should load"),
+        (lambda p: torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), {}, "from outside the model"),
         (torch.optim.Adam, {}, None),
     ],
     ids=["sgd", "rmsprop", "class", "list", "state_dict", "dropped", "another model", "adam"],

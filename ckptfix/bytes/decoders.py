@@ -68,7 +68,7 @@ def why_closed(flags: int, method: int) -> str:
     if flags & _ENCRYPTED or method == _AES:
         return "is encrypted; unpack the archive with its password and name the file"
     if method not in UNPACKED:
-        return f"is packed by {METHODS.get(method, f'method {method}')}, which ckptfix does not unpack; unpack it first"
+        return f"is packed by {METHODS.get(method, f'method {method}')}, which ckptfix cannot unpack; unpack it first"
     return ""
 
 

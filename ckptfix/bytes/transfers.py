@@ -74,8 +74,8 @@ _PASSING = {408, 409, 412, 423, 425, 429}  # the statuses below 500 that another
 
 _ADVICE: dict[type[PlaceError], str] = {
     AbsentError: "check the name",
-    ForbiddenError: "get the permission, or the credentials",
-    NoSpaceError: "make room there",
+    ForbiddenError: "get permission or credentials",
+    NoSpaceError: "free space there",
 }
 
 
@@ -175,7 +175,7 @@ def persistently(action: Callable[[], T], where: str, verb: str, patience: Patie
             asked = _asked_pause(error)
             if tried == patience.attempts or asked > patience.asked:
                 tries = f"{tried} tries" if tried > 1 else "1 try"
-                later = f"in {math.ceil(asked)} s, as its server asks" if asked else "later"
+                later = f"in {math.ceil(asked)} s, as the server asks" if asked else "later"
                 raise TransferError(f"{explained(error, where, verb)} ({tries}); run it again {later}") from error
         seconds = max(patience.pause(tried), asked)
         report_pause(f"{where}: its server asks to wait" if asked else f"{where} cannot be {verb} now", seconds)

@@ -54,6 +54,6 @@ def main() -> None:
         sys.stderr.write("ckptfix: error: too little memory: the limit of the address space (ulimit -v) is too low\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was begun\n")
+        sys.stderr.write("ckptfix: error: stopped (Interrupt): nothing was started\n")
         raise SystemExit(130) from None
     run()

@@ -21,7 +21,7 @@ from ckptfix.report.advice import Presentation
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-ARGUMENTS = {"check": (Argument("paths", "PATH", "The checkpoints, or folders of checkpoints.", many=True),)}
+ARGUMENTS = {"check": (Argument("paths", "PATH", "Checkpoints, or folders of checkpoints.", many=True),)}
 
 
 def check(run: Run, paths: Sequence[str]) -> int:
@@ -124,7 +124,9 @@ def _result(future: Future[Report], path: str) -> Report:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        raise CkptfixError(f"{path}: its process was killed, perhaps because memory ran out; use fewer jobs") from error
+        raise CkptfixError(
+            f"{path}: its process was killed, perhaps because it ran out of memory; use fewer jobs"
+        ) from error
 
 
 def _check(path: str, arguments: Mapping[str, Any]) -> Report:

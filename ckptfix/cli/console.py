@@ -200,7 +200,7 @@ class Console(Struct):
         except KeyboardInterrupt as stop:
             raise click.exceptions.Exit(self.report_stop(stop, source)) from None
         except MemoryError:
-            self._fail(_naming(names, "there is not enough memory for this file"))
+            self._fail(_naming(names, "not enough memory for this file"))
         except Exception as error:  # noqa: BLE001 - the outermost place: what gets here is a bug of ours, and is reported as one
             if self.verbose:
                 _write_error_text(traceback.format_exc())
@@ -249,7 +249,7 @@ def write_output(text: str) -> None:
         raise
     except OSError as error:
         _close_quietly(sys.stdout)
-        raise WriteError(f"the report cannot be written to stdout: {error.strerror}; redirect it elsewhere") from error
+        raise WriteError(f"cannot write the report to stdout: {error.strerror}; redirect it elsewhere") from error
 
 
 def _write_error(lines: Iterable[Line]) -> None:
@@ -294,7 +294,7 @@ _OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory",
 def _too_little(error: Exception) -> str:
     """Return what to say of an error that is about the machine and not about ckptfix; an empty text otherwise."""
     if any(words in str(error) for words in _OUT_OF_MEMORY):
-        return f"there is not enough memory ({str(error).splitlines()[0]})"
+        return f"not enough memory ({str(error).splitlines()[0]})"
     if isinstance(error, ImportError):
         # A package whose libraries do not load names none: then the package is whose import was under way.
         files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]

@@ -99,7 +99,7 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
     try:
         return ckptfix.check(file, **library_settings(choices, CHECK))
     except (ckptfix.UnreadableError, ckptfix.HostileError) as error:
-        return f"it cannot be read as it is: {error.worded(flag_text)}"
+        return f"it cannot be read: {error.worded(flag_text)}"
 
 
 def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:

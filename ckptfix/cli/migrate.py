@@ -24,9 +24,9 @@ ARGUMENTS = {
         Argument(
             "source",
             "SRC",
-            "The old zoo: a folder, a file, a glob ('old/**/*.pth'), or a URL (s3://bucket/zoo). It is never written.",
+            "The old zoo: a folder, a file, a glob ('old/**/*.pth'), or a URL (s3://bucket/zoo). It is never modified.",
         ),
-        Argument("destination", "DST", "The new zoo: a folder or a URL. Its tree mirrors the old one.", required=False),
+        Argument("destination", "DST", "The new zoo: a folder or a URL, laid out like the old one.", required=False),
     )
 }
 
@@ -44,7 +44,7 @@ def migrate(run: Run, source: str, destination: str | None) -> int:
         if choices.get("init"):
             return draft(console, source, destination, choices)
         if destination is None:
-            raise UsageError("name the folder or URL that the new zoo goes to: ckptfix migrate SRC DST")
+            raise UsageError("name the folder or URL for the new zoo: ckptfix migrate SRC DST")
         return _migrate(console, source, destination, choices, of_a_repair(run.given))
 
 
@@ -68,7 +68,7 @@ def _migrate(
         listed = [*(listed or ()), *read_list(_read(choices["listed"]))]
     is_dry = bool(choices.get("dry_run"))
     if is_dry and any(each.model for each in (*table.treatments, table.rest)):
-        console.note("a dry run skips the forward tests: files that it calls repaired or fine may still fail them")
+        console.note("a dry run skips the forward tests: files reported as repaired or fine may still fail them")
     meter = MigrationMeter(console, is_dry)
     console.progress(f"listing {place}")
     again = [
@@ -122,7 +122,7 @@ def _engine(choices: Mapping[str, Any]) -> MakeEngine | None:
         return None
     for name in ("memory", "temporary"):
         if name in choices:
-            raise UsageError(Opt(name), " is a budget of one machine; a Ray cluster knows what its nodes have")
+            raise UsageError(Opt(name), " is a limit for one machine; a Ray cluster knows its nodes' memory")
     from ckptfix.zoo.cluster import RayEngine
 
     return lambda scratch: RayEngine(scratch, address=choices.get("address"), workers=choices.get("jobs"))
@@ -164,7 +164,7 @@ def tables(
     if not choices.get("only") or not given:
         for name in given:
             if BY_NAME[name].scope is Scope.ONE_FILE:
-                raise UsageError(Opt(name), " is a decision about single files; name them with ", Opt("only"))
+                raise UsageError(Opt(name), " decides about single files; name them with ", Opt("only"))
         return made(everything), None
     common = {name: value for name, value in everything.items() if name not in given}
     return made(common), made(everything)
@@ -179,7 +179,7 @@ def draft(console: Console, source: str, destination: str | None, choices: Mappi
 
     goal = Path(choices.get("table") or FILE_NAME)
     if goal.exists():
-        raise UsageError(f"{goal}: exists already; move it away, or name another file with ", Opt("table"))
+        raise UsageError(f"{goal}: already exists; move it away, or name another file with ", Opt("table"))
     place_name, pattern = split_source(source)
     console.progress(f"looking at {place_name}")
     place = open_place(place_name)

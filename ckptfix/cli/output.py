@@ -167,7 +167,7 @@ class _Page(ReportFormat):
         self.file.refuse()
         for name in ("output", "plan"):
             if name in choices and Path(choices[name]).resolve() == self.file.path.resolve():
-                raise UsageError(f"{choices['report']}: is the file of --{name}; name another file for the report")
+                raise UsageError(f"{choices['report']}: is also the file of --{name}; name another file for the report")
         self._title, self._count, self._began = "", 0, time.monotonic()
         self._records, self._weights = _spool(), _spool()
 

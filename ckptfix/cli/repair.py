@@ -28,7 +28,7 @@ def repair(run: Run, path: str) -> int:
     with console.guarding():
         output, in_place = choices.get("output"), choices.get("in_place", False)
         if choices.get("plan") and choices.get("apply"):
-            why = " exclude each other: a plan is either made or carried out"
+            why = " exclude each other: a plan is either written or applied"
             raise UsageError(Opt("plan"), " and ", Opt("apply"), why)
         arguments = {
             **library_settings(choices),
@@ -67,7 +67,7 @@ def _saved_plan(file: str) -> Plan:
     try:
         return Plan.from_json(json.loads(Path(file).read_bytes()))
     except OSError as error:
-        raise PlanError(f"{file}: the plan cannot be read: {error.strerror}; write one with --plan FILE") from error
+        raise PlanError(f"{file}: cannot read the plan: {error.strerror}; write one with --plan FILE") from error
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -83,7 +83,7 @@ def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
     if file.resolve() == Path(source).resolve():
         raise UsageError(f"{file}: is the checkpoint itself; name another file for the plan")
     if choices.get("output") is not None and file.resolve() == Path(choices["output"]).resolve():
-        raise UsageError(f"{file}: is where the checkpoint goes; name another file for the plan")
+        raise UsageError(f"{file}: is the output; name another file for the plan")
     _plan_file(file).refuse()
 
 

@@ -35,10 +35,10 @@ class _Code(Argument):
 
 ARGUMENTS = {
     "inspect": (Argument("path", "PATH", "The checkpoint."),),
-    "diff": (Argument("a", "A", "One checkpoint."), Argument("b", "B", "The other one.")),
+    "diff": (Argument("a", "A", "One checkpoint."), Argument("b", "B", "The other checkpoint.")),
     "map": (
         Argument("a", "A", "A checkpoint, or a model (pkg.mod:factory, whose code runs)."),
-        Argument("b", "B", "The file or model whose names and layout are wanted."),
+        Argument("b", "B", "The file or model with the names and layout you want."),
     ),
     "rule": (_Code("code", "CODE", "A rule's code or name, such as KEY101.", required=False),),
 }
@@ -116,7 +116,7 @@ def map(run: Run, a: str, b: str) -> int:
             from ckptfix.report.edits import map_lines
 
             console.write(map_lines(found))
-            how = "write it to a file with --output-format json, and give that to --rename-map"
+            how = "write it to a file with --output-format json, and pass that to --rename-map"
             if found.name in shipped():
                 how = f"--rename-map {found.name} (this map ships with ckptfix)"
             if not (found.rules or found.missing or found.unused):

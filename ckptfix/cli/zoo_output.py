@@ -63,8 +63,8 @@ class MigrationMeter(Struct):
         if self.dry_run or self._last is None:
             return "nothing was written"
         return (
-            f"{self._last.done_files} of {self._last.files} files are done, those under way were discarded; "
-            "run the same command to continue"
+            f"{self._last.done_files} of {self._last.files} files are done, unfinished ones were discarded; run the "
+            "same command to continue"
         )
 
 
@@ -96,7 +96,7 @@ def closing_lines(migration: Migration, limit: int | None, dry_run: bool) -> Ite
     verb = "looked at" if dry_run else "done"
     yield f"{verb}: {counted(new, 'file')} in {time_text(summary.seconds)}{speed}{earlier}"
     if dry_run:
-        yield "written: nothing; the same command without --dry-run writes it"
+        yield "nothing was written; run the same command without --dry-run to write"
     else:
         yield f"written: {size(summary.written)} in {migration.destination}; manifest.jsonl has a line for each"
     yield from _attention(migration, limit)
@@ -137,7 +137,7 @@ def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
             left = sum(len(group.names) for group in list(found.values())[limit:])
             yield f"  … and {left} more: -v lists them, --report FILE shows them"
         if outcome is Outcome.UNREADABLE:
-            yield "  after replacing a file, run the same command again; exclude in zoo.toml leaves files out"
+            yield "  after replacing a file, run the same command again; use exclude in zoo.toml to skip files"
 
 
 def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iterator[Line]:

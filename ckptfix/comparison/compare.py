@@ -101,7 +101,7 @@ def diff(
     as equal. ``values=False`` reads no tensor, so that only names and specs are compared. Raises ``UnreadableError``
     for a file that cannot be read, and ``UsageError`` for a tolerance without meaning."""
     if not (atol >= 0 and rtol >= 0 and atol < float("inf") and rtol < float("inf")):
-        raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of 0 or more")
+        raise UsageError(f"the tolerances are {atol:g} and {rtol:g}; give finite numbers of at least 0")
     first, second = _opened(a, weights, salvage), _opened(b, other_weights or weights, salvage)
     return compare(first, second, values=values, tolerance=Tolerance(atol, rtol))
 

@@ -184,7 +184,7 @@ def _side_line(name: str, side: Side) -> Line:
 
 def _damage(side: Side, limit: int | None) -> Iterator[Line]:
     if side.damaged:
-        text = f"damaged: {counted(len(side.damaged), 'tensor')} whose bytes are not those that were saved (checksum)"
+        text = f"damaged: {counted(len(side.damaged), 'tensor')} with wrong bytes (checksum)"
         yield ("   ", Span(text, "error"))
         yield from (f"     {line}" for line in folded_lines(side.damaged, limit))
     if side.lost:
@@ -194,7 +194,7 @@ def _damage(side: Side, limit: int | None) -> Iterator[Line]:
 
 def _closing(difference: Difference) -> Iterator[Line]:
     if not difference.values_compared:
-        yield "values: not compared (--no-values); a renamed key shows as gone on one side and new on the other"
+        yield "values: not compared (--no-values); a renamed key shows as removed on one side and added on the other"
     else:
         close = f", {difference.close} more within the tolerance" if difference.close else ""
         renamed = f", {len(difference.renamed)} of them renamed" if difference.renamed else ""
@@ -241,7 +241,7 @@ def _gap_text(gap: Gap) -> str:
     if gap.nonfinite >= gap.differing:
         parts = []  # there are no two numbers to measure
     elif not (gap.absolute or gap.nonfinite):
-        parts = ["other bits" if gap.ulp is None else "the same numbers in other bits: 0 and -0, or NaN and NaN"]
+        parts = ["other bits" if gap.ulp is None else "equal numbers with different bits: 0 and -0, or NaN and NaN"]
     elif gap.ulp is not None and gap.ulp < _FAR:
         parts.append(f"{gap.ulp} ULP")
     count = "all" if gap.differing == gap.numel else f"{gap.differing} of {gap.numel}"

@@ -113,7 +113,7 @@ def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> G
     if {name for name, is_set in a.math_bits.items() if is_set} != {n for n, is_set in b.math_bits.items() if is_set}:
         return Gap(a.numel, unread="one is a conjugated or negated view")
     if not _same_quantizer(a.quantizer, b.quantizer):
-        return Gap(a.numel, unread="quantised with other scales or zero points")
+        return Gap(a.numel, unread="quantised with different scales or zero points")
     codes = encoding(a.dtype), encoding(b.dtype)
     if a.dtype != b.dtype and (codes[0] is None or codes[1] is None or codes[0].units != codes[1].units):
         return Gap(a.numel, unread=f"{a.dtype} and {b.dtype}")
@@ -129,10 +129,10 @@ def measure_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance = EXACT) -> G
 def _sparse_gap(a: TensorSpec, b: TensorSpec, tolerance: Tolerance) -> Gap:
     """Equal where every part is; else what the values are apart where the places are the same."""
     if any(a.parts[name].shape != b.parts[name].shape for name in a.parts):
-        return Gap(a.numel, unread="sparse, with other places filled")
+        return Gap(a.numel, unread="sparse, with different positions")
     gaps = {name: measure_gap(a.parts[name], b.parts[name], tolerance) for name in a.parts}
     if any(not gap.is_equal for name, gap in gaps.items() if name != "values"):
-        return Gap(a.numel, unread="sparse, with other places filled")
+        return Gap(a.numel, unread="sparse, with different positions")
     return gaps["values"]
 
 

@@ -62,7 +62,7 @@ def infer_map(
         known = of_rotary(ours, theirs, rotary, tied) or look_up(ours, theirs, tied)
         inference = known or infer_tied(ours, theirs, tied)
     if not inference.matches:
-        raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common; nothing can be inferred")
+        raise UsageError(f"{_name(source)} and {_name(target)} have no tensors in common, so no map can be inferred")
     proof = None
     if prove:
         inference, proof = _proved(inference, source, target, parsed_settings({"input": input, "timeout": timeout}))
@@ -79,7 +79,9 @@ def infer_map(
 def _proved(inference: Inference, source: Any, target: Any, settings: Settings) -> tuple[Inference, Equivalence]:
     """Return the map with which both models compute the same, its labels, and what came of running them."""
     if not all(_is_model(side) for side in (source, target)):
-        raise UsageError(Opt("prove", True), " runs both sides: give two models, such as timm:NAME or pkg.mod:factory")
+        raise UsageError(
+            Opt("prove", True), " runs both sides: give two models, for example timm:NAME or pkg.mod:factory"
+        )
     slots = target_of(source, None).slots
     specs = {key: TensorSpec(slot.dtype, slot.shape) for key, slot in slots.items() if slot.shape is not None}
     stored = Checkpoint(_name(source), IN_MEMORY, specs)

@@ -40,7 +40,7 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
         "levit": "resamples them (bicubic, antialiased), as timm for TinyViT",
     },
     PATCH_EMBED: {
-        "timm": "resamples them, so that a resized patch gives what the patch did",
+        "timm": "resamples them, so that a resized patch gives the same output",
     },
     IN_CHANS: {
         "timm": "repeats or sums the channels, scaled to the same sum",
@@ -48,13 +48,13 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
     },
     VOCAB: {
         "cut": "keeps the first entries",
-        "pad:mean": "adds entries of the mean of all",
-        "pad:zeros": "adds entries of zeros",
-        "pad:target": "adds entries of the model's initial values, which are untrained",
+        "pad:mean": "adds entries with the mean of all",
+        "pad:zeros": "adds zeros",
+        "pad:target": "adds the model's untrained initial values",
     },
     INFLATE: {
         "mean": "repeats them over time, divided by its length",
-        "centre": "puts them at the middle moment, and zeros at the others",
+        "centre": "puts them in the middle frame, and zeros in the others",
     },
     HEAD: {},
     DEPTH: {},
@@ -151,7 +151,7 @@ def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adapta
     for one, other in pairwise(ranked[:2]):
         if (one.keys == "*") is (other.keys == "*") and (other.recipe in recipes or not recipes):
             both = (Opt("adapt", one.text), " and ", Opt("adapt", other.text))
-            raise UsageError(*both, f" are both for {key.rstrip('.')}; give one of them")
+            raise UsageError(*both, f" both apply to {key.rstrip('.')}; give one of them")
     return next(iter(ranked), None)
 
 

@@ -197,6 +197,6 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
         if key in self.entries:
             return f"{self.path}: the entry {key!r} is not a tensor; take it from state_dict()"
         if key in self.lost:
-            return f"{self.path}: the bytes of {key!r} are gone from the damaged file; see Checkpoint.lost"
+            return f"{self.path}: the bytes of {key!r} are lost from the damaged file; see Checkpoint.lost"
         close = nearest(str(key), self.specs)
         return f"{self.path}: has no key {key!r}; {f'did you mean {close!r}?' if close else 'see keys()'}"

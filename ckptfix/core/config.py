@@ -47,9 +47,9 @@ def parse_toml(path: Path, word: str = "") -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: a TOML file has to be UTF-8: {error.reason} at byte {error.start}") from error
+        raise UsageError(f"{path}: not UTF-8, as TOML requires: {error.reason} at byte {error.start}") from error
     except OSError as error:
-        raise UsageError(f"{path}: the configuration cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot read the configuration: {error.strerror}") from error
     if word not in text:
         return {}
     if sys.version_info >= (3, 11):

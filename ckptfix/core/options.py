@@ -38,12 +38,12 @@ from ckptfix.errors import Opt, UsageError
 # The options that the library does not take as settings, grouped as in the help.
 _OTHERS: Mapping[str, tuple[Option, ...]] = {
     "Zoo": (
-        Option("init", Type.SWITCH, (MIGRATE,), help="Look at the files of SRC, draft zoo.toml, and stop."),
+        Option("init", Type.SWITCH, (MIGRATE,), help="Survey the files in SRC, draft zoo.toml, and stop."),
         Option("table", Type.FILE, (MIGRATE,), metavar="FILE", default="zoo.toml in the working directory, if any",
             help="The table of the zoo."),
         Option("only", Type.INPUTS, (MIGRATE,), metavar="NAME",
-            help="Only this file, by its path below SRC. Repair options given with it are a decision about this"
-            " file, and later runs remember it."),
+            help="Only this file, by its path in SRC. Repair options given with it are a decision about this file "
+            "that later runs remember."),
         Option("listed", Type.FILE, (MIGRATE,), metavar="FILE", flag="--list",
             help="Only the files named in this file, one per line."),
         Option("others", Type.TEXT, (MIGRATE,), default="copy", choices=("copy", "skip"),
@@ -57,30 +57,30 @@ _OTHERS: Mapping[str, tuple[Option, ...]] = {
         Option("jobs", Type.WHOLE, (CHECK,), metavar="N", default="1", short="-j", is_for_once=True,
             help="How many files to process at the same time."),
         Option("memory", Type.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free",
-            help="Memory that all jobs together may use, such as 4GB."),
+            help="Memory limit for all jobs together, for example 4GB."),
         Option("temporary", Type.TEXT, (MIGRATE,), metavar="SIZE", default="80 % of what is free", flag="--temp-space",
-            help="Disk space for temporary files, which only URLs need."),
+            help="Disk space for temporary files, needed only for URLs."),
         Option("engine", Type.TEXT, (MIGRATE,), default="local", choices=("local", "ray"),
-            help="What runs the jobs: processes of this machine, or tasks of a Ray cluster."),
+            help="Where to run the jobs: in local processes, or as tasks on a Ray cluster."),
         Option("address", Type.TEXT, (MIGRATE,), metavar="ADDRESS", default="one on this machine",
-            help="With --engine ray: the cluster, such as host:6379 or auto."),
+            help="With --engine ray: the cluster, for example host:6379 or auto."),
     ),
     "Model to fit": (
         Option("model", Type.TEXT, FITS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY", scope=Scope.REPAIR,
             words=("timm:", "torchvision:", "transformers:", "diffusers:", "open_clip:", "smp:", "lightning:",
                 "torchaudio:", "ultralytics:", "detectron2:"),
-            help="The model that the checkpoint has to fit: one of a library (timm:resnet50[num_classes=10],"
-            " torchvision:NAME, transformers:FOLDER, …), built without its weights; or a factory of yours, which runs"
-            " your code. The current directory is importable."),
+            help="The model that the checkpoint has to fit: a library's (timm:resnet50[num_classes=10], "
+            "torchvision:NAME, transformers:FOLDER, …), built without weights, or your own factory, which runs your "
+            "code. The current directory is importable."),
         Option("model_args", Type.ARGUMENTS, FITS, metavar="JSON", scope=Scope.REPAIR, needs_model=True,
-            help="Arguments of the model: an object of keyword arguments; for a factory, an array too."),
+            help="Arguments of the model: an object of keyword arguments or, for a factory, an array."),
         Option("like", Type.FILE, FITS, metavar="FILE|known:NAME", scope=Scope.REPAIR, prefixes=(KNOWN,),
             help="Another checkpoint that this one has to fit, or a known architecture (known:timm/resnet50, or"
             " known:timm/resnet50[num_classes=10]). This runs no code."),
     ),
     "Reading": (
         Option("other_weights", Type.TEXT, (DIFF, MAP), metavar="NAME",
-            help="The state_dict of B, if it has another name than that of A."),
+            help="The state_dict of B, if its name differs from A's."),
         Option("file", Type.FILE, (EXPLAIN,), metavar="PATH",
             help="The checkpoint that the message is about, which is then checked too."),
         Option("atol", Type.NUMBER, (DIFF,), metavar="X", default="0", help="Ignore differences up to X + rtol * |b|."),
@@ -93,8 +93,8 @@ _OTHERS: Mapping[str, tuple[Option, ...]] = {
     ),
     "Forward test": (
         Option("prove", Type.SWITCH, (MAP,),
-            help="Run both models, with the same random weights and input: a map that gives equal outputs is verified."
-            " A and B have to be models."),
+            help="Run both models with the same random weights and input; a map that gives equal outputs is verified. "
+            "A and B have to be models."),
     ),
     "Output": (
         Option("output", Type.FILE, (REPAIR,), metavar="OUT", default="<stem>.fixed<suffix>", short="-o",
@@ -105,26 +105,26 @@ _OTHERS: Mapping[str, tuple[Option, ...]] = {
         Option("dry_run", Type.SWITCH, WRITES, short="-n", is_for_once=True,
             help="Show what would be done, and write nothing."),
         Option("plan", Type.FILE, (REPAIR,), metavar="FILE", is_for_once=True,
-            help="Write the edits to this file as JSON, to read them or to --apply them later."),
+            help="Write the edits to this file as JSON, to read or --apply later."),
         Option("apply", Type.FILE, (REPAIR,), metavar="FILE", is_for_once=True,
             help="Apply exactly the edits of a saved plan."),
     ),
     "Report": (
         Option("output_format", Type.TEXT, (CHECK, REPAIR), default="full",
             choices=("full", "concise", "json", "github", "sarif", "junit"), scope=Scope.CONFIG, is_for_once=True,
-            help="How the report is written."),
+            help="The format of the report."),
         Option("output_format", Type.TEXT, (INSPECT, EXPLAIN), default="full", choices=("full", "concise", "json"),
             scope=Scope.CONFIG, is_for_once=True,
-            help="How the answer is written."),
+            help="The format of the answer."),
         Option("output_format", Type.TEXT, (DIFF, MIGRATE), default="full", choices=("full", "json"),
             scope=Scope.CONFIG, is_for_once=True,
-            help="How the result is written to stdout."),
+            help="The format of the result on stdout."),
         Option("output_format", Type.TEXT, (MAP,), default="full", choices=("full", "json", "python"), is_for_once=True,
-            help="How the map is written: as text, as a file for --rename-map, or as a Python function."),
+            help="The format of the map: text, a file for --rename-map, or a Python function."),
         Option("report", Type.FILE, REPAIRS, metavar="FILE", is_for_once=True,
             help="Also write the report as a self-contained HTML page."),
         Option("quiet", Type.SWITCH, ALL, short="-q", scope=Scope.CONFIG, is_for_once=True,
-            help="Print no notes and no progress, and nothing about files without defects."),
+            help="Do not print notes, progress, or files without defects."),
         Option("verbose", Type.SWITCH, ALL, short="-v", scope=Scope.CONFIG, is_for_once=True,
             help="Print every key and all evidence, and the traceback of an internal error."),
     ),
@@ -228,7 +228,9 @@ def _library_form(option: Option, value: Any) -> Any:
         except ValueError as error:
             raise UsageError(Opt(option.name, value), f": invalid JSON ({error}); write '{{\"depth\": 18}}'") from error
         if not isinstance(value, dict | list):
-            raise UsageError(Opt(option.name), ": give an object of keyword arguments or an array of positional ones")
+            raise UsageError(
+                Opt(option.name), ": give an object of keyword arguments or an array of positional arguments"
+            )
     return value
 
 

@@ -107,32 +107,32 @@ class Settings(Struct, frozen=True):
     is a factory. ``source_model`` may be an ``nn.Module``, and ``rename_map`` a ``RenameMap``."""
 
     weights: Annotated[str | None, "Reading", _row(Type.TEXT, (*READS, MAP, EXPLAIN), metavar="NAME",
-        help="Which state_dict of the file, by the name that `ckptfix inspect` shows; or the prefix of one of"
-        " several sets of keys (teacher).")] = None
+        help="Which state_dict of the file, by its name in `ckptfix inspect`; or the prefix of one of several sets of "
+        "keys (teacher).")] = None
     member: Annotated[str | None, "Reading", _row(Type.TEXT, (*REPAIRS, INSPECT, EXPLAIN), metavar="NAME",
         scope=Scope.ONE_FILE,
         help="Which checkpoint to read from an archive (.zip, .tar.gz) with several.")] = None
     salvage: Annotated[bool, "Reading", _row(Type.SWITCH, READS, scope=Scope.ONE_FILE,
-        help="Open a damaged file, and use the tensors that are complete.")] = False
+        help="Open a damaged file and use the complete tensors.")] = False
     values: Annotated[bool, "Reading", _row(Type.SWITCH, (*REPAIRS, DIFF, EXPLAIN), default="values",
         no="--no-values",
-        help="Read the tensors' values; --no-values looks at names and shapes only.")] = True
+        help="Read the tensors' values; --no-values checks only names and shapes.")] = True
     select: Annotated[tuple[str, ...], "Rules", _row(Type.NAMES, REPAIRS, metavar="CODES",
-        help="Run only these rules: codes or their beginnings, such as KEY,BUF101.")] = ()
+        help="Run only these rules: codes or their prefixes, for example KEY,BUF101.")] = ()
     ignore: Annotated[tuple[str, ...], "Rules", _row(Type.NAMES, REPAIRS, metavar="CODES",
         help="Skip these rules.")] = ()
     accept: Annotated[tuple[str, ...], "Rules", _row(Type.NAMES, WRITES, metavar="CODES", scope=Scope.ONE_FILE,
-        help="Accept the findings of these rules as they are; they stay in the report.")] = ()
+        help="Accept the findings of these rules; they stay in the report.")] = ()
     unsafe_fixes: Annotated[bool, "Repairs", _row(Type.SWITCH, REPAIRS, no="--no-unsafe-fixes",
-        help="Also apply the fixes that invent, drop or change a value, or that nothing confirms.")] = False
+        help="Also apply fixes that invent, drop or change a value, or that nothing confirms.")] = False
     rename_layers: Annotated[bool, "Repairs", _row(Type.SWITCH, REPAIRS,
         help="Rename the layers of another implementation by the inferred map, even if it is not certain.")] = False
     source_model: Annotated[Any, "Repairs", _row(Type.TEXT, REPAIRS, metavar="LIBRARY:NAME|PKG.MOD:FACTORY",
         needs_model=True,
-        help="The model that the file was saved from. Copies of it and of --model run with the same random"
-        " weights, and a map of layers that gives equal outputs is applied.")] = None
+        help="The model that the file was saved from. Copies of it and of --model run with the same random weights, "
+        "and a map that gives equal outputs is applied.")] = None
     rename_map: Annotated[RenameMap | str | None, "Repairs", _row(Type.FILE, REPAIRS, metavar="FILE",
-        help="Rename, split and fuse tensors as this map says; `ckptfix map A B` infers one.")] = None
+        help="Rename, split and fuse tensors by this map; `ckptfix map A B` infers one.")] = None
     rename: Annotated[tuple[str, ...], "Repairs", _row(Type.INPUTS, REPAIRS, metavar="OLD=NEW",
         help="Rename keys by patterns: 'encoder.*=backbone.*', 'blocks.{n}.ln.*=layer.{n}.norm.*'.")] = ()
     fill: Annotated[str | None, "Repairs", _row(Type.FILE, REPAIRS, metavar="target|FILE|twin",
@@ -141,19 +141,19 @@ class Settings(Struct, frozen=True):
         " --replace broken ones too, also from the file's other set of weights (twin).")] = None
     adapter: Annotated[tuple[str, ...], "Repairs", _row(Type.FILES, REPAIRS, metavar="PATH[=WEIGHT]",
         help="Merge an adapter (LoRA, DoRA, IA3) into the weights, as peft's merge_and_unload() does: its folder,"
-        " its file, or the adapter_config.json of one inside of the checkpoint. Several are merged in order.")] = ()
+        " its file, or the adapter_config.json of one inside the checkpoint. Several are merged in order.")] = ()
     unmerge: Annotated[bool, "Repairs", _row(Type.SWITCH, REPAIRS, no="--no-unmerge",
-        help="Remove an adapter that was merged before, up to the rounding of the stored sum.")] = False
+        help="Remove a merged adapter, up to the rounding of the stored sum.")] = False
     drop_mismatched: Annotated[bool, "Repairs", _row(Type.SWITCH, REPAIRS, no="--keep-mismatched",
-        help="Treat tensors of the wrong shape as missing, so that --fill fills them.")] = False
+        help="Treat tensors of the wrong shape as missing, so --fill fills them.")] = False
     adapt: Annotated[tuple[str, ...], "Repairs", _row(Type.PAIRS, REPAIRS, metavar="NAME=RECIPE",
-        help="Make tensors of another shape from the file's, by the formula of a library: pos_embed=timm,"
+        help="Resize tensors to the model's shapes by a library's formula: pos_embed=timm,"
         " window_bias=swin, patch_embed=timm, in_chans=timm, vocab=pad:mean, inflate=mean, head=MAP.txt,"
-        " depth=0-5. FIT103 names those that fit.")] = ()
+        " depth=0-5. FIT103 names the ones that fit.")] = ()
     allow_untrained: Annotated[bool, "Repairs", _row(Type.SWITCH, WRITES, scope=Scope.ONE_FILE,
         help="Write the result even if most parameters were filled and are untrained.")] = False
     replace: Annotated[tuple[str, ...], "Repairs", _row(Type.NAMES, REPAIRS, metavar="CODES|KEYS",
-        help="Replace broken values by those of --fill: the findings of these rules, or these keys (layer4.*).")] = ()
+        help="Replace broken values with those of --fill, for these rules' findings or these keys (layer4.*).")] = ()
     reset_running_stats: Annotated[bool, "Repairs", _row(Type.SWITCH, REPAIRS, no="--keep-running-stats",
         help="Set broken running statistics of norms to those of a fresh layer.")] = False
     recalibrate: Annotated[str | None, "Repairs", _row(Type.FILE, WRITES, metavar="FILE", needs_model=True,
@@ -164,31 +164,31 @@ class Settings(Struct, frozen=True):
         help="Set subnormal values, which are slow, to zero.")] = False
     optimizer_positions: Annotated[bool, "Repairs", _row(Type.SWITCH, (CHECK, REPAIR), flag="--optimizer",
         scope=Scope.RUN, is_for_once=True,
-        help="Show which state of the optimizer belongs to which parameter, and how sure that is.")] = False
+        help="Show which state of the optimizer belongs to which parameter, and how certain that is.")] = False
     drop_optimizer: Annotated[bool, "Repairs", _row(Type.SWITCH, WRITES,
-        help="Leave the optimizer out: training continues from the weights, with new moments and step counts.")] = False
+        help="Drop the optimizer: training continues from the weights, with new moments and step counts.")] = False
     keep_optimizer: Annotated[bool, "Repairs", _row(Type.SWITCH, WRITES,
-        help="Keep the optimizer as it is, even if it no longer fits the weights.")] = False
+        help="Keep the optimizer unchanged, even if it no longer fits the weights.")] = False
     dtype: Annotated[str | None, "Repairs", _row(Type.TEXT, REPAIRS, metavar="DTYPE",
         words=CAST_DTYPES,
         help="Cast floats to float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, except tensors that"
         " overflow.")] = None
     for_torch: Annotated[str | None, "Repairs", _row(Type.TEXT, REPAIRS, metavar="VERSION",
-        help="Write a file that this release of torch can load, such as 0.4.0.")] = None
+        help="Write a file that this release of torch can load, for example 0.4.0.")] = None
     disarm: Annotated[bool, "Repairs", _row(Type.SWITCH, WRITES, scope=Scope.ONE_FILE,
-        help="For a file that is built to run code: write only the tensors of its state_dict.")] = False
+        help="For a file built to run code: write only the tensors of its state_dict.")] = False
     seed: Annotated[int, "Repairs", _row(Type.WHOLE, REPAIRS, metavar="N", default="0",
         help="Seed of initial values and derived inputs.")] = 0
     smoke: Annotated[bool | None, "Forward test", _row(Type.SWITCH, WRITES, default="with --model", no="--no-smoke",
         needs_model=True,
-        help="Load the result into the model and run a forward pass, in a process of its own.")] = None
+        help="Load the result into the model and run a forward pass, in a separate process.")] = None
     input: Annotated[tuple[str, ...], "Forward test", _row(Type.INPUTS, (*WRITES, MAP), metavar="SPEC",
         default="derived from the model", needs_model=True,
         help="Input of the forward test, once for each argument: 2x3x224x224, input_ids=2x16:int:0:1000, or a file"
         " (.npy, .pt, .safetensors).")] = ()
     device: Annotated[str, "Forward test", _row(Type.TEXT, WRITES, metavar="auto|cpu|cuda|cuda:1|mps", default="auto",
         needs_model=True, words=("auto", "cpu", "cuda", "mps"),
-        help="The device that the forward test runs on.")] = "auto"
+        help="The device for the forward test.")] = "auto"
     timeout: Annotated[float, "Forward test", _row(Type.NUMBER, (*REPAIRS, MAP), metavar="SECONDS", default="300",
         needs_model=True,
         help="Time limit of the forward test, and of the proof of a map.")] = 300.0
@@ -198,13 +198,13 @@ class Settings(Struct, frozen=True):
         help="Also run it in training mode with a backward pass, and check the gradients.")] = False
     compare: Annotated[str | None, "Forward test", _row(Type.FILE, WRITES, metavar="FILE|source", words=(SOURCE,),
         needs_model=True,
-        help="Also run it with the weights of another checkpoint, or with those of the source, and report how far"
-        " apart the outputs are.")] = None
+        help="Also run it with another checkpoint's weights, or the source's, and report how far apart the outputs "
+        "are.")] = None
     force: Annotated[bool, "Output", _row(Type.SWITCH, (REPAIR,), scope=Scope.RUN,
         help="Replace a file that is already at OUT.")] = False
     format: Annotated[str | None, "Output", _row(Type.TEXT, REPAIRS,
         default="that of the output's suffix, else of the source", choices=FORMATS,
-        help="The format to write; `universal` is the folder from which DeepSpeed resumes on any number of GPUs."
+        help="The format to write; `universal` is a folder that DeepSpeed resumes from on any number of GPUs."
     )] = None
     shard_size: Annotated[str | None, "Output", _row(Type.TEXT, WRITES, metavar="SIZE", default="one file",
         help="Write numbered shards of at most this size (5GB, 500MB) with an index.")] = None

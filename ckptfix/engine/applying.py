@@ -98,9 +98,9 @@ def _is_added(edit: Edit) -> bool:
 def _refuse_conflicts(checkpoint: Checkpoint, step: Step, edited: set[str], dropped: set[str], used: set[str]) -> None:
     renamed = [edit.key for edit in step.edits if isinstance(edit, Rename)]
     if len(renamed) != len(set(renamed)):
-        raise PlanError(f"{step.rule} renames one key twice in a step; remove one of the two edits")
+        raise PlanError(f"{step.rule} renames a key twice in one step; remove one of the two edits")
     if absent := (edited | dropped | used) - checkpoint.entries.keys():
-        raise foreign(checkpoint, f"{step.rule} edits the key {min(absent)}, which is not there")
+        raise foreign(checkpoint, f"{step.rule} edits the key {min(absent)}, which does not exist")
     if both := (edited & (dropped | used)) or (dropped & used):
         raise PlanError(
             f"{checkpoint.path}: {step.rule} both changes and drops {min(both)}; remove one of the two edits"
@@ -142,7 +142,7 @@ def _with_additions(
     for addition in additions:
         if addition.key in entries or addition.key in added:
             raise PlanError(
-                f"{checkpoint.path}: {step.rule} adds the key {addition.key}, which is there already; nothing is "
+                f"{checkpoint.path}: {step.rule} adds the key {addition.key}, which already exists; nothing is "
                 "overwritten"
             )
         if isinstance(addition, Fill):
@@ -167,7 +167,7 @@ def _with_rows(checkpoint: Checkpoint, step: Step, metadata: Metadata | None) ->
     try:
         return rename_rows(metadata, {edit.module: edit.to for edit in step.edits if isinstance(edit, RenameModule)})
     except KeyError as error:
-        raise foreign(checkpoint, f"{step.rule} renames the row {error} of _metadata, which is not there") from error
+        raise foreign(checkpoint, f"{step.rule} renames the row {error} of _metadata, which does not exist") from error
 
 
 def _with_file_edits(result: Checkpoint, step: Step) -> Checkpoint:

@@ -49,9 +49,7 @@ def with_measurements(checkpoint: Checkpoint, edits: Iterable[Edit], value_sourc
     if not wanted:
         return value_sources
     if value_sources.measure is None or wanted[0].source is None:
-        raise PlanError(
-            f"{checkpoint.path}: {wanted[0].key} is to be measured, which takes a model; add ", Opt("model")
-        )
+        raise PlanError(f"{checkpoint.path}: {wanted[0].key} has to be measured with a model; add ", Opt("model"))
     return replace(
         value_sources, measured=value_sources.measure(checkpoint, [edit.key for edit in wanted], wanted[0].source)
     )
@@ -70,7 +68,7 @@ def changed(checkpoint: Checkpoint, spec: object, edit: Edit, value_sources: Val
         return adapted(checkpoint, spec, edit, value_sources)
     if isinstance(edit, Zero):
         if spec.dtype != edit.dtype or not can_be_zeroed(spec):
-            what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, as it is {spec.dtype}"
+            what = f"the {edit.which} numbers of {edit.key} cannot be set to zero, because it is {spec.dtype}"
             raise foreign(checkpoint, what)
         return zeroed_spec(spec, edit.which, path)
     if isinstance(edit, (Cast, Dequantise)):
@@ -131,7 +129,7 @@ def _of_set(checkpoint: Checkpoint, edit: Fill | Replace, place: str, key: str) 
     found = entry_at(checkpoint, place, key)
     if not isinstance(found, TensorSpec) or found.shape != edit.shape or not found.has_data:
         place = place or "beside it"
-        raise foreign(checkpoint, f"{edit.key} is to be taken from {place}, which does not have it in this shape")
+        raise foreign(checkpoint, f"{edit.key} should be taken from {place}, which lacks it in this shape")
     return found
 
 
@@ -142,11 +140,11 @@ def assembled(checkpoint: Checkpoint, edits: Sequence[Assemble], rule: str) -> d
     specs = {key: spec for key in sources if isinstance(spec := checkpoint.entries.get(key), TensorSpec)}
     parts = {edit.key: edit.parts for edit in edits}
     if len(parts) != len(edits):
-        raise PlanError(f"{checkpoint.path}: {rule} assembles a key twice in a step; remove one of the two edits")
+        raise PlanError(f"{checkpoint.path}: {rule} assembles a key twice in one step; remove one of the two edits")
     try:
         check_bijection(parts, {key: spec.shape for key, spec in specs.items()}, {e.key: e.shape for e in edits})
     except PartsError as error:
-        raise PlanError(f"{checkpoint.path}: {rule} cannot assemble {error}; make the plan again") from error
+        raise PlanError(f"{checkpoint.path}: {rule} cannot assemble {error}; create the plan again") from error
     made: dict[tuple[Any, ...], TensorSpec] = {}
     result: dict[str, list[tuple[str, TensorSpec]]] = {}
     for edit in edits:
@@ -168,7 +166,7 @@ def _assembled(checkpoint: Checkpoint, edit: Assemble, specs: dict[str, TensorSp
         spec = specs[part.source]
         if spec.dtype != edit.dtype or spec.storage is None or spec.parts or spec.quantizer or spec.per_byte > 1:
             raise PlanError(
-                f"{checkpoint.path}: {part.source} is {spec.dtype} ({spec.layout}) and cannot become a part of "
+                f"{checkpoint.path}: {part.source} is {spec.dtype} ({spec.layout}) and cannot become part of "
                 f"{edit.key}, which is {edit.dtype}; the plan belongs to another file"
             )
     pieces = [(part.place, _piece(specs[part.source], part, checkpoint.path)) for part in edit.parts]
@@ -200,7 +198,7 @@ def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> T
         target = value_sources.target
         if target is None or (target.initial is None and target.reference is None):
             raise PlanError(
-                f"{checkpoint.path}: {fill.key} is to be filled from the model, and no model is given; add ",
+                f"{checkpoint.path}: {fill.key} should be filled from the model, but no model was given; add ",
                 Opt("model"),
             )
         if target.initial is None:
@@ -231,8 +229,8 @@ def _of_donor(checkpoint: Checkpoint, fill: Fill, file: Checkpoint | None) -> Te
     donor = file.entries.get(donor_key) if file is not None else None
     if not isinstance(donor, TensorSpec) or donor.shape != fill.shape:
         raise PlanError(
-            f"{checkpoint.path}: {fill.key} is to be filled from a donor that does not have it in this shape; name "
-            "another one with ",
+            f"{checkpoint.path}: {fill.key} should be filled from a donor that lacks it in this shape; name another "
+            "one with ",
             Opt("fill"),
         )
     storages = (part.storage for part in donor.strided_parts())

@@ -178,7 +178,7 @@ def _drafted(result: Checkpoint, destination: Destination, settings: Settings) -
     if settings.shard_bytes is not None:
         if result.container:
             place = path_name(result.container)
-            remarks += (f"the shards hold the state_dict of {place}, and not what is around it",)
+            remarks += (f"the shards hold only the state_dict of {place}, not the rest of the container",)
         flat = _without_container(result, form)
         with temporary_shards(output, flat, settings.shard_bytes, write, verify) as (index, names):
             yield Draft(SHARDS, index, names.index, flat, lambda: deliver_shards(index, names), remarks)
@@ -264,7 +264,7 @@ def _copy(old: Path, temporary: Path, goal: Path) -> None:
     except OSError as error:
         raise unwritten(goal, error) from error
     if not filecmp.cmp(old, temporary, shallow=False):
-        raise WriteError(f"{goal}: differs from {old}, which it is a copy of; the disk or its memory is at fault")
+        raise WriteError(f"{goal}: differs from {old}, although it is a copy; the disk or memory is faulty")
 
 
 def _lost_ties(result: Checkpoint) -> Iterator[str]:
@@ -281,8 +281,8 @@ def _lost_ties(result: Checkpoint) -> Iterator[str]:
             views.setdefault(id(regions.of(spec)[0]), {}).setdefault(spec.view, key)
     if parted := [key for found in views.values() if len(found) > 1 for key in found.values()]:
         yield (
-            f"{counted(len(parted), 'tensor')} that share memory ({first_names(parted)}) become tensors of "
-            "their own in safetensors; a .pth keeps what they share"
+            f"{counted(len(parted), 'tensor')} that share memory ({first_names(parted)}) become separate tensors in "
+            "safetensors; a .pth keeps them shared"
         )
 
 
@@ -291,6 +291,6 @@ def _refuse_loss(result: Checkpoint) -> None:
     for place in lost_extras(result):
         if holds_tensors(result.entries.get(place)):
             raise WriteError(
-                f"{result.path}: safetensors cannot hold {place}, an entry with tensors in it; use ",
+                f"{result.path}: safetensors cannot hold {place}, an entry that contains tensors; use ",
                 Opt("format", "pth"),
             )

@@ -78,7 +78,7 @@ class Destination(Struct, frozen=True):
         source = Path(checkpoint.path) if checkpoint.format != IN_MEMORY else None
         if output is not None:
             if os.fspath(output) == "-":
-                raise UsageError("the output cannot go to stdout, as it is read back and compared; name a file")
+                raise UsageError("the output cannot go to stdout, because it is read back and compared; name a file")
             if source is None and checkpoint.container:
                 raise UsageError(
                     "a container in memory may hold objects that cannot be written; save it with torch.save and "
@@ -131,7 +131,7 @@ class Destination(Struct, frozen=True):
         if source is not None and goal.exists() and goal.samefile(source):
             raise UsageError(f"{goal}: is the source itself; replace it with ", Opt("in_place", True))
         if source is not None and _is_part(goal, source):
-            raise UsageError(f"{goal}: is a part of the source; name another output")
+            raise UsageError(f"{goal}: is part of the source; name another output")
         form = output_format(checkpoint, asked or SUFFIXES.get(goal.suffix.lower()))
         return cls(goal.resolve() if goal.is_symlink() else goal, form, None if form == UNIVERSAL else source)
 
@@ -150,7 +150,7 @@ class Destination(Struct, frozen=True):
             refuse_name(ShardNames(self.output, 2).longest)
         if not self.output.parent.is_dir():
             raise WriteError(
-                f"{self.output}: the folder {self.output.parent} does not exist; make it, or choose another place"
+                f"{self.output}: the folder {self.output.parent} does not exist; create it, or choose another place"
             )
 
     def refuse_replaced(self, force: bool) -> None:
@@ -159,9 +159,7 @@ class Destination(Struct, frozen=True):
         if self.before is None and self.output != self.like:
             refuse_output(self.output, force)
         if self.before is not None and state_of(self.output) != self.before:
-            raise WriteError(
-                f"{self.output}: is another file than the one that was read, or is gone; run the same command again"
-            )
+            raise WriteError(f"{self.output}: was replaced or deleted since it was read; run the same command again")
 
 
 def files_read(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

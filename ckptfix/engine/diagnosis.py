@@ -290,7 +290,7 @@ def _refuse_idle_recipes(findings: Sequence[Finding], settings: Settings) -> Non
             continue
         keys = f", such as {finding.keys[0]}" if finding.keys else ""
         if right is None:
-            advice: tuple[Words, ...] = ("no recipe is for that, leave it out to see what helps",)
+            advice: tuple[Words, ...] = ("no recipe exists for that; omit it to see what helps",)
         else:
             advice = ("give ", Opt("adapt", right[0] if isinstance(right, tuple) else str(right)))
         raise IdleRecipeError(Opt("adapt", idle[0]), f" fits nothing here: {finding.message}{keys}; ", *advice)
@@ -310,6 +310,6 @@ def _refuse_unstable(context: Context, settings: Settings, plan: Plan) -> None:
             if again:
                 raise InternalError(
                     f"{context.checkpoint.path}: {rule.code} proposes another fix after all fixes were applied "
-                    f"({again[0].message}); this is a bug of ckptfix, please report it; to leave this rule out: ",
+                    f"({again[0].message}); this is a bug of ckptfix, please report it; to skip this rule: ",
                     Opt("ignore", rule.code),
                 )

@@ -28,7 +28,7 @@ def with_optimizers(checkpoint: Checkpoint, edits: Sequence[Edit], rule: str) ->
     found = {optimizer.name: optimizer for optimizer in optimizers_of(checkpoint)}
     for edit in edits:
         if isinstance(edit, (Regroup, Omit)) and edit.where not in found:
-            raise foreign(checkpoint, f"{rule} edits the optimizer {edit.where}, which is not there")
+            raise foreign(checkpoint, f"{rule} edits the optimizer {edit.where}, which does not exist")
     for regroup in (edit for edit in edits if isinstance(edit, Regroup)):
         optimizer = found[regroup.where]
         made = regrouped(checkpoint, optimizer, edits, rule)

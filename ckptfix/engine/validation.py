@@ -64,7 +64,7 @@ def parsed_settings(given: Mapping[str, Any], function: str = REPAIR) -> Setting
     if settings.drop_optimizer and settings.keep_optimizer:
         raise UsageError(Opt("drop_optimizer", True), " and ", Opt("keep_optimizer", True), " exclude each other")
     if settings.cast_dtype and not settings.values:
-        raise UsageError(Opt("dtype"), " checks the values before it casts them; leave out ", Opt("values", False))
+        raise UsageError(Opt("dtype"), " checks the values before casting them; omit ", Opt("values", False))
     if settings.fill is not None:
         if not isinstance(settings.fill, (str, os.PathLike)):
             raise UsageError(Opt("fill", settings.fill), ": give 'target', 'twin', or the path of a checkpoint")
@@ -96,16 +96,16 @@ def _check_target(settings: Settings, model: object, like: object) -> None:
     if settings.compare_file is not None:
         open_file(settings.compare_file)  # a slip of its name shows before anything runs
     if settings.fill == "target" and not has_target:
-        raise UsageError(Opt("fill", "target"), " takes values from a model or a reference; add ", *target)
+        raise UsageError(Opt("fill", "target"), " takes values from a model or reference; add ", *target)
     if settings.fill_file is not None and not (has_target or settings.salvage or settings.replace):
         raise UsageError(
-            *(Opt("fill", settings.fill_file), ": what is missing shows only against a target; add ", *target),
+            *(Opt("fill", settings.fill_file), ": missing keys show only against a target; add ", *target),
             *(", or name the values to replace with ", Opt("replace")),
         )
     if settings.adapt and not has_target:
-        raise UsageError(Opt("adapt", settings.adapt), " makes tensors fit a model or a reference; add ", *target)
+        raise UsageError(Opt("adapt", settings.adapt), " makes tensors fit a model or reference; add ", *target)
     if settings.source_model is not None and model is None:
-        raise UsageError(Opt("source_model"), " runs beside the model that the file has to fit; add ", factory)
+        raise UsageError(Opt("source_model"), " runs along with the model that the file has to fit; add ", factory)
     if settings.recalibrate is not None and model is None:
         raise UsageError(Opt("recalibrate"), " runs data through the model; add ", factory)
     if settings.recalibrate is not None and not Path(settings.recalibrate).is_file():
@@ -124,7 +124,7 @@ def _rename_map(settings: Settings) -> RenameMap | None:
     for text in settings.rename:
         old, equals, new = text.partition("=")
         if not (old and equals and new):
-            raise UsageError(Opt("rename", text), ": write it as OLD=NEW, such as encoder.*=backbone.*")
+            raise UsageError(Opt("rename", text), ": write it as OLD=NEW, for example encoder.*=backbone.*")
         rules.append(MapRule(old, new, by_hand=True))
     if given is not None and not isinstance(given, RenameMap):
         given = named_map(given)
@@ -139,8 +139,8 @@ def _codes(name: str, given: Iterable[str]) -> tuple[str, ...]:
     for code in codes:
         if not any(rule.code.startswith(code) for rule in RULES):
             close = nearest(code, [rule.code for rule in RULES])
-            hint = f"did you mean {close}?" if close else "the codes are like KEY101, BUF or VAL"
-            raise UsageError(Opt(name, code), f": no rule has a code that begins with this; {hint}")
+            hint = f"did you mean {close}?" if close else "codes look like KEY101, BUF or VAL"
+            raise UsageError(Opt(name, code), f": no rule code begins with this; {hint}")
     return codes
 
 

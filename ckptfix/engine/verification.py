@@ -49,7 +49,7 @@ def verify(temporary: Path, expected: Checkpoint, output: Path, written: Sequenc
         found = open_file(str(temporary), path_name(expected.container))
     except CkptfixError as error:
         raise WriteError(
-            f"{output}: the written file does not open again ({error}); it was removed; please report this"
+            f"{output}: cannot reopen the written file ({error}); it was removed; please report this"
         ) from error
     difference = _difference(found, expected) or _difference_of_bytes(found, expected, _ReadBack(written))
     for file in _files_of(expected):

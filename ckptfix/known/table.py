@@ -360,12 +360,12 @@ def known_target(spec: str) -> Target:
         least = int(letter != "c")
         if not (value.isascii() and value.isdigit() and int(value) >= least):
             given = value or "nothing"
-            raise TargetError(Opt("like", label), f": {own} is a whole number from {least} on, and not {given}")
+            raise TargetError(Opt("like", label), f": {own} has to be an integer of at least {least}, not {given}")
         sizes[letter] = int(value)
     try:
         return structure.target(label, sizes, model.sizes)
     except ValueError as error:
         raise TargetError(
             Opt("like", label),
-            f": images of {sizes['s']} make no whole number of patches; those of {model.sizes['s']} do",
+            f": images of {sizes['s']} do not divide into patches; those of {model.sizes['s']} do",
         ) from error

@@ -121,7 +121,7 @@ def _rearrange(text: str) -> Rearrange | None:
         raise ValueError(f"{axes.strip()!r} does not name the same axes on both sides, each once")
     sizes = tuple((name, int(size)) for name, size in re.findall(r"(\w+)=([1-9]\d{0,8})\b", given))
     if {name for name, _ in sizes} - set(names[0]) or ("with" in text) != bool(sizes):
-        raise ValueError(f"{given.strip()!r} does not give sizes of its axes, such as d=64")
+        raise ValueError(f"{given.strip()!r} does not give sizes of its axes, like d=64")
     return Rearrange(sides[0], sides[1], sizes)
 
 
@@ -181,7 +181,7 @@ class Steps(Struct, frozen=True):
             raise ValueError("swap is a step by itself")
         is_first = bool(texts) and " for " in texts[0]
         if steps.some and (bool(steps.concat), bool(steps.split)) != (is_first, not is_first):
-            raise ValueError("axes for some of the texts need a concat after them, or a split before them")
+            raise ValueError("axes for only some of the strings need a concat after them or a split before them")
         return steps
 
     def texts(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def parse(text: str) -> Pattern:
         elif "," in piece:
             options = tuple(option.strip() for option in piece[1:-1].split(","))
             if len(set(options)) < len(options):
-                raise ValueError(f"{piece} names a text twice")
+                raise ValueError(f"{piece} names a string twice")
             pieces.append(Variable(",".join(options), options))
         else:
             raise ValueError(f"{piece} is not a pattern; write {{n}} for a number, {{a,b}} for one of several texts")

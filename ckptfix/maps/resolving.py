@@ -88,7 +88,7 @@ class Line(Struct, frozen=True):
                 )
                 cells = groups[tuple((name, values[name]) for name in shared)]
                 if cell in cells:
-                    raise ValueError(f"{cells[cell]} and {key} have the same place in the target")
+                    raise ValueError(f"{cells[cell]} and {key} map to the same place in the target")
                 cells[cell] = key
         if not self.rule.optional:
             self._refuse_unmatched([dict(group) for group in groups], source, target)
@@ -100,7 +100,7 @@ class Line(Struct, frozen=True):
     ) -> None:
         if not found:
             there = self.rule.target != "*" and any(map(self.target.matches, file))
-            has = f"; it has {self.rule.target} already" if there else ""
+            has = f"; it already has {self.rule.target}" if there else ""
             raise ValueError(f"no key of the file matches {self.rule.source}{has}")
         variables = [each for each in _distinct(self.source) if each.options and each != self.joined]
         wanted = [values for key in (target or () if variables else ()) if (values := self.target.match(key))]
@@ -202,10 +202,10 @@ def resolve(rename_map: RenameMap, source: Shapes, target: Shapes | None = None)
                 if target is not None and key not in target:
                     raise ValueError(f"the target has no key {key}{_hint(key, target)}")
                 if key in moves:
-                    raise ValueError(f"{key} has a source already, by {moves[key].rule}")
+                    raise ValueError(f"{key} already gets its source from {moves[key].rule}")
                 for part in move.parts:
                     if users.setdefault(part.source, line.rule) is not line.rule:
-                        raise ValueError(f"{part.source} is used already, by {users[part.source]}")
+                        raise ValueError(f"{part.source} is already used by {users[part.source]}")
                 moves[key] = move
     for key, move in moves.items():
         if key not in users and key in source:
@@ -222,7 +222,7 @@ def _refuse_other_shapes(made: Shapes, target: Shapes, cut: int) -> None:
     for key, shape in wanted.items():
         differ = [at for at, (one, other) in enumerate(zip(made[key], shape, strict=False)) if one != other]
         if made[key] != shape and (is_same or (len(made[key]) == len(shape) > 1 and differ == [cut])):
-            raise ValueError(f"{key} would be {list(made[key])}, the target wants {list(shape)}")
+            raise ValueError(f"{key} would be {list(made[key])}, but the target wants {list(shape)}")
 
 
 def _matches(lines: Sequence[Line], keys: Collection[str]) -> bool:
@@ -266,7 +266,7 @@ def _naming(rename_map: RenameMap, number: int) -> Iterator[None]:
         rule = rename_map.rules[number]
         if rule.by_hand:
             raise UsageError(
-                Opt("rename", f"{rule.source}={rule.target}"), f": {error}; correct the pattern, or leave it out"
+                Opt("rename", f"{rule.source}={rule.target}"), f": {error}; correct the pattern, or omit it"
             ) from error
         where = f"{rename_map.name or 'the map'}: rule {number + 1} ({rule})"
         raise PlanError(f"{where}: {error}; correct the rule") from error

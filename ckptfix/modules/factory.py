@@ -38,7 +38,7 @@ def target_of(
         return target_from_factory(model, arguments, seed)
     if model is not None:
         if not hasattr(model, "named_modules") or isinstance(model, type):
-            raise UsageError(f"model is {model!r:.60}; give a torch.nn.Module or the text pkg.mod:factory")
+            raise UsageError(f"model is {model!r:.60}; pass a torch.nn.Module or the string pkg.mod:factory")
         return _target(model)
     assert like is not None, "nothing to fit"
     if (text := os.fspath(like)).startswith(KNOWN):
@@ -94,7 +94,7 @@ def _values(model: torch.nn.Module, spec: str) -> Mapping[str, torch.Tensor]:
     if initial is None:
         raise TargetError(
             Opt("model", spec),
-            " makes a model on the meta device, which has no values to fill with; use ",
+            " builds a model on the meta device, which has no values to fill with; use ",
             Opt("fill"),
             " with a file",
         )
@@ -123,8 +123,8 @@ def _object(spec: str, seed: int) -> Any:
     if not (path and colon and name):
         raise TargetError(
             Opt("model", spec),
-            ": write it as pkg.mod:factory, the module and the name in it with a colon between, or as library:model, "
-            "such as timm:resnet50",
+            ": write it as pkg.mod:factory (module and name, separated by a colon) or library:model, for example "
+            "timm:resnet50",
         )
     with user_code(spec, seed):
         made: Any = (module := _import(path, spec))
@@ -147,7 +147,7 @@ def _import(path: str, spec: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module is there; it is one of its own imports that is missing
-        remedy = f"run from the folder that holds {path.partition('.')[0]}, or install it"
+        remedy = f"run from the folder that contains {path.partition('.')[0]}, or install it"
         if path.endswith(".py"):
             remedy = f"did you mean {path.removesuffix('.py').replace('/', '.')}:{spec.partition(':')[2]}?"
         elif close := nearest(path, SCHEMES):
@@ -166,7 +166,7 @@ def _build(spec: str, factory: Callable[..., Any], arguments: ModelArguments, se
     if isinstance(factory, torch.nn.Module):
         if arguments:
             raise TargetError(
-                Opt("model", spec), ": this is a model already and takes no arguments; leave out ", Opt("model_args")
+                Opt("model", spec), ": this is already a model and takes no arguments; omit ", Opt("model_args")
             )
         return factory
     with user_code(spec, seed):

@@ -69,7 +69,7 @@ def remarks_on(arguments: Any) -> tuple[str, ...]:
     if not lost:
         return ()
     named = ", ".join(f"{key} ({kind})" for key, kind in lost.items())
-    return (f"arguments that the file has as objects are left to the defaults of the class: {named}",)
+    return (f"arguments that are objects in the file are left at the class's defaults: {named}",)
 
 
 def _is_data(value: Any) -> bool:
@@ -97,7 +97,7 @@ def build_class(made: Any, given: Mapping[str, Any], **more: Any) -> Any:
             spec = f"{PREFIX}{made.__module__}:{made.__qualname__}"
             raise TargetError(
                 Opt("model", spec),
-                f" needs {key}, which the file has as an object ({kind}), and objects of a file are not made; "
+                f" needs {key}, which is an object ({kind}) in the file, and objects are never built from a file; "
                 f"write a function that builds the model, and name it: ",
                 Opt("model", f"{made.__module__}:FUNCTION"),
             )

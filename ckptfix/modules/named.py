@@ -152,7 +152,7 @@ def ultralytics(name: str) -> ModelBuilder:
     """``ultralytics:FILE.yaml``, a file of one's own or one that the package has."""
     library = importlib.import_module("ultralytics")
     if not name.endswith((".yaml", ".yml")):
-        raise LookupError(f"{name} is not the YAML file of a model, such as yolov8n.yaml")
+        raise LookupError(f"{name} is not a model's YAML file, like yolov8n.yaml")
     tasks = importlib.import_module("ultralytics.nn.tasks")
     try:
         described = tasks.yaml_model_load(name)

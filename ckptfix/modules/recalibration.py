@@ -55,7 +55,7 @@ def recalibrate(model: nn.Module, loader: Iterable[Any], *, layers: Collection[s
                     norm.momentum = size / samples  # the new batch's share: the average over all samples so far
                 model(*arguments, **keywords)
         if not batches:
-            raise UsageError("the data has no batch: give at least one to measure running statistics on")
+            raise UsageError("the data has no batch: pass at least one to measure running statistics on")
         _refuse_broken(norms)
     except BaseException:
         for (name, statistic), tensor in kept.items():
@@ -109,8 +109,8 @@ def _refuse_broken(norms: Mapping[str, Any]) -> None:
     for name, norm in norms.items():
         if not (norm.running_mean.isfinite().all() and norm.running_var.isfinite().all()):
             raise TargetError(
-                f"the input of {name or 'the norm'} is NaN or infinite on this data, so no statistics can be measured: "
-                "repair the weights before it first, and check the data"
+                f"the input of {name or 'the norm'} is NaN or infinite on this data, so no statistics can be measured"
+                ": first repair the weights before this layer, and check the data"
             )
 
 

@@ -89,12 +89,12 @@ _SIMPLE = re.compile(r"[\w.\-|()\\^$\[\]]*(?:(?<!\))[*+][\w.\-|()\\^$\[\]]*){0,2
 _VARIANTS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
-    "alora_invocation_tokens": "aLoRA, which applies after certain tokens only,",
+    "alora_invocation_tokens": "aLoRA, which applies only after certain tokens,",
     "arrow_config": "Arrow",
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
     "kasa_config": "KaSA",
-    "layer_replication": "layer_replication, by which the model has more layers than its file,",
+    "layer_replication": "layer_replication, which gives the model more layers than its file,",
 }
 
 # Settings of peft under which each layer has another tensor, too.
@@ -251,7 +251,7 @@ class Adapter(Struct, frozen=True):
         path, source = self.path or self.checkpoint.path, "fetch the adapter again"
         if "r" in config and not layer.is_kohya:
             stored = int(_by_pattern(config, "rank_pattern", layer.module, config["r"]))
-            source = f"so {CONFIG} says in r or rank_pattern; take the {CONFIG} that was saved with it"
+            source = f"according to r or rank_pattern in {CONFIG}; use the {CONFIG} that was saved with it"
         if stored < 1:
             raise AdapterError(f"{path}: {layer.module} has the rank {stored}: {source}")
         return stored
@@ -280,8 +280,8 @@ class Adapter(Struct, frozen=True):
             return self.weight  # as diffusers takes it
         else:
             raise AdapterError(
-                f"{self.path or self.checkpoint.path}: nothing says lora_alpha, by which the change is scaled; put the "
-                f"adapter's {CONFIG} beside it, or name it with ",
+                f"{self.path or self.checkpoint.path}: lora_alpha, which scales the change, is unknown; put the "
+                f"adapter's {CONFIG} next to it, or name it with ",
                 Opt("adapter", CONFIG),
             )
         alpha, rank = _number("lora_alpha", alpha), self.rank(layer)
@@ -341,8 +341,8 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             names.add(match["name"])
     if len(names) > 1:
         raise AdapterError(
-            f"{path or checkpoint.path}: holds {len(names)} adapters ({', '.join(sorted(names))}); save each by itself "
-            "and merge them one after the other"
+            f"{path or checkpoint.path}: holds {len(names)} adapters ({', '.join(sorted(names))}); save each "
+            "separately and merge them one after the other"
         )
     layers = (
         AdapterLayer(".".join(part for part in module.split(".") if part != "base_layer"), prefix, keys)
@@ -368,7 +368,9 @@ def _weighted(text: str) -> tuple[str, float]:
             return text, 1.0  # opening it then reports the missing file
         weight = math.nan
     if not math.isfinite(weight):
-        raise AdapterError(Opt("adapter", text), ": the weight of an adapter is a finite number, such as 0.5")
+        raise AdapterError(
+            Opt("adapter", text), ": the weight of an adapter has to be a finite number, for example 0.5"
+        )
     return path, weight
 
 
@@ -393,9 +395,9 @@ def _config(file: Path) -> Mapping[str, Any]:
     try:
         parsed = content.bounds.parse_json(content[:])
     except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{file}: invalid JSON ({error}); take it from where the adapter comes from") from error
+        raise AdapterError(f"{file}: invalid JSON ({error}); get it from the adapter's source") from error
     if not isinstance(parsed, dict):
-        raise AdapterError(f"{file}: not the configuration of an adapter; take it from where the adapter comes from")
+        raise AdapterError(f"{file}: not the configuration of an adapter; get it from the adapter's source")
     return parsed
 
 
@@ -408,7 +410,7 @@ def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: floa
     """Return the number of the first pattern that matches the end of a module's name, as peft does."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
-        raise AdapterError(f"the {name} of {CONFIG} is not a map of layers to numbers; take the file from its source")
+        raise AdapterError(f"the {name} of {CONFIG} does not map layers to numbers; get the file from its source")
     for pattern, number in patterns.items():
         if not _SIMPLE.fullmatch(pattern):
             raise AdapterError(f"the {name} of {CONFIG} has the pattern {pattern!r:.80}; name its layers one by one")
@@ -429,7 +431,9 @@ _HUGE = 1e300  # a number of JSON may be an integer that no float holds
 def _number(name: str, value: object) -> float:
     """Return a number of a configuration. Raises ``AdapterError`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _HUGE:  # also of NaN
-        raise AdapterError(f"the {name} of {CONFIG} has {value!r:.40} for a number; take the file from its source")
+        raise AdapterError(
+            f"the {name} of {CONFIG} has {value!r:.40} instead of a number; get the file from its source"
+        )
     return value
 
 
@@ -458,18 +462,18 @@ def _refuse(adapter: Adapter, path: str) -> None:
     if (other := foreign_type(adapter)) and (adapter.path or kind not in _MERGED):
         if other in UNMERGED:
             raise AdapterError(
-                f"{path}: an adapter of the type {other}, which {UNMERGED[other]}; load it beside the model, in peft "
-                "with PeftModel.from_pretrained()"
+                f"{path}: an adapter of the type {other}, which {UNMERGED[other]}; load it along with the model, in "
+                "peft with PeftModel.from_pretrained()"
             )
         raise AdapterError(
-            f"{path}: an adapter of the type {other}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: "
-            f"merge it with what trained it{' (in peft: merge_and_unload())' * ('peft_type' in config)}"
+            f"{path}: an adapter of the type {other}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: merge it with "
+            f"the library that trained it{' (in peft: merge_and_unload())' * ('peft_type' in config)}"
         )
     types = {layer.type.upper() for layer in adapter.layers}
     if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} - {"LORA", "IA3"}:
         raise AdapterError(
-            f"{path}: {CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}; "
-            f"take the {CONFIG} that was saved with it"
+            f"{path}: {CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}; use the "
+            f"{CONFIG} that was saved with it"
         )
     for name, words in _VARIANTS.items():
         if config.get(name):
@@ -514,8 +518,8 @@ def check_alone(adapter: Adapter) -> None:
         for role, key in layer.keys.items():
             if role != "alpha" and "float" not in (dtype := adapter.checkpoint.specs[key].dtype):
                 raise AdapterError(
-                    f"{path}: {key} is stored as {dtype}, and changes of weights are floats; take the adapter from "
-                    "before it was converted"
+                    f"{path}: {key} is stored as {dtype}, but changes of weights are floats; use the adapter from "
+                    "before the conversion"
                 )
         if {"scale", "tokens"} & layer.keys.keys():
             continue
@@ -530,8 +534,8 @@ def check_alone(adapter: Adapter) -> None:
             raise incomplete(path, f"{layer.module} has only {len(specs)} of its {len(matrices)} matrices")
         if any(spec.numel == 0 for spec in specs):
             raise AdapterError(
-                f"{path}: {layer.module} has a matrix of no elements, as ZeRO-3 and FSDP save what was not gathered; "
-                "gather the parameters, and save the adapter again"
+                f"{path}: {layer.module} has an empty matrix, as ZeRO-3 and FSDP save parameters that were not "
+                "gathered; gather them and save the adapter again"
             )
         if not adapter.config or not specs:
             continue
@@ -540,14 +544,14 @@ def check_alone(adapter: Adapter) -> None:
         if one is not None and one.shape[:1] != (rank,) and not settings.get("target_parameters"):
             raise AdapterError(
                 f"{path}: {layer.module} has matrices of rank {one.shape[0]}, and the r or rank_pattern of {CONFIG} "
-                f"says {rank}; take the {CONFIG} that was saved with it"
+                f"says {rank}; use the {CONFIG} that was saved with it"
             )
         for option, role in _LAYERS_HAVE.items():
             if settings.get(option) and role not in layer.keys:
                 raise incomplete(path, f"trained with {option}, and {layer.module} has no {role} vector")
             if settings.get(option) is False and role in layer.keys:
                 raise AdapterError(
-                    f"{path}: {layer.module} has a {role} vector, and {CONFIG} says that {option} is off; take the "
+                    f"{path}: {layer.module} has a {role} vector, and {CONFIG} says that {option} is off; use the "
                     f"{CONFIG} that was saved with it"
                 )
     has_tokens = any("tokens" in layer.keys for layer in adapter.layers)

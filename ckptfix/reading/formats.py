@@ -150,7 +150,7 @@ def _read_undone(content: Content) -> Document | None:
         if as_text(content[:READ]) is not None:
             return None  # the lines of a text end in CR LF by right
         raise UnreadableError(
-            f"{content.path}: {clause(undone.cause)} only where no byte is missing; transfer it again in binary mode"
+            f"{content.path}: {clause(undone.cause)} only if no byte is missing; transfer it again in binary mode"
         )
     if document is not None:
         document.damage.insert(0, undone.cause)

@@ -63,7 +63,7 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
     storages: dict[int, Storage] = {}
     entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
     if len(entries) < len(state_dict):
-        raise UnreadableError(f"{name}: it has a key twice, as text and as a number; keep one of them")
+        raise UnreadableError(f"{name}: a key occurs twice, as a string and as a number; keep one of them")
     specs = [value for value in entries.values() if isinstance(value, TensorSpec)]
     metadata = getattr(state_dict, "_metadata", None)
     remarks = [Fact.of(Kind.NON_STRING_KEY, key=str(key)) for key in state_dict if not isinstance(key, str)]

@@ -43,7 +43,7 @@ def read(content: Content) -> Document:
     if notes is None:
         notes = {}  # as the library takes it
     if not isinstance(notes, dict):
-        raise damaged(content.path, "the header's __metadata__ is not a map of texts: the file is damaged")
+        raise damaged(content.path, "the header's __metadata__ does not map strings to strings: the file is damaged")
     odd = [name for name, value in notes.items() if not isinstance(value, str)]
     notes |= {name: json.dumps(notes[name]) for name in odd}
     placed, nbytes = check_layout(content, header)
@@ -145,14 +145,14 @@ def read_header(content: Content) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(content[:8], "little")
     if HEADER_LIMIT < length <= size - 8:
         raise UnreadableError(
-            f"{content.path}: the header has {length} bytes, and safetensors reads at most {HEADER_LIMIT} "
+            f"{content.path}: the header has {length} bytes, but safetensors reads at most {HEADER_LIMIT} "
             "(HeaderTooLarge); save the tensors again in several files"
         )
     if size < 8 or 8 + length > size:
         raise damaged(
             content.path,
-            f"is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): a file that is "
-            "cut short in its header, or not a safetensors file",
+            f"is damaged: the header declares {length} bytes and the file has {size} (HeaderTooLarge): it is cut "
+            "short in its header, or not a safetensors file",
         )
     return _parsed_header(content, content[8 : 8 + length]), 8 + length
 
@@ -229,7 +229,7 @@ def _spec(path: str, key: str, record: Mapping[str, Any]) -> TensorSpec:
             raise _violated(path, key, "no overflow", f"{_shown_shape(shape)} has more elements than can be counted")
     if (shape or [0])[-1] % dtype.packed:
         raise _violated(
-            path, key, "sub-byte elements fill whole bytes", f"{name} {_shown_shape(shape)} ends a row inside of a byte"
+            path, key, "sub-byte elements fill whole bytes", f"{name} {_shown_shape(shape)} ends a row inside a byte"
         )
     sizes = (*shape[:-1], *(size // dtype.packed for size in shape[-1:]))
     return TensorSpec(dtype.name, sizes, contiguous_strides(sizes))

@@ -110,7 +110,7 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     remaining = report.left
     if not remaining:
         if accepted := dict.fromkeys(finding.code for finding in report.remaining if report.is_accepted(finding)):
-            yield (Span(f"left as you asked: {', '.join(accepted)}", "warning"),)
+            yield (Span(f"accepted, as you asked: {', '.join(accepted)}", "warning"),)
         elif report.exit_code == 0 and presentation.mode != CHECK:
             command = next_command(report, presentation)
             yield ("run: ", Span(command, "command")) if command else (Span("nothing left to do", "good"),)
@@ -257,7 +257,7 @@ def remedies_of(finding: Finding) -> tuple[Remedy, ...]:
     if not finding.remedies and finding.fix is not None and finding.needs_unsafe:
         risk = "invents, drops or changes values"
         if finding.fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in finding.fix.edits):
-            risk = "gives keys other names, and nothing confirms that these are the right ones"
+            risk = "renames keys, and nothing confirms the new names"
         return (Remedy.of(f"applies the fix, which {risk}", unsafe_fixes=True),)
     return finding.remedies
 

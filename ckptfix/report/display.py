@@ -82,9 +82,7 @@ def log_choice(report: Report) -> None:
 def refuse_misfit(report: Report) -> None:
     """Raise ``TargetError`` if a strict load of the result would fail, ``HostileError`` for an attack."""
     if any(Blocks.LOADING in finding.blocks for finding in report.remaining):
-        raise HostileError(
-            f"{report.source}: the file is built to run code; look at it with `ckptfix check` and do not use it"
-        )
+        raise HostileError(f"{report.source}: the file is built to run code; do not use it (`ckptfix check` shows why)")
     if left := report.obstacles:
         from ckptfix.report.advice import remedies_text
 
@@ -94,7 +92,7 @@ def refuse_misfit(report: Report) -> None:
         hint = next((remedies_text(each, as_arguments=True) for each in remedies), "see ckptfix.check")
         raise TargetError(
             f"{report.source}: does not fit {report.target} ({counted(len(left), 'key')}, {left[0]} among them): "
-            f"{reasons or 'the rules that say more were not selected'}; {hint}"
+            f"{reasons or 'the rules with details were not selected'}; {hint}"
         )
 
 

@@ -66,7 +66,7 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
     where = "" if regroup.where == "optimizer" else f" in {regroup.where}"
     yield f"match the optimizer{where} to the weights: {counted(len(moments), 'parameter')} in {groups}"
     if regroup.order:
-        yield f"{_INDENT}put {len(regroup.order)} keys of the state_dict into the order of the model"
+        yield f"{_INDENT}put {len(regroup.order)} keys of the state_dict into model order"
     parted = [edit.key for edit in moments if edit.parts]
     yield from _key_lines(f"{_INDENT}assemble the state of {{}} as the weights", parted, limit)
     shaped = [edit.key for edit in moments if edit.shape and edit.source is not None]
@@ -193,8 +193,8 @@ def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], lim
         "target": "from the initial values of the target (not trained)",
         "donor": "from the donor file",
         "adapter": "from the adapter",
-        "tie": "from the old values of the tensor that it was tied to",
-        "part": "from another set of weights of the file",
+        "tie": "from the old values of the tensor it was tied to",
+        "part": "from another set of weights in the file",
     }.get(origin, f"from {origin}")
     specs = {edit.key: tensor_text(edit.dtype, edit.shape) for edit in fills}
     return _key_lines(f"{verb} {{}} ({elements(numel)}) {source}", specs, limit, specs.__getitem__)
@@ -323,6 +323,6 @@ LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]]
     Dequantise: _headed(lambda edit: f"multiply the codes of {{}} by their scales ({edit.scheme})"),
     Plain: _plain_lines,
     Retag: lambda edits, limit: [f"retag tensors from {edit.device} to {edit.to}" for edit in edits],
-    Disarm: lambda edits, limit: ["leave out everything except the tensors of the state_dict"],
+    Disarm: lambda edits, limit: ["drop everything except the tensors of the state_dict"],
     Rewrite: lambda edits, limit: [f"rewrite the file: it {edit.cause}" for edit in edits],
 }

@@ -134,7 +134,7 @@ def inspection_lines(
     yield from _section("objects of known classes", _counts(known), limit)
     yield from _section("objects of unknown classes (not loaded)", _counts(unknown), limit)
     names = facts["untrusted_names"]
-    yield from _section("names in its pickles that are not trusted (none was resolved)", names, limit)
+    yield from _section("untrusted names in its pickles (none was resolved)", names, limit)
     yield from _section("lost tensors", facts["lost"], limit)
     yield from _section(
         "remarks", [f"{remark['kind']}: {remark['detail']} ({remark['where']})" for remark in facts["remarks"]], limit
@@ -262,11 +262,11 @@ def children(value: object) -> dict[PathPart, object] | None:
 
 def _size_lines(facts: Mapping[str, Any]) -> Iterator[Line]:
     on_disk = "" if facts["file_size"] is None else f"file {size(facts['file_size'])}, "
-    yield f"size: {on_disk}storages {size(facts['stored_bytes'])}, of which tensors cover {size(facts['tensor_bytes'])}"
+    yield f"size: {on_disk}storages {size(facts['stored_bytes'])}, tensors cover {size(facts['tensor_bytes'])}"
     if facts["stored_bytes"] > BLOAT * facts["tensor_bytes"]:
         spare = facts["stored_bytes"] - facts["tensor_bytes"]
         yield (
-            Span(f"  {size(spare)} belong to no tensor of this state_dict: views save their whole storage", "warning"),
+            Span(f"  {size(spare)} belong to no tensor of this state_dict: a view saves its whole storage", "warning"),
         )
 
 

@@ -55,15 +55,13 @@ def likeness_text(likeness: Likeness) -> str:
     if not likeness.outside:
         return text
     are = "is" if likeness.outside == 1 else "are"
-    return (
-        f"{text}; {counted(likeness.outside, 'key')} of the file {are} outside of {'them' if likeness.others else 'it'}"
-    )
+    return f"{text}; {counted(likeness.outside, 'key')} of the file {are} outside {'them' if likeness.others else 'it'}"
 
 
 def _names(likeness: Likeness) -> str:
     first, *others = (name.replace("/", " ", 1) for name in likeness.names)
     if len(others) > _FEW:
-        return f"{first} (one of {len(likeness.names)} of this structure: {', '.join(others[:_FEW])} …)"
+        return f"{first} (one of {len(likeness.names)} with this structure: {', '.join(others[:_FEW])} …)"
     return first + (f" (also {', '.join(others)})" if others else "")
 
 
@@ -98,9 +96,9 @@ def _differences(likeness: Likeness) -> Iterator[str]:
     if likeness.missing:
         yield f"{len(likeness.missing)} of its {likeness.tensors} keys missing ({_modules(likeness.missing)})"
     if likeness.differing:
-        yield f"{counted(len(likeness.differing), 'key')} with another shape ({_modules(likeness.differing)})"
+        yield f"{counted(len(likeness.differing), 'key')} with a different shape ({_modules(likeness.differing)})"
     if likeness.added or likeness.outside:
-        yield f"{counted(len(likeness.added) + likeness.outside, 'key')} that it does not have" + (
+        yield f"{counted(len(likeness.added) + likeness.outside, 'key')} that it lacks" + (
             f" ({_modules(likeness.added)})" if likeness.added else ""
         )
 

@@ -51,11 +51,11 @@ from ckptfix.rules.fit109_reparametrised_weight import forms_of, in_parts
 from ckptfix.rules.quantised_layers import DEQUANTISE, wanted_layers
 from ckptfix.rules.rule import Context, Rule
 
-_ELSEWHERE = advise("fill nothing in: the file may have them in another form")
+_ELSEWHERE = advise("do not fill them: the file may have them in another form")
 
 _SINGULAR = advise(
-    "fill nothing in: another vector than that of the stored `_u` scales the weights wrongly; load with strict=False, "
-    "and run the model once in training mode, where spectral_norm works `_v` out"
+    "do not fill them: a vector that does not match the stored `_u` scales the weights wrongly; load with "
+    "strict=False and run the model once in training mode, which makes spectral_norm compute `_v`"
 )
 
 
@@ -80,7 +80,7 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
     if joined:
         keys = [edit.key for edit in joined if isinstance(edit, (Fill, Tie))]
         extent, evidence = _extent(keys, target)
-        said = f"{extent}, which the file has in a set of weights of their own"
+        said = f"{extent}, which the file has in a separate set of weights"
         yield rule.finding(Level.ERROR, said, keys=keys, evidence=evidence, fix=Fix.safe(joined))
     if filled:
         extent, evidence = _extent(filled, target)
@@ -101,7 +101,7 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
             keys=unfilled,
             evidence=evidence,
             remedies=advise(
-                f"the file has them in sets of their own ({first_names(apart)}): load each into the module of its name"
+                f"the file has them in separate sets ({first_names(apart)}): load each into the module with its name"
             )
             if apart
             else _ELSEWHERE
@@ -201,7 +201,7 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
     elif is_of_another_model(context.checkpoint, target):
         yield from NAME_THE_MODEL
     elif fill is not None and fill != "twin" and (fill != "target" or target.initial is not None):
-        yield Remedy.of(f"{_origin(context)} does not have them in the shape that the target wants")
+        yield Remedy.of(f"{_origin(context)} does not have them in the target's shape")
     else:
         yield from fillings(keys, context.checkpoint, target)
         if words := _embedding_for(keys, context.checkpoint, target):
@@ -225,7 +225,7 @@ def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **opti
     if target.initial is not None:
         price = untrained(checkpoint, target)
         lost = tuple((key, price[key]) for key in keys if key in price)
-        what = "initial values, which are untrained" if lost else "own values of these buffers"
+        what = "untrained initial values" if lost else "own values for these buffers"
         yield replace(Remedy.of(f"takes the model's {what}", **options, fill="target"), untrained=lost)
     yield Remedy.of("takes them from another checkpoint", **options, fill=FILE)
 
@@ -242,7 +242,7 @@ DEEPEST = 32
 
 
 MOST = 0.5  # share of a model's parameters from which on a model without them is another one
-NAME_THE_MODEL = advise("name the model that the file belongs to: most parameters of this one are not in the file")
+NAME_THE_MODEL = advise("name the model that the file belongs to: the file lacks most parameters of this one")
 
 
 def _parameters(target: Target) -> dict[str, int]:
@@ -289,27 +289,27 @@ def other_layout(context: Context, target: Target) -> str:
     adapted = {*plain, *(key.removeprefix("base_model.model.") for key in plain)}
     if number := sum(key in adapted for key in gone):
         return (
-            f"{counted(number, 'weight')} of the file with an adapter beside, which was not merged: merge it "
-            "first, by its configuration or with what made it, and repair the result"
+            f"{counted(number, 'weight')} of the file with an unmerged adapter: merge it first, by its configuration "
+            "or with the library that made it, and repair the result"
         )
     for norm in (WEIGHT_NORM, SPECTRAL_NORM, PRUNING, _OTHER):
         if number := sum(_has_parts(left, key, norm) for key in gone):
             lacks = norm == SPECTRAL_NORM and any(_is_singular(f"{key[:-2]}_v", left) for key in left)
             how = " with strict=False (`_v` is missing), run it once in training mode" if lacks else ""
             return (
-                f"the file has {counted(number, 'weight')} as {norm} splits it up: load it into the model with {norm} "
-                f"applied{how}, remove that from the model, and save it again"
+                f"the file has {counted(number, 'weight')} as {norm} splits it: load it into the model with {norm} "
+                f"applied{how}, remove {norm}, and save the model again"
             )
         if number := sum(_has_parts(gone, key, norm) for key in left):
             return (
-                f"the model has {norm} applied to {counted(number, 'weight')} that the file has as it is: load the "
-                f"file before {norm} is applied"
+                f"the model has {norm} applied to {counted(number, 'weight')} that the file has whole: load the file "
+                f"before applying {norm}"
             )
     parts = [key for keys in in_parts(left).values() for key in keys]
     if any(left[key] in gone.values() for key in parts):  # a part is not the weight itself
         return (
             f"{counted(len(in_parts(left)), 'weight')} of the file in parts ({first_names(parts)}), as weight_norm, "
-            "spectral_norm and pruning keep them, under other names than the model's: --rename OLD=NEW gives them these"
+            "spectral_norm and pruning store them, but not under the model's names: rename them with --rename OLD=NEW"
         )
     if message := _renamed(left, gone) or _renamed_within(left, gone):
         return message
@@ -319,9 +319,9 @@ def other_layout(context: Context, target: Target) -> str:
         return _repacked(left, gone) or _of_other_version(left, wanted)
     path, mine, theirs = modules[0]
     return (
-        f"{counted(len(modules), 'module')} may have the missing weights in another layout, as fused or split "
-        f"projections are: {_shown(path, mine)} in the file has as many elements as {_shown(path, theirs)} of the "
-        "target; convert them with the code of the model"
+        f"{counted(len(modules), 'module')} may have the missing weights in another layout, like fused or split "
+        f"projections: {_shown(path, mine)} in the file has as many elements as {_shown(path, theirs)} of the target; "
+        "convert them with the model's code"
     )
 
 
@@ -333,14 +333,14 @@ def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
         return ""
     if {_NUMBER.sub("", key) for key in gone} <= {_NUMBER.sub("", key) for key in left}:
         return (
-            f"look at the numbers first: {next(iter(left))} is left over and {next(iter(gone))} missing, and where the "
-            "two sides count from different numbers, the keys that are in their places are wrong too"
+            f"check the numbers first: {next(iter(left))} is left over and {next(iter(gone))} missing; if the two "
+            "sides count from different numbers, the keys that match are wrong too"
         )
     alone = [key for key, shape in gone.items() if shapes[shape] == wanted[shape] == 1]
     pairs = [f"{next(name for name in left if left[name] == gone[key])} of {key}" for key in alone[:1]]
     return (
-        f"those left over have the shapes of the missing keys{''.join(f' ({pair})' for pair in pairs)}: give them the "
-        "model's names, as the code that loads such files does (in transformers: from_pretrained)"
+        f"the leftover keys have the shapes of the missing ones{''.join(f' ({pair})' for pair in pairs)}: rename them "
+        "as the code that loads such files does (in transformers: from_pretrained)"
     )
 
 
@@ -350,8 +350,8 @@ def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str
     if places.keys() == wanted.keys() and len(places) == len(left) == len(gone) > 0:
         place, key = next(iter(wanted.items()))
         return (
-            f"{counted(len(gone), 'missing tensor')} may be in the file under another name: {places[place]} has the"
-            f" shape and the numbers of {key}; --rename OLD=NEW gives it the name if it is that"
+            f"{counted(len(gone), 'missing tensor')} may be in the file under another name: {places[place]} has the "
+            f"shape and the numbers of {key}; if it is the same tensor, rename it with --rename OLD=NEW"
         )
     beside: dict[tuple[str, Shape], list[str]] = defaultdict(list)
     for key, shape in left.items():
@@ -363,7 +363,7 @@ def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str
     key, others = found[0]
     return (
         f"{counted(len(found), 'missing tensor')} may be in the file under another name in the same module: "
-        f"{' or '.join(others[:3])} has the shape of {key}; --rename OLD=NEW gives it the name if it is that"
+        f"{' or '.join(others[:3])} has the shape of {key}; if it is the same tensor, rename it with --rename OLD=NEW"
     )
 
 
@@ -390,7 +390,7 @@ def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
     key, other = next(iter(same.items()))
     return (
         f"{counted(len(same), 'missing tensor')} may be in the file under a longer name: {other} has as many elements"
-        f" as {key}; take it out with what packed it, and save it again"
+        f" as {key}; unpack it with the library that packed it, and save it again"
     )
 
 
@@ -402,8 +402,8 @@ def _of_other_version(left: Mapping[str, Shape], wanted: Iterable[str]) -> str:
         if len(both := layers.keys() & theirs.get(stack, {}).keys()) >= LAYERS:
             first = next(layer for layer in layers if layer in both)
             return (
-                f"{len(both)} layers of `{stack}` have weights that the other side lacks, in the file"
-                f" ({layers[first]}) and in the model ({theirs[stack][first]}): name the version of the model that the"
+                f"{len(both)} layers of `{stack}` have weights that the other side lacks: in the file ("
+                f"{layers[first]}) and in the model ({theirs[stack][first]}): name the version of the model that the"
                 " file belongs to"
             )
     return ""

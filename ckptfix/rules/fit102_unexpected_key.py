@@ -45,10 +45,10 @@ from ckptfix.rules.rule import Context, Rule
 # In the keys of low-rank adapters, beside or around the layers that they change.
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 
-_MERGE = "merge the adapter first, by its configuration or with what made it, and repair the result"
+_MERGE = "merge the adapter first, by its configuration or with the library that made it, and repair the result"
 
 
-_MERGE_INTO_BASE = "an adapter is merged into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
+_MERGE_INTO_BASE = "merge an adapter into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
 
 
 def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
@@ -66,7 +66,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if apart and context.settings.format != "safetensors":
         yield rule.finding(
             Level.NOTE,
-            f"{', '.join(apart)} among the keys of the weights, which stay: take them out before load_state_dict",
+            f"{', '.join(apart)} among the keys of the weights are kept: remove them before load_state_dict",
             evidence={"places": apart},
         )
     unexpected = [key for key in checkpoint.entries if key not in target.slots and key not in target.entries]
@@ -75,10 +75,10 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     numel = sum(checkpoint.specs[key].numel for key in unexpected if key in checkpoint.specs)
     evidence = {"numel": numel, "of": sum(spec.numel for spec in checkpoint.specs.values())}
     if len(unexpected) == len(checkpoint.entries):
-        others = (Remedy.of("takes another state_dict of the file", weights=NAME),) if checkpoint.candidates[1:] else ()
+        others = (Remedy.of("uses another state_dict of the file", weights=NAME),) if checkpoint.candidates[1:] else ()
         yield rule.finding(
             Level.ERROR,
-            f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} without a place",
+            f"nothing in the file belongs to {target.label}: {counted(len(unexpected), 'key')} unknown to it",
             keys=unexpected,
             evidence=evidence,
             remedies=_of_adapter(unexpected) or choice(sets_of(checkpoint.specs)) or (*NAME_THE_MODEL, *others),

@@ -76,8 +76,8 @@ from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.adapted_tensors import is_adaptable
 
 _TRANSPOSED = advise(
-    "convert the file with the code of the model: it keeps these tensors transposed, as Conv1D of GPT-2 does, "
-    "and those of the same layers that are square fit as they are and may be transposed too"
+    "convert the file with the model's code: it stores these tensors transposed, like GPT-2's Conv1D; square tensors "
+    "of the same layers fit but may be transposed too"
 )
 
 MOST_AXES = 6  # axes of a tensor up to which all orders are tried
@@ -104,7 +104,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if reshapes:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(reshapes), 'key')} with axes of one element too many or too few",
+            f"{counted(len(reshapes), 'key')} with an extra or missing axis of one element",
             keys=[edit.key for edit in reshapes],
             evidence=_shown({edit.key: (extent(edit.parts[0].box), edit.shape) for edit in reshapes}),
             fix=Fix.safe(reshapes),
@@ -113,7 +113,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         turned = {key: pairs.pop(key) for key in keys}
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(keys), 'tensor')} with axes in another order: the target has the axes "
+            f"{counted(len(keys), 'tensor')} with axes in another order: the target's axes are "
             f"{', '.join(map(str, axes))} of the file",
             keys=keys,
             evidence=_shown(turned),
@@ -121,7 +121,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
                 Assemble(key, specs[key].dtype, shape, (Part(key, full(specs[key].shape), full(shape), axes=axes),))
                 for key, (_, shape) in turned.items()
             ),
-            remedies=(Remedy.of("puts the axes in the target's order", unsafe_fixes=True),),
+            remedies=(Remedy.of("reorders the axes for the target", unsafe_fixes=True),),
             blocks=Blocks.FILLING,
         )
     shapes = {key: (old, new) for key, (old, new) in pairs.items() if old is not None and is_adaptable(specs[key])}
@@ -134,12 +134,12 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if (parts := parts_of_ranks(shapes)) and VOCAB in {case.name for case in known}:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(pairs), 'key')} whose shape differs: each has 1/{parts} of the rows or of the columns",
+            f"{counted(len(pairs), 'key')} whose shape differs: each has 1/{parts} of the rows or columns",
             keys=pairs,
             evidence=_shown(pairs),
             remedies=advise(
-                "put the files of all ranks into one folder, and name it, if this is one of tensor parallelism; "
-                "otherwise name the model that the file belongs to"
+                "if this is a tensor-parallel rank, put the files of all ranks into one folder and name it; otherwise "
+                "name the model that the file belongs to"
             ),
             blocks=Blocks.FILLING,
         )
@@ -155,7 +155,7 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             yield from _case_findings(rule, context, target, case, edits, left)
     for text, asked in zip(context.settings.adapt, given, strict=True):
         if asked.name != DEPTH and asked not in used:
-            words = f"{text} fits no key: none of this kind has another shape"
+            words = f"{text} fits no key: no tensor of this kind has another shape"
             yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
     if pairs:
         heads = tuple(remedy for case in known if case.name == HEAD for remedy in recipes_of(case, target, {}))[:1]
@@ -274,7 +274,7 @@ def _unknown(
         Level.ERROR,
         f"{counted(len(pairs), 'key')} whose shape differs from the target's"
         f"{f', {turned} of them transposed' if turned else ''}"
-        f"{f', {timed} of them over time too, which inflate adds and no recipe takes out' if timed else ''}",
+        f"{f', {timed} of them over time too, an axis that inflate adds and no recipe removes' if timed else ''}",
         keys=pairs,
         evidence=_shown(pairs),
         fix=_dropped(pairs, context),

@@ -42,12 +42,12 @@ from ckptfix.values.dequantising import are_codes
 from ckptfix.values.roles import is_layers_own
 
 _AS_STORED = Remedy.of("build the model in the dtype of the file")
-_FLOATS = Remedy.of("take these tensors from another copy, or turn them into floats with what quantised them")
+_FLOATS = Remedy.of("take these tensors from another copy, or dequantise them with the library that quantised them")
 _SORTS = {
     "overflow": (Level.ERROR, "values would overflow", _AS_STORED),
-    "quantized": (Level.ERROR, "a load cannot copy out of a quantised tensor", _AS_STORED),
-    "lossy": (Level.WARNING, "a load drops a part of each value", _AS_STORED),
-    "rounded": (Level.WARNING, "parameters in integers were rounded, or are quantised", _FLOATS),
+    "quantized": (Level.ERROR, "a load cannot copy from a quantised tensor", _AS_STORED),
+    "lossy": (Level.WARNING, "a load drops part of each value", _AS_STORED),
+    "rounded": (Level.WARNING, "integer parameters were rounded or are quantised", _FLOATS),
     "plain": (Level.NOTE, "a load converts", Remedy.of("casts them", unsafe_fixes=True)),
 }
 

@@ -56,12 +56,10 @@ def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
         kept = {keys[-1]: list(keys[:-1]) for keys in unequal}
         yield rule.finding(
             Level.ERROR,
-            f"{counted(sum(map(len, unequal)), 'key')} with different values that are one tensor in the target",
+            f"{counted(sum(map(len, unequal)), 'key')} with different values that are one tied tensor in the target",
             keys=[key for keys in unequal for key in keys],
             evidence={"overwritten_by": kept},
-            remedies=advise(
-                f"a load keeps {', '.join(kept)} and loses the rest; drop what is not wanted, or untie the model"
-            ),
+            remedies=advise(f"a load keeps only {', '.join(kept)}; drop the other keys, or untie the model"),
         )
 
 

@@ -68,19 +68,19 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
     if unordered:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(unordered), 'flat parameter')} of FSDP in the order of the model, and the target's keys are"
-            " sorted by name",
+            f"{counted(len(unordered), 'flat parameter')} of FSDP in model order, but the target's keys are sorted by "
+            "name",
             keys=unordered,
-            remedies=advise("name the model that was trained with --model: its code has the order"),
+            remedies=advise("name the trained model with --model: its code has the order"),
             blocks=Blocks.FILLING,
         )
     if odd:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(odd), 'flat parameter')} of FSDP with another number of elements than the target has there",
+            f"{counted(len(odd), 'flat parameter')} of FSDP whose number of elements differs from the target's",
             keys=odd,
             evidence={"elements": odd},
-            remedies=advise("name the model that was trained, with the modules that it was wrapped in"),
+            remedies=advise("name the trained model, including the modules that it was wrapped in"),
             blocks=Blocks.FILLING,
         )
     if reshapes := list(_flattened(checkpoint, target)):

@@ -52,8 +52,8 @@ from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.dequantising import QuantState, quant_state, scale_steps, unpacked_shape
 from ckptfix.values.scan import first_numbers
 
-_LACKS = "the file does not have all that is needed to make floats of them"
-_OTHER_SHAPE = "the model wants other shapes than their `quant_state` says"
+_LACKS = "the file lacks data needed to dequantise them"
+_OTHER_SHAPE = "the model's shapes differ from those in their `quant_state`"
 
 
 def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -69,10 +69,10 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.target is not None:
         cures.update(_unpacked(layers, specs, context.target))
     if known := [path for path in layers if cures[path]]:
-        made = f"multiplies them, which rounds to the dtype that is wanted{_config(context)}"
+        made = f"multiplies them and rounds to that dtype{_config(context)}"
         yield rule.finding(
             Level.ERROR,
-            f"the weights of {counted(len(known), 'layer')} are stored as codes, to be multiplied by their scales",
+            f"the weights of {counted(len(known), 'layer')} are stored as codes with separate scales",
             keys=[key for path in known for key in layers[path].parts.values()],
             evidence={"formats": schemes},
             fix=Fix.unsafe(edit for path in known for edit in cures[path]),
@@ -99,14 +99,14 @@ def _reason(state: QuantState | str | None, target: Target | None) -> str:
         return f", and {state}"
     if target is not None:
         return f", and {_LACKS if state is None else _OTHER_SHAPE}"
-    reason = ": a model has to be prepared by the library that wrote them"
-    return reason if state is None else f"{reason}; a repair with another dtype and unsafe fixes makes floats of them"
+    reason = ": the library that wrote them has to prepare the model"
+    return reason if state is None else f"{reason}; a repair with another dtype and unsafe fixes dequantises them"
 
 
 def _config(context: Context) -> str:
     """Return what to do about the configuration beside the file, which describes quantised weights."""
     is_named = "quantization_config" in model_config(context.checkpoint)
-    return "; then take `quantization_config` out of config.json" if is_named else ""
+    return "; then remove `quantization_config` from config.json" if is_named else ""
 
 
 def _quant_states(layers: Mapping[str, QuantisedLayer], context: Context) -> dict[str, QuantState | str]:
@@ -116,7 +116,7 @@ def _quant_states(layers: Mapping[str, QuantisedLayer], context: Context) -> dic
     if not is_read and context.target is None:
         return {}
     return {
-        path: quant_state(f"{path}weight", specs, file) if is_read else "their `quant_state` was not to be read"
+        path: quant_state(f"{path}weight", specs, file) if is_read else "their `quant_state` could not be read"
         for path, layer in layers.items()
         if layer.scheme == FOUR_BITS
     }

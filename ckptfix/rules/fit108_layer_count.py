@@ -72,12 +72,12 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
             f"{f', {what}' if edits or is_settled else ''}",
             evidence={"file": old, "model": new},
             fix=Fix.requested(edits) if edits else None,
-            remedies=(Remedy.of("starts the model from these layers of the file", adapt=Placeholder("depth=LAYERS")),),
+            remedies=(Remedy.of("starts the model with these layers of the file", adapt=Placeholder("depth=LAYERS")),),
             blocks=Blocks.NOTHING if is_settled or edits else Blocks.FILLING,
         )
     for text, each in given.items():
         if each not in used:
-            words = f"{text} fits no layers: no stack of equal ones has another depth"
+            words = f"{text} fits no layers: no stack of equal layers has another depth"
             yield rule.finding(Level.NOTE, words, evidence={IDLE: [text]})
 
 

@@ -80,11 +80,11 @@ def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Itera
     forms = Counter(fold.form for fold, _ in folds) + Counter({"weight drop": len(raw)})
     yield rule.finding(
         Level.ERROR,
-        f"{counted(forms.total(), 'weight')} in parts ({', '.join(forms)}), where the target wants the weight itself",
+        f"{counted(forms.total(), 'weight')} in parts ({', '.join(forms)}), but the target wants the weight itself",
         keys=(*(key for fold, _ in folds for key in (fold.key, *fold.sources)), *raw),
         evidence={"forms": dict(forms)},
         fix=Fix.unsafe(edits),
-        remedies=(Remedy.of("computes them, as torch does when it removes the parametrization", unsafe_fixes=True),),
+        remedies=(Remedy.of("computes them, as torch does to remove the parametrization", unsafe_fixes=True),),
         blocks=Blocks.FILLING,
     )
 

@@ -47,7 +47,7 @@ def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
         message = f"{counted(len(new), 'key')} with the wrapper segment {', '.join(found)}"
         yield rule.finding(
             Level.ERROR,
-            f"{message}, and without it two keys would both be {clash}" if clash else message,
+            f"{message}, but without it two keys would both be {clash}" if clash else message,
             keys=new,
             evidence={} if clash else {"segments": found},
             fix=None if clash else Fix.safe(renames(new)),

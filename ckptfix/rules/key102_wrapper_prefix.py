@@ -77,10 +77,10 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
         if target is None and (halves := _half_prefixed(keys)):
             yield rule.finding(
                 Level.WARNING,
-                f"{counted(len(halves), 'key')} with a leading `module.`, which others of the same modules do not have",
+                f"{counted(len(halves), 'key')} with a leading `module.` that other keys of the same modules lack",
                 keys=halves,
                 remedies=(
-                    Remedy.of("tells which names are right", model=MODEL),
+                    Remedy.of("shows which names are right", model=MODEL),
                     *(choice_of_copies(keys) if copied_under(keys) else ()),
                 ),
             )
@@ -89,7 +89,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
     if clash := colliding(keys, new):
         yield rule.finding(
             Level.ERROR,
-            f"{message}, and without it two keys would both be {clash}",
+            f"{message}, but without it two keys would both be {clash}",
             keys=new,
             remedies=choice_of_copies(checkpoint.entries),
         )

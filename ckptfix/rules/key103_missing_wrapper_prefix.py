@@ -44,7 +44,7 @@ def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iter
     parts = []
     if new:
         is_bare = all(len(key) < len(goal) for key, goal in new.items())
-        how = "without the wrapper segments that" if is_bare else "with other wrapper segments than"
+        how = "without the wrapper segments that" if is_bare else "with different wrapper segments than"
         parts.append(f"{counted(len(new), 'key')} {how} the target's keys have")
     if fills:
         parts.append(f"no counter {COUNTER}, which the target's AveragedModel has")

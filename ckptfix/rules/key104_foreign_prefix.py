@@ -109,7 +109,7 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
     shown = ", ".join(f"{what} ({counted(count, 'key')})" for what, count in counts.items())
     return rule.finding(
         Level.ERROR,
-        f"{counted(len(new), 'key')} under another prefix than in the target: {shown}",
+        f"{counted(len(new), 'key')} under a different prefix than in the target: {shown}",
         keys=new,
         evidence={"prefixes": counts},
         fix=Fix(renames(new), Applicability.SAFE if is_safe else Applicability.UNSAFE),
@@ -231,7 +231,7 @@ def _suffixes(key: str) -> Iterator[str]:
 
 def _describe(prefixes: Prefixes) -> str:
     taken, put = prefixes
-    return f"`{taken}` too much" if taken else f"`{put}` missing"
+    return f"`{taken}` extra" if taken else f"`{put}` missing"
 
 
 def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], missing: int) -> Finding:
@@ -250,6 +250,6 @@ def _remedies(choices: list[Prefixes], is_most: bool) -> tuple[Remedy, ...]:
     """Return how to keep the set under one prefix, if most of the target is in each of two."""
     sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
     if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
-        text = "give the keys the names that the target has for them: nothing in the file shows which is which"
+        text = "rename the keys to the target's names: nothing in the file shows which is which"
         return advise(text)
     return choice(sets)

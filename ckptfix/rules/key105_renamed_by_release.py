@@ -114,7 +114,7 @@ def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator
     rewritten = Counter(what for _, what in found)
     yield rule.finding(
         Level.ERROR,
-        f"{counted(len(found), 'key')} under names of another release ({', '.join(rewritten)})",
+        f"{counted(len(found), 'key')} with names from another release ({', '.join(rewritten)})",
         keys=[rename.key for rename, _ in found],
         evidence={"rewrites": dict(rewritten)},
         fix=Fix.safe(rename for rename, _ in found),

@@ -89,18 +89,17 @@ UNPLACED = 0.25
 """The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
 
 OTHER_MODELS = advise(
-    "see whether both are the same architecture (norms before or after a layer, activation, heads); without"
-    " --source-model the map is not proved"
+    "check whether both are the same architecture (norms before or after a layer, activation, heads); without "
+    "--source-model the map is not proved"
 )
 
 OTHER_MAP = advise(
-    "the map that you gave does not compute the same: correct it, or leave --rename and --rename-map out to have one"
-    " inferred and proved"
+    "the outputs differ with your map: correct it, or omit --rename and --rename-map to infer and prove one"
 )
 
 PROOF = (
     Remedy.of("applies the map; ckptfix map FILE REFERENCE prints it", rename_layers=True),
-    Remedy.of("proves it, with the model that the file was saved from", source_model=MODEL),
+    Remedy.of("proves it with the model that the file was saved from", source_model=MODEL),
 )
 
 Specs = Mapping[str, Shape]
@@ -134,15 +133,15 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     if not is_own:
         moves = _relabelled(moves, source, wanted, target.tie_of, values)
     taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
-    elsewhere = f"; {taken} of their names are in the file, for other layers" if taken else ""
+    elsewhere = f"; {taken} of their names belong to other layers in the file" if taken else ""
     ambiguous = {key: move for key, move in moves.items() if move.label is Label.AMBIGUOUS}
     if len(ambiguous) < len(moves):
         yield _map_finding(rule, context, target, inference, moves, proof, elsewhere)
     if proof is not None and proof.is_proved and proof.unobservable:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(proof.unobservable), 'key')} of the map unobservable: no output shows an exchange with a"
-            " tensor of the same shape",
+            f"{counted(len(proof.unobservable), 'key')} of the map unobservable: swapping it with a tensor of the "
+            "same shape changes no output",
             keys=proof.unobservable,
         )
     if ambiguous:
@@ -239,9 +238,9 @@ def _ambiguous_finding(
         for move in ambiguous.values()
     )
     are_turned = is_metas(inference.source) is not is_metas(inference.target)
-    why = "split or fused, with rows in an unknown order" if are_fused else "with several layers of the file that fit"
+    why = "split or fused with an unknown order of rows" if are_fused else "that fit several layers of the file"
     if are_turned:
-        why = "beside names of Meta's Llama, whose rotary embeddings have the rows of a head in another order"
+        why = "with names of Meta's Llama, whose rotary embeddings order the rows of a head differently"
     fitting_layers = {
         key: list(dict.fromkeys((*(part.source for part in move.parts), *move.alternatives)))
         for key, move in ambiguous.items()
@@ -254,12 +253,12 @@ def _ambiguous_finding(
         remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
         or choice(sets_of(checkpoint.specs))
         or advise(
-            "if the rows of queries and keys are in another order, their rules need a step such as"
-            " `(h d t) ... -> (h t d) ... with d=64 t=2` in the map that ckptfix map FILE REFERENCE writes with"
-            " --output-format json, for --rename-map"
+            "if the rows of queries and keys are in another order, their rules need a step like"
+            " `(h d t) ... -> (h t d) ... with d=64 t=2` in the map from ckptfix map FILE REFERENCE --output-format "
+            "json, for --rename-map"
             if are_turned
-            else "the names do not say which is which: choose in the map that ckptfix map FILE REFERENCE writes with"
-            " --output-format json, and give it to --rename-map"
+            else "the names do not say which is which: choose in the map from ckptfix map FILE REFERENCE "
+            "--output-format json, and pass it with --rename-map"
         ),
     )
 

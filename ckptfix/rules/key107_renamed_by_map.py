@@ -60,7 +60,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
         if by_hand != given.rules:
             yield rule.finding(
                 Level.NOTE,
-                f"{given.name or 'the map'} was not applied: the file fits already",
+                f"{given.name or 'the map'} was not applied: the file already fits",
                 evidence={"map": given.name or "given"},
             )
         given = replace(given, rules=by_hand)
@@ -92,7 +92,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     if edits:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(edits), 'key')} that the map gives another name or layout",
+            f"{counted(len(edits), 'key')} renamed or rearranged by the map",
             keys=moves,
             evidence={"map": given.name or "given", "rules": len(given.rules)},
             fix=Fix.requested(edits),
@@ -100,7 +100,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     if unclear := [each for each in given.rules if each.label == AMBIGUOUS]:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(unclear), 'rule')} of the map with several sources that fit",
+            f"{counted(len(unclear), 'rule')} of the map with several possible sources",
             evidence={"rules": [str(each) for each in unclear]},
             remedies=advise(f"choose their sources in {given.name or 'the map'}, and remove the label 'ambiguous'"),
         )

@@ -73,14 +73,14 @@ def find_merge(
             _refuse_codes(checkpoint, key)
             if undo and (delta.form not in _TAKEN_OFF or delta.has_magnitude):
                 raise AdapterError(
-                    f"{adapter.path}: {key} cannot be given back: the adapter has "
+                    f"{adapter.path}: {key} cannot be restored: the adapter has "
                     f"{'the norms of DoRA' if delta.has_magnitude else 'new values for it'}, and the old ones are "
-                    "in no file; take the base itself"
+                    "lost; use the base itself"
                 )
             if undo and delta.form == "scale" and not adapter.checkpoint.read(delta.factors[0]).all():
                 raise AdapterError(
-                    f"{adapter.path}: {key} cannot be given back: {delta.factors[0]} has a zero, by which it was "
-                    "multiplied; take the base itself"
+                    f"{adapter.path}: {key} cannot be restored: it was multiplied by a zero in {delta.factors[0]}; "
+                    "use the base itself"
                 )
             # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
             is_copy = delta.form == "whole" and is_copied(adapter, key)
@@ -120,13 +120,13 @@ def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Targe
     for name in sorted(names - checkpoint.specs.keys() - merge.added.keys()):
         if key in merge.resized:
             raise AdapterError(
-                f"{adapter.path}: has {key} for a vocabulary of {merge.resized[key]}, and {name}, which the base has "
-                "tied to it, for none: save the adapter with both (save_embedding_layers=True in peft)"
+                f"{adapter.path}: has {key} for a vocabulary of {merge.resized[key]}, but not {name}, which the base "
+                "ties to it: save the adapter with both (save_embedding_layers=True in peft)"
             )
         if len(merge.deltas[key]) > 1:
             raise AdapterError(
-                f"{adapter.path}: has {key} whole, and another adapter changes it, which the base has as {name} too; "
-                "merge them one after the other"
+                f"{adapter.path}: has {key} whole, and another adapter changes {name}, which is the same tensor in "
+                "the base; merge them one after the other"
             )
         merge.added[name] = Fill(name, spec.dtype, spec.shape, "tie", f":{key}")
 
@@ -143,8 +143,8 @@ def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
         return {"lm_head.weight"}
     if config.get("tie_word_embeddings") and not text.endswith(("Model", "Classification", "Answering")):
         raise AdapterError(
-            f"{adapter.path}: replaces {key}, to which a tensor of the model is tied that {checkpoint.path} does not "
-            "name, and which keeps the old values; name the model with ",
+            f"{adapter.path}: replaces {key}; a tensor of the model that is tied to it, but missing from "
+            f"{checkpoint.path}, would keep the old values; name the model with ",
             Opt("model"),
         )
     return set()
@@ -173,7 +173,7 @@ def _deltas(
         if not own:
             raise AdapterError(
                 f"{adapter.path}: its layers for {' and '.join(fitting)} all fit {checkpoint.path}; name the base by "
-                f"its folder in the pipeline of diffusers, such as {fitting[-1]}, or save the adapter of each by itself"
+                f"its folder in the diffusers pipeline, for example {fitting[-1]}, or save each adapter separately"
             )
         fitting = own
     for component, each in names.items():
@@ -288,8 +288,8 @@ def _placed(
     for real, expert, within in places.get(key, [(key, (), ())]):
         if (expert or within) and (delta.form not in ("linear", "experts") or delta.transposed or delta.has_magnitude):
             raise AdapterError(
-                f"{adapter.path}: changes {layer.module} as another release or library has it, and not by two "
-                f"matrices; merge it into a base with its names: in this one, {key} is joined or split ({real})"
+                f"{adapter.path}: changes {layer.module} as in another release or library, and not by two matrices; "
+                f"merge it into a base with its names: in this one, {key} is fused or split ({real})"
             )
         form = "linear" if expert else delta.form
         yield real, replace(delta, form=form, expert=expert, within=within, rounds=delta.rounds or is_parameter)
@@ -343,8 +343,8 @@ class _Orientation:
         if is_named and not seen and (is_set or has_others):
             return True
         raise AdapterError(
-            f"{self.adapter.path}: nothing says whether the square {layer.module} is a Conv1D, which has its inputs "
-            "first, or a Linear; name the model with ",
+            f"{self.adapter.path}: the square {layer.module} may be a Conv1D, with inputs first, or a Linear; name "
+            "the model with ",
             Opt("model"),
         )
 
@@ -360,7 +360,7 @@ def _leaf(key: str) -> str:
 def _refuse_codes(checkpoint: Checkpoint, key: str) -> None:
     """Raise AdapterError if a tensor is quantised, as what is beside it says."""
     if codes := beside_codes(key.rpartition(".")[0], checkpoint.entries):
-        raise quantised(checkpoint, f"{key} is quantised, as {codes} beside it says")
+        raise quantised(checkpoint, f"{key} is quantised, as {codes} shows")
 
 
 def _of_other_base(adapter: Adapter, words: str) -> AdapterError:
@@ -373,7 +373,7 @@ def _of_layer(
     spec = checkpoint.specs[key]
     _refuse_codes(checkpoint, key)
     if spec.dtype not in _FLOATS or spec.storage is None or spec.quantizer is not None:
-        raise quantised(checkpoint, f"{key} is stored as {spec.dtype}, that is quantised")
+        raise quantised(checkpoint, f"{key} is stored as {spec.dtype}, so it is quantised")
     path = adapter.path
     if "scale" in layer.keys:
         yield from _scales(checkpoint, adapter, layer, key, turned)
@@ -392,7 +392,7 @@ def _of_layer(
     if "bias" in layer.keys:
         bias = f"{key.rpartition('.')[0]}.bias"
         if bias not in checkpoint.specs:
-            raise AdapterError(f"{path}: {layer.module} has a bias to add, and the base has none there")
+            raise AdapterError(f"{path}: {layer.module} adds a bias, but the base has none there")
         narrow = not adapter.is_peft
         yield bias, Delta(path, "bias", (layer.keys["bias"],), product.scaling, is_narrow=narrow, rounds=narrow)
 
@@ -442,8 +442,8 @@ def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: Tens
     by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
     if not by_outputs and not by_inputs:
         raise AdapterError(
-            f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {outputs} outputs, "
-            "as DoRA has; merge it with the library that trained it"
+            f"{adapter.path}: {layer.keys['magnitude']} {list(norms.shape)} has no norm for each of {outputs} "
+            "outputs, unlike DoRA; merge it with the library that trained it"
         )
 
 
@@ -466,8 +466,8 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     if not fits or turned.is_conv1d(key):
         raise AdapterError(
             f"{adapter.path}: {layer.module} has matrices {' and '.join(map(str, map(list, shapes)))}, which do not "
-            f"fit {key} {list(spec.shape)} of the base; give the base that it was trained on, or merge it with what "
-            "trained it"
+            f"fit {key} {list(spec.shape)} of the base; give the base that it was trained on, or merge it with the "
+            "library that trained it"
         )
     _check_norms(adapter, layer, spec.shape[0], spec)
     return Delta(adapter.path, "kronecker" if layer.is_kronecker else "hadamard", factors, adapter.scaling(layer))
@@ -478,7 +478,7 @@ def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str)
     spec, value = checkpoint.specs.get(key), adapter.checkpoint.specs[stored]
     if spec is None or spec.shape != value.shape:
         has = f"no {key}" if spec is None else f"{key} {list(spec.shape)}"
-        raise _of_other_base(adapter, f"has {stored} {list(value.shape)}, for which the base has {has}")
+        raise _of_other_base(adapter, f"has {stored} {list(value.shape)}, but the base has {has}")
     return Delta(adapter.path, "bias", (stored,), adapter.weight)
 
 
@@ -487,7 +487,7 @@ def _scales(
 ) -> Iterator[tuple[str, Delta]]:
     spec, scale = checkpoint.specs[key], adapter.checkpoint.specs[layer.keys["scale"]]
     if adapter.weight != 1:
-        raise AdapterError(f"{adapter.path}: IA3 multiplies, and takes no weight; leave out ={adapter.weight:g}")
+        raise AdapterError(f"{adapter.path}: IA3 multiplies and takes no weight; omit ={adapter.weight:g}")
     if len(spec.shape) == 2:
         is_output = scale.shape[:1] == (scale.numel,)
         is_square = spec.shape[0] == spec.shape[1]
@@ -524,9 +524,7 @@ def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tupl
     values = adapter.checkpoint.specs[layer.keys["tokens"]]
     rows = tuple(given) if isinstance(given, list) and all(type(row) is int for row in given) else ()
     if not rows or values.shape != (len(rows), *spec.shape[1:]) or not all(0 <= row < spec.shape[0] for row in rows):
-        words = (
-            f"{layer.module} has new rows {list(values.shape)}, for which trainable_token_indices of its configuration"
-        )
+        words = f"{layer.module} has new rows {list(values.shape)}, but trainable_token_indices in its configuration"
         raise incomplete(adapter.path, f"{words} names no rows of {list(spec.shape)}")
     return rows
 
@@ -537,23 +535,21 @@ def _whole(
     """Yield the replacement of a tensor by that which the adapter has whole."""
     value, spec = adapter.checkpoint.specs[stored], checkpoint.specs.get(key)
     if adapter.weight != 1:
-        raise AdapterError(
-            f"{adapter.path}: has {stored} whole, to which no weight applies; leave out ={adapter.weight:g}"
-        )
+        raise AdapterError(f"{adapter.path}: has {stored} whole, so no weight applies; omit ={adapter.weight:g}")
     if spec is None:
         if other := _same_by_another_name(checkpoint, key, value.shape):
             raise AdapterError(
-                f"{adapter.path}: has {stored} whole, and {checkpoint.path} has {other} in its place; rename its "
-                "layers first, with ",
+                f"{adapter.path}: has {stored} whole, but {checkpoint.path} has {other} instead; rename its layers "
+                "first with ",
                 Opt("model"),
             )
         if not is_copied(adapter, key) and not (is_of_words(key) and value.shape[1:]):
-            raise _of_other_base(adapter, f"has {stored}, for which {checkpoint.path} has no place")
+            raise _of_other_base(adapter, f"has {stored}, which {checkpoint.path} lacks")
         merge.added[key] = Fill(key, value.dtype, value.shape, "adapter", f"{adapter.path}:{stored}")
     elif ("float" in spec.dtype) != ("float" in value.dtype):
         raise _of_other_base(adapter, f"has {key} as {value.dtype} and the base as {spec.dtype}")
     elif spec.shape != value.shape and not (is_of_words(key) and spec.shape[1:] == value.shape[1:]):
-        shapes = f"{list(value.shape)} and the base as {list(spec.shape)}, which was resized for it or is another"
+        shapes = f"{list(value.shape)} and the base as {list(spec.shape)}, which was resized for it or is another model"
         raise _of_other_base(adapter, f"has {key} as {shapes}")
     else:
         if spec.shape != value.shape:

@@ -205,8 +205,8 @@ class Misfits(Struct, frozen=True):
         for key, (old, new) in shapes.items():
             table = PositionTable(name, key, old, new, self.pairing)
             if table.is_of_videos:
-                words = f"{old[-2]} positions in the file and {new[-2]} in the model, for each patch of each moment"
-                yield Case(name, {key: (old, new)}, (), f"{words}; no library has a function that resizes them")
+                words = f"{old[-2]} positions in the file and {new[-2]} in the model, one per patch and frame"
+                yield Case(name, {key: (old, new)}, (), f"{words}; no library has a function to resize them")
             if not table.recipes[0]:
                 continue
             known = table.grids(chosen(name, key, table.recipes[0], self.given))
@@ -300,7 +300,7 @@ def _plain_cases(name: str, shapes: Pairs, longer: Collection[str]) -> Iterator[
         recipes = tuple(RECIPES[name])
         keeps_last = not group.keys().isdisjoint(longer)
         if name == VOCAB:
-            own = ", and a row after it that stays the last" if keeps_last else ""
+            own = ", and an extra row that stays last" if keeps_last else ""
             words = (
                 f"a vocabulary of {stored[0] - keeps_last} in the file and of {wanted[0] - keeps_last} in the model"
                 f"{own}"
@@ -314,5 +314,5 @@ def _plain_cases(name: str, shapes: Pairs, longer: Collection[str]) -> Iterator[
         elif name == PATCH_EMBED:
             words = f"patches of {size(patch(old))} in the file and of {size(patch(new))} in the model"
         else:
-            words = f"convolutions over images in the file, and over {counted(new[2], 'moment')} too in the model"
+            words = f"convolutions over images in the file, and over {counted(new[2], 'frame')} too in the model"
         yield Case(name, group, recipes, words, keeps_last=keeps_last)

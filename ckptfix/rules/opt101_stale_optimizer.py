@@ -75,8 +75,8 @@ from ckptfix.rules.origins import NEW, Change
 from ckptfix.rules.owners import with_owners
 from ckptfix.rules.rule import Context, Rule
 
-DROP = Remedy.of("leaves it out: training continues from the weights with new moments", drop_optimizer=True)
-IN_STEP = Remedy.of("brings it in step", unsafe_fixes=True)
+DROP = Remedy.of("drops it: training continues from the weights with new moments", drop_optimizer=True)
+IN_STEP = Remedy.of("updates it to match", unsafe_fixes=True)
 KEEP = Remedy.of("keeps it as it is", keep_optimizer=True)
 
 
@@ -109,7 +109,8 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
         elif change.touches:
             yield rule.finding(
                 Level.NOTE,
-                f"{optimizer.label} belongs to {' or '.join(sets)} and stays as it is; {own}, which changes, has none",
+                f"{optimizer.label} belongs to {' or '.join(sets)} and stays as it is; {own}, which changes, has no "
+                "optimizer",
                 evidence={"sets": sets},
             )
 
@@ -120,8 +121,8 @@ def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
         names = ", ".join(optimizer.name for optimizer in optimizers)
         yield rule.finding(
             Level.NOTE,
-            f"{names} left out, as --drop-optimizer asks: a training that goes on starts with new moments, and "
-            "with the learning rate of its script",
+            f"{names} dropped, because of --drop-optimizer: resumed training starts with new moments and the script's "
+            "learning rate",
             fix=Fix.requested(Omit(optimizer.name) for optimizer in optimizers),
         )
 
@@ -139,8 +140,8 @@ def _out_of_step(
     if plan.edits and not found and not known and _is_of_result(optimizer, change, context):
         yield rule.finding(
             Level.NOTE,
-            f"{optimizer.label} does not fit the weights of the file but those of the result: it stays as it is, as a "
-            "run that was stopped has left it",
+            f"{optimizer.label} does not fit the weights of the file but those of the result, so an earlier run was "
+            "stopped: it stays unchanged",
             evidence={"parameters": len(optimizer.ids)},
         )
         return
@@ -152,7 +153,7 @@ def _out_of_step(
         if not _is_touched(optimizer, change, plan, found):
             return
     if sets and found:
-        words = f"fits {' and '.join(sets)} alike, and its name does not say which: it stays as it is, though"
+        words = f"fits {' and '.join(sets)} equally, and its name does not say which: it stays unchanged, though"
         yield _stays(rule, context, optimizer, f"{words} {sets[0]} changes", sets=sets)
     elif len(found) != 1 or is_moved:
         sources, reason = [way.source for way in found], _reason(optimizer, found, known)
@@ -161,7 +162,7 @@ def _out_of_step(
             rule,
             context,
             optimizer,
-            f"no longer belongs to the weights, {why}, and {reason}: it stays as it is, and fails to load or gives "
+            f"no longer matches the weights, {why}, and {reason}: it stays unchanged, and will fail to load or assign "
             "moments to the wrong weights",
             _with_model(context, found, _is_named(known)),
             **({"recipes": sources} if sources else {}),
@@ -192,9 +193,9 @@ def _brought_in_step(rule: Rule, context: Context, change: Change, way: Followed
     others = rivals(way.optimizer, change, way)
     how = ""
     if others:
-        how = f"; it is taken to be in the order of {way.source}, and {others[0]} would fit as well"
+        how = f"; it is assumed to be in the order of {way.source}, but {others[0]} would fit as well"
     elif not (is_certain or way.naming.own_shapes):
-        how = f" (0 of {len(way.naming.names)} parameters with a shape of their own)"
+        how = f" (0 of {len(way.naming.names)} parameters with a unique shape)"
     return rule.finding(
         Level.ERROR,
         f"{way.optimizer.label} is out of step with the weights: {_what(way)}{how}",
@@ -218,8 +219,8 @@ def _in_unknown_order(rule: Rule, optimizer: Optimizer, change: Change, has_name
         what = "names" if has_names else "as many parameters as the model,"
         yield rule.finding(
             Level.NOTE,
-            f"{optimizer.label} has {what} in an order that is not the model's under any known recipe: if its "
-            "groups are not your own, it is that of another release of the model",
+            f"{optimizer.label} has {what} in an order that no known recipe gives for this model: if you did not "
+            "define its groups, it belongs to another release of the model",
             evidence={"parameters": len(optimizer.ids)},
         )
 
@@ -250,18 +251,16 @@ def _is_named(known: list[Naming]) -> bool:
 def _reason(optimizer: Optimizer, found: list[Followed], known: list[Naming]) -> str:
     """Return why an optimizer cannot be brought in step."""
     if len(found) == 1:
-        return (
-            "a script that lists parameters by name, as the shapes allow, has them in another order under the new names"
-        )
+        return "the shapes allow that the script lists parameters by name, and the new names sort differently"
     if found:
         return f"{counted(len(found), 'way')} to name its parameters fit and differ"
     if optimizer.copies:
         return f"{optimizer.copies} lists a copy of each parameter, by position"
     if optimizer.is_joint:
-        return "its state is of all parameters together"
+        return "its state covers all parameters together"
     if _is_named(known):
-        return "nothing tells in which group of it, or at which place, each parameter is now"
-    return "its parameters cannot be named"
+        return "nothing shows the group or position of each parameter"
+    return "its parameters cannot be identified"
 
 
 def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change) -> Iterator[Finding]:
@@ -277,7 +276,7 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
     origins = {key: NEW if key in misfits else change.origins.get(key, NEW) for key in after}
     later = replace(change, after=after, origins=origins)
     found = ways(optimizer, later)
-    once = f"out of step once what does not fit ({counted(len(misfits), 'key')}) is dropped or filled"
+    once = f"out of step once the misfits ({counted(len(misfits), 'key')}) are dropped or filled"
     if len(found) != 1 and len(optimizer.ids) == len(change.parameters) and later.touches:
         reason = _reason(optimizer, found, readings(optimizer, later))
         yield rule.finding(
@@ -289,7 +288,7 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
     if len(found) == 1 and not found[0].is_unchanged and not found[0].naming.is_certain:
         yield rule.finding(
             Level.WARNING,
-            f"{optimizer.label} will be {once}: an unsafe fix then brings it in step ({_what(found[0])})",
+            f"{optimizer.label} will be {once}: an unsafe fix then updates it to match ({_what(found[0])})",
             evidence=_evidence(found[0]),
             remedies=(IN_STEP,),
         )
@@ -303,8 +302,8 @@ def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
     if keys:
         yield rule.finding(
             Level.NOTE,
-            f"{counted(len(keys), 'frozen parameter')} of the model with a place and a state in {way.optimizer.label}, "
-            "which does not load into an optimizer of only the trainable parameters",
+            f"{counted(len(keys), 'frozen parameter')} of the model with state in {way.optimizer.label}, which will "
+            "not load into an optimizer of only the trainable parameters",
             keys=keys,
         )
 
@@ -312,11 +311,11 @@ def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
 def _with_model(context: Context, found: list[Followed], is_named: bool) -> tuple[Remedy, ...]:
     if context.target is not None and context.target.modules is not None:
         if is_named and not found:
-            return advise("the script's own optimizer knows that: ckptfix.load(model, file, optimizer=optimizer)")
+            return advise("use the script's own optimizer: ckptfix.load(model, file, optimizer=optimizer)")
         if not found:
             return ()
-        names = "names settle it: save a step of the old model with AdamW(model.named_parameters())"
-        return advise(f"{names}; or the script's own optimizer: ckptfix.load(model, file, optimizer=optimizer)")
+        names = "names settle this: save a step of the old model with AdamW(model.named_parameters())"
+        return advise(f"{names}; or use the script's own optimizer: ckptfix.load(model, file, optimizer=optimizer)")
     return (Remedy.of("gives the order of the parameters", model=MODEL),)
 
 
@@ -327,16 +326,14 @@ def _what(way: Followed) -> str:
         for keys, what in (
             (way.gone, "gone"),
             (way.added, "new"),
-            (way.anew, "with values of another origin or state that cannot be cut, which start anew"),
+            (way.anew, "with replaced values or state that cannot be split, reset"),
         )
         if keys
     ]
     if any(step.shape and step.source is not None for group in way.groups for step in group):
         words.append("other shapes")
     if (emptied := len(way.optimizer.groups) - len(way.groups)) > 0:
-        words.append(
-            f"{counted(emptied, 'group')} left out with all its parameters, which the script must not keep empty"
-        )
+        words.append(f"{counted(emptied, 'group')} dropped with all its parameters; remove it from the script too")
     return ", ".join(words) or "other names or another order of parameters"
 
 
@@ -344,8 +341,8 @@ def _evidence(way: Followed) -> dict[str, Any]:
     naming = way.naming
     figures: dict[str, Any] = {"parameters": len(way.optimizer.ids), "named by": naming.source}
     if not naming.is_certain:
-        figures["moments of fitting shape"] = naming.moments
-        figures["with a shape of their own"] = naming.own_shapes
+        figures["moments of the right shape"] = naming.moments
+        figures["with a unique shape"] = naming.own_shapes
     for name, keys in (("gone", way.gone), ("new", way.added), ("start anew", way.anew)):
         if keys:
             figures[name] = list(keys)

@@ -52,26 +52,26 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
         if carried:
             yield rule.finding(
                 Level.NOTE,
-                f"{optimizer.label} has moments of {', '.join(carried)}, which are carried as they are: "
-                f"torch.load reads them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
+                f"{optimizer.label} has moments of {', '.join(carried)}, which are copied unchanged: torch.load reads "
+                f"them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
             )
         if context.settings.format == "safetensors":
             continue  # which leaves the optimizer out
         options = _options(was.get(optimizer.name, optimizer))
         for what, named, where, outcome in (
-            ("state", others, counted(len(optimizer.ids), "parameter"), "it does not load into an optimizer"),
+            ("state", others, counted(len(optimizer.ids), "parameter"), "it will not load into an optimizer"),
             (
                 "options",
                 list(dict.fromkeys(options.values())),
                 ", ".join(options),
-                "an optimizer takes that for its own",
+                "an optimizer accepts that as its own",
             ),
         ):
             if named:
                 yield rule.finding(
                     Level.ERROR,
-                    f"{optimizer.label} has {what} of {', '.join(named)} ({where}), which a file for weights_only=True "
-                    f"holds as plain data only: {outcome}",
+                    f"{optimizer.label} has {what} of {', '.join(named)} ({where}), which a file for "
+                    f"weights_only=True can hold only as plain data: {outcome}",
                     evidence={"classes": named},
                     remedies=(DROP, Remedy.of("keeps it as plain data", keep_optimizer=True)),
                     is_accepted=context.settings.keep_optimizer,

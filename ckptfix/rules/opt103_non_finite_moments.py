@@ -50,11 +50,11 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
         if not bad:
             continue
         fix = without(optimizer, bad)
-        anew = (Remedy.of("starts these anew", unsafe_fixes=True),) if fix else ()
+        anew = (Remedy.of("resets these", unsafe_fixes=True),) if fix else ()
         yield rule.finding(
             Level.ERROR,
-            f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose "
-            "weights become NaN at the next step",
+            f"{optimizer.label} has NaN or infinite state of {counted(len(bad), 'parameter')}, whose weights will "
+            "become NaN at the next step",
             evidence={"parameters": {str(number): fields for number, fields in bad.items()}},
             fix=fix,
             remedies=(*anew, DROP, KEEP),

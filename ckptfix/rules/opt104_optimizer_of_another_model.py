@@ -58,8 +58,8 @@ def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding
         if 2 * len(strange) > matrices:
             yield rule.finding(
                 Level.WARNING,
-                f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices "
-                "whose shape no weight has: it is that of another model",
+                f"{optimizer.label} has moments of {len(strange)} of {matrices} matrices with a shape that no weight "
+                "has: it belongs to another model",
                 evidence={"shapes without a weight": strange[:8]},
                 remedies=(DROP, KEEP),
                 is_accepted=context.settings.keep_optimizer,

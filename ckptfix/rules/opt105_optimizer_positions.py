@@ -45,7 +45,7 @@ def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
         what += counted(len(optimizer.groups), "group")
         if len(found) != 1:
             recipes = [way.source for way in found]
-            reason = f"several ways to name them fit and differ ({', '.join(recipes)})"
+            reason = f"several ways to identify them fit and differ ({', '.join(recipes)})"
             reason = reason if found else "nothing shows which is which"
             yield rule.finding(Level.NOTE, f"{what}, and {reason}", evidence={"recipes": recipes})
             continue
@@ -64,7 +64,7 @@ def _how_sure(naming: Naming) -> str:
     count = len(naming.names)
     if not naming.moments:
         return "no moment confirms it"
-    return f"{naming.moments} of {count} have moments of fitting shape, {naming.own_shapes} a shape of their own"
+    return f"{naming.moments} of {count} have moments of the right shape, {naming.own_shapes} a unique shape"
 
 
 def _positions(optimizer: Optimizer, naming: Naming) -> dict[str, dict[str, Any]]:

@@ -64,14 +64,14 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
             elif (limit := limits[number]) and _are_alike(row) and _exceeds(own["exp_avg"], own["exp_avg_sq"], limit):
                 large.append(number)
         for level, bad, what in (
-            (Level.WARNING, negative, "negative averages of squared gradients for {}, whose weights become NaN"),
-            (Level.NOTE, large, "a larger average of the gradients for {} than those of their squares allow"),
+            (Level.WARNING, negative, "negative averages of squared gradients for {}, whose weights will become NaN"),
+            (Level.NOTE, large, "a larger average of gradients for {} than the averages of their squares allow"),
         ):
             if bad:
                 yield rule.finding(
                     level,
-                    f"{optimizer.label} has {what.format(counted(len(bad), 'parameter'))}: its tensors were exchanged,"
-                    " or are of different saves",
+                    f"{optimizer.label} has {what.format(counted(len(bad), 'parameter'))}: its tensors were swapped, "
+                    "or are from different saves",
                     evidence={"parameters": [str(number) for number in bad]},
                     remedies=(*advise("fetch its files again"), DROP, KEEP),
                     is_accepted=context.settings.keep_optimizer,

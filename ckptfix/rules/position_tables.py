@@ -203,7 +203,7 @@ class PositionTable(Struct, frozen=True, dict=True):
 
     def words(self, old: Grid, new: Grid) -> str:
         """Return what the shapes mean."""
-        remark = "; transformers has no function that resizes them" * (self.is_left and not self.own)
+        remark = "; transformers has no function to resize them" * (self.is_left and not self.own)
         if self.name == WINDOW_BIAS and len(old) == len(new) == 2 and self.old[-1] == math.prod(old):
             return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
         if self.name == WINDOW_BIAS:
@@ -232,12 +232,12 @@ class PositionTable(Struct, frozen=True, dict=True):
             first = _PADDING if rows % _UNIT == wanted % _UNIT == _PADDING and not is_last else 0
             old, new = hand or (rows - first,), goal or (wanted - first,)
             if len(old) > 1 or len(new) > 1:
-                return "positions of a text have no rows and columns"
+                return "text positions have no rows and columns"
             if rows - math.prod(old) != wanted - math.prod(new) or rows < math.prod(old):
                 return f"the other positions, {rows} - {size(old)} and {wanted} - {size(new)}, differ in number"
             return old, new
         if hand is None and self.grid_of_model is None and self._may_be_of_videos:
-            return f"the file's {rows} positions may be those of moments too"
+            return f"the file's {rows} positions may include frames"
         own: Grid | None = None
         if self.name == WINDOW_BIAS and not is_last:
             own = next((self.target.windows[each] for each in self.around if each in self.target.windows), None)
@@ -263,10 +263,7 @@ class PositionTable(Struct, frozen=True, dict=True):
             counts = [0] if is_last else [0, 3]
         fits = [tokens for tokens in counts if is_square(wanted - tokens) and (hand or is_square(rows - tokens))]
         if len(fits) != 1:
-            return (
-                f"the file's {rows} positions and the model's {wanted} are not those of square grids and the same "
-                "tokens"
-            )
+            return f"the file's {rows} positions and the model's {wanted} do not fit square grids with the same tokens"
         return self._with_tokens(rows, fits[0], (math.isqrt(wanted - fits[0]),) * 2, hand)
 
     def _with_tokens(self, rows: int, tokens: int, goal: Grid, hand: Grid | None) -> tuple[Grid, Grid] | str:

@@ -39,7 +39,7 @@ def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
     return (
         Remedy.of("measures them again on a few hundred training samples (needs the model)", recalibrate=DATA),
         Remedy.of("takes them from another copy", replace=(rule.code,), fill=FILE),
-        Remedy.of("resets them to those of a fresh norm, which has to be trained further", reset_running_stats=True),
+        Remedy.of("resets them to those of a fresh norm, which needs more training", reset_running_stats=True),
     )
 
 

@@ -31,7 +31,7 @@ the file is written, since the strict load was proven. `--no-smoke` leaves the t
 ## Example
 A model for images of 3 channels, given `--input 2x1x64x64`:
 
-    the forward test failed in the forward pass, the input does not suit the model: RuntimeError: Given groups=1,
+    the forward test failed in the forward pass, the input does not fit the model: RuntimeError: Given groups=1,
     weight of size [8, 3, 3, 3], expected input[2, 1, 64, 64] to have 3 channels, but got 1 channels instead in conv1
     (Conv2d), at model.py:12 in forward.
 

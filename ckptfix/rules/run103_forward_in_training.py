@@ -20,7 +20,7 @@ values in training mode, is RUN102, where it accuses the running statistics.
 ## Example
 A square root of values that reach zero:
 
-    12 parameters with a gradient that is not finite; the first to make one is SqrtBackward0, of model.py:31 in forward
+    12 parameters with a non-finite gradient; the first to make one is SqrtBackward0, of model.py:31 in forward
 
 ## Sources
 - Anomaly detection: https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection

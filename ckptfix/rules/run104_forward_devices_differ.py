@@ -14,7 +14,7 @@ fails. Such a device makes every other result doubtful.
 There is no fix, and the file is written: it is not the checkpoint's fault.
 
 ## Example
-    the outputs on cuda:0 and on cpu are further apart than rounding explains: against cpu: largest difference 3.1
+    the outputs on cuda:0 and on cpu differ by more than rounding explains: against cpu: largest difference 3.1
     (rounding explains 0.004), argmax agrees in 50 %
 
 ## Sources

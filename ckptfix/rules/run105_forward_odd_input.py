@@ -19,7 +19,7 @@ There is no fix: the finding is a note about the input and says nothing of the f
 
 ## Example
     the values of the input are 0 … 255: what reaches bn1 (BatchNorm2d) is 58 times as large as what it saw in
-    training; an image of 0 … 255 has to be divided by 255, and normalised as in training
+    training; divide an image of 0 … 255 by 255, and normalise it as in training
 
 ## Sources
 - The scale that torchvision's models expect: https://docs.pytorch.org/vision/stable/models.html"""

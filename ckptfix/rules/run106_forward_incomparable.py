@@ -10,8 +10,8 @@ This finding says that there is no such answer:
 
 - the other file does not load strictly into the model, even with its names repaired, or the model fails with its
   weights, or gives outputs of other names and shapes;
-- the model did not run on the result, or gave values that are not finite;
-- both files hold the same weights, bit for bit, and yet the outputs are further apart than rounding explains: the model
+- the model did not run on the result, or gave non-finite values;
+- both files hold the same weights, bit for bit, and yet the outputs differ by more than rounding explains: the model
   draws random numbers that torch's seed does not reach, or keeps a state from one run to the next.
 
 ## Why it matters

@@ -20,7 +20,7 @@ diverged, or from a cast to float16 (values above 65504 become infinite).
 ## Fix safety
 Unsafe, and only on request, since the right values are not in these tensors.
 
-- `--replace VAL101 --fill twin` takes them from another set of weights of the file (an EMA twin) that is finite there,
+- `--replace VAL101 --fill twin` takes them from another set of weights in the file (an EMA twin) that is finite there,
   `--fill FILE` from another checkpoint, `--fill target` from the model's initialisation.
 - For a norm, `--recalibrate data.npy` measures the statistics again, and `--reset-running-stats` makes them fresh.
 - `--zero-non-finite` sets the values to zero and keeps the others. It is the last resort, as it cuts connections, and
@@ -87,7 +87,7 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
                 f"in the packed weights of {key}, {_message(inner)}",
                 keys=(key,),
                 evidence={"tensors": len(inner)},
-                remedies=advise("take an earlier checkpoint, or pack the weights of the float model again"),
+                remedies=advise("use an earlier checkpoint, or pack the float model's weights again"),
             )
     yield from _beside(rule, context)
 
@@ -181,7 +181,7 @@ def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements:
     places = list(dict.fromkeys(twin.place for twin in twins if twin))
     if places and all(twins):
         named = ", ".join(place or "the other end of the tie" for place in places)
-        whole = (Remedy.of("takes that whole set", weights=places[0]),) if len(places) == 1 and places[0] else ()
+        whole = (Remedy.of("uses that whole set", weights=places[0]),) if len(places) == 1 and places[0] else ()
         from_twin = (("replace", (rule.code,)), ("fill", "twin"))
         return (Remedy(from_twin, f"takes them from {named}, finite there"), *whole)
     if all(is_running_statistic(key) for key in keys):
@@ -197,7 +197,7 @@ def _remedies(rule: Rule, keys: tuple[str, ...], context: Context, replacements:
     )
 
 
-_ZERO = (Remedy.of("sets these values to zero: the last resort", zero_non_finite=True),)
+_ZERO = (Remedy.of("sets these values to zero, as a last resort", zero_non_finite=True),)
 
 
 def _are_few(figures: TensorStatistics) -> bool:

@@ -81,7 +81,7 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
     if vanishing:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(vanishing), 'tensor')} would lose half of the values or more to zero in {dtype}",
+            f"{counted(len(vanishing), 'tensor')} would turn at least half of their values into zero in {dtype}",
             keys=vanishing,
             evidence={
                 "tensors": {

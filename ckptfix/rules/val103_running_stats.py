@@ -44,14 +44,14 @@ from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 _VARIANCE = "running_var"
 
 # What may be wrong with the statistics of a norm, in the order of the findings.
-_SWAPPED = "negative running_var, and no negative running_mean: the two look swapped"
+_SWAPPED = "negative running_var but no negative running_mean: they look swapped"
 _NEGATIVE = "negative running_var: NaN in eval mode"
 _ZERO = "running_var of zero in every channel"
 _OFF = "running_var and weight are zero"
 _PARTLY_ZERO = "running_var of zero in some channels"
 _CONTRADICTORY = "batches counted, but fresh statistics"
 _HALF_FRESH = "only one of mean and variance ever moved"
-_UNCOUNTED = "statistics moved, but no batch counted, as other norms of the file did"
+_UNCOUNTED = "statistics moved but no batch counted, unlike other norms in the file"
 _UNUSED = "never updated: mean 0, variance 1, no batch counted"
 _LEVELS = {
     **dict.fromkeys((_SWAPPED, _NEGATIVE), Level.ERROR),

@@ -125,7 +125,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
     light = list(_light_matrices(witness, {key: each for key, each in large.items() if key not in suspects}))
     found = {key: matrix for key, matrix in suspects.items() if matrix not in grown}
     found |= {matrix.key: matrix for matrix in light if matrix.is_proven}
-    yield from _noted(rule, grown, "a tiny scale from the start, as far as the file says")
+    yield from _noted(rule, grown, "a tiny scale from the start, as far as the file shows")
     for keys, fix in replaced_apart(rule, context, found, lambda key, figures: found[key].is_cured_by(figures)):
         some = [found[key] for key in keys]
         worst = min(some, key=lambda matrix: matrix.share)
@@ -141,7 +141,7 @@ def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
             fix=fix,
             remedies=from_elsewhere(rule),
         )
-    only_decay = "seen no gradient, by the moments of the optimizer: only weight decay acted"
+    only_decay = "seen no gradient, according to the optimizer's moments: only weight decay acted"
     yield from _noted(rule, [matrix for matrix in light if not matrix.is_proven], only_decay)
 
 
@@ -393,9 +393,9 @@ class Corroboration(Struct, frozen=True):
         if self.saw_no_gradient is not None:
             parts.append("no gradient arrived" if self.saw_no_gradient else "though gradients arrived")
         if self.alignment is not None and self.alignment > PARALLEL:
-            parts.append("only decay moved it, as its momentum is parallel to it")
+            parts.append("only decay moved it, because its momentum is parallel to it")
         if self.predicted is not None:
-            verdict = "which agrees" if self.agrees else "which does not agree"
+            verdict = "which agrees" if self.agrees else "which disagrees"
             parts.append(f"{self.terms} predicts {self.predicted:.1g} of the start, {verdict}")
         else:
             parts.append(f"the optimizer in this file had {self.terms}")

@@ -73,8 +73,8 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     if excused:
         yield rule.finding(
             Level.NOTE,
-            f"{len(excused)} of {len(matrices)} weight matrices {'is' if len(excused) == 1 else 'are'} zero: "
-            "their start, layers that were never trained, or buffers",
+            f"{len(excused)} of {len(matrices)} weight matrices {'is' if len(excused) == 1 else 'are'} zero: initial "
+            "values, untrained layers, or buffers",
             keys=excused,
             evidence={"matrices": len(matrices), "names": sorted({_role(key) for key in excused})},
         )
@@ -103,10 +103,10 @@ def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
     biases = [key for key, end in ends.items() if end.startswith("bias")]  # bias_ih_l0 too
     lost = [key for key in gammas if key not in listed]
     if len(lost) > (0 if is_trained else 1):
-        start = "" if is_trained else ": their start, or lost"
+        start = "" if is_trained else ": initial values, or lost"
         yield rule.finding(Level.NOTE, f"{counted(len(lost), 'norm')} with a weight of zeros{start}", lost)
     if len(biases) > 1 and all(statistics[key].all_zero for key in biases):
-        yield rule.finding(Level.NOTE, f"all {len(biases)} biases are zero: their start, or lost", keys=biases)
+        yield rule.finding(Level.NOTE, f"all {len(biases)} biases are zero: initial values, or lost", keys=biases)
 
 
 def _is_sound(key: str, figures: TensorStatistics) -> bool:

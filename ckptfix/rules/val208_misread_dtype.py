@@ -48,7 +48,7 @@ HOLE, OUTSIDE = 0.25, 0.005
 SIGN = 0.1  # the least share of either sign in a matrix
 LARGE = 100  # an RMS that no matrix has, from which on its bytes are looked at in the other order
 LARGEST_CODE = 255  # of unsigned bytes
-CODES = "whole numbers only, as codes without their scale"
+CODES = "only integers, like codes without their scale"
 _SCALE = re.compile(r"scal(e|ing)|SCB|absmax|zero_?point|(^|[._])(qweight|zeros|alpha|a|b)$", re.IGNORECASE)
 
 
@@ -87,15 +87,15 @@ def _starts_so(key: str, figures: TensorStatistics, context: Context) -> bool:
 def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
     """Return what the figures of a matrix are those of; an empty text for an ordinary one."""
     if (figures.nonfinite or figures.rms > LARGE) and _is_reversed(spec):
-        return "bytes in the other order, as a big-endian machine writes them"
+        return "bytes in the wrong order, as on a big-endian machine"
     if not figures.rms or figures.nonfinite:
         return ""
     if figures.rms > 1 and figures.absmax.is_integer() and figures.absmax <= LARGEST_CODE and _are_codes(spec):
         return CODES
     if figures.rms > 0.5 and figures.absmax < 2.5 * figures.rms and figures.zeros < OUTSIDE * spec.numel:
-        return "a hole around zero, as bfloat16 that was read as float16" if _has_hole(spec, figures) else ""
+        return "a gap around zero, like bfloat16 read as float16" if _has_hole(spec, figures) else ""
     if spec.dtype == "bfloat16" and figures.rms < usual_rms(spec) and _is_float16(spec, figures):
-        return "the bits of float16 read as bfloat16"
+        return "float16 bits read as bfloat16"
     return ""
 
 
@@ -122,7 +122,7 @@ def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
 def _is_reversed(spec: TensorSpec) -> bool:
     """Return whether the values make an ordinary matrix once the bytes of each are reversed."""
     stored = encoding(spec.dtype)
-    assert stored is not None, "the figures of a matrix are those of floats"
+    assert stored is not None, "the values of a matrix are floats"
     with np.errstate(all="ignore"):
         return _is_ordinary(stored.decode(first_units(spec, LOOK).byteswap()).astype(np.float64))
 

@@ -34,9 +34,9 @@ def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
     if keys:
         yield rule.finding(
             Level.ERROR,
-            f"{counted(len(keys), 'sparse tensor')} with indices outside of the shape",
+            f"{counted(len(keys), 'sparse tensor')} with indices outside the shape",
             keys=keys,
-            remedies=advise("fetch the file again, and do not use this one"),
+            remedies=advise("fetch the file again; do not use this one"),
             blocks=Blocks.WRITING,
         )
 

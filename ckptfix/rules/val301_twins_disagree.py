@@ -71,23 +71,23 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
         for keys, fix in replaced_apart(rule, context, broken, _is_sound):
             yield rule.finding(
                 Level.ERROR,
-                f"{counted(len(keys), 'key')} broken here and sound in {place or 'the twin beside it'}",
+                f"{counted(len(keys), 'key')} broken here and intact in {place or 'the twin next to it'}",
                 keys=keys,
                 evidence={"twins": {key: twins[key].label for key in keys}},
                 fix=fix,
                 remedies=(
                     Remedy.of("takes them from there", replace=(rule.code,), fill="twin"),
-                    *((Remedy.of("takes the whole set", weights=place),) if place else ()),
+                    *((Remedy.of("uses the whole set", weights=place),) if place else ()),
                 ),
             )
     # The other end of a pair in the same state_dict is found broken under its own name.
     if worse and place:
         yield rule.finding(
             Level.WARNING,
-            f"{counted(len(worse), 'key')} broken in {place} and sound here",
+            f"{counted(len(worse), 'key')} broken in {place} and intact here",
             keys=worse,
             evidence={"twins": {key: twins[key].label for key in worse}},
-            remedies=advise("stay with this set, and do not use the other one"),
+            remedies=advise("keep this set; do not use the other one"),
         )
 
 

@@ -177,7 +177,7 @@ class _Pair:
                 continue
             ours = self._run(self.source, arguments[0])
             if any(not bool(tensor.isfinite().all()) for _, tensor in ours):
-                raise _DoubtError("with random weights, the source model gives values that are not finite")
+                raise _DoubtError("with random weights, the source model gives non-finite values")
             if not ours or _difference(ours, self._run(self.source, arguments[0], 1), _alignments(ours, ours)[0]):
                 raise _DoubtError("the source model draws random numbers, or gives no floats")
             for number, plan in enumerate(plans):
@@ -186,7 +186,7 @@ class _Pair:
                 missing, theirs = self._load(plan), self._run(self.target, arguments[1])
                 if not (alignments := _alignments(ours, theirs)):
                     shapes = " and ".join(str([*some[0][1].shape]) if some else "none" for some in (ours, theirs))
-                    doubt = f"the outputs have no shape in common ({shapes})"
+                    doubt = f"the outputs share no shape ({shapes})"
                     break
                 tried = max(tried, number + 1)
                 best, how = min((_difference(ours, theirs, each), each) for each in alignments)
@@ -196,7 +196,7 @@ class _Pair:
                 if best <= TOLERANCE:
                     return self._chosen(number, plan, best, ours, arguments, how)
         if tried and smallest <= _FLOAT32:
-            doubt = f"the outputs differ by {smallest:.1g} of the largest, as if one model computes in float32"
+            doubt = f"the outputs differ by {smallest:.1g} of the largest, as if one model computed in float32"
         elif tried:
             doubt = f"{missing[0]} of the target has no source, and the outputs differ" if missing else ""
         else:
@@ -293,7 +293,7 @@ class _Pair:
                     else:
                         found.append(form)
                         break
-            yield (found[0], found[1]) if len(found) == len(models) else f"no input suits both models ({error})"
+            yield (found[0], found[1]) if len(found) == len(models) else f"no input works for both models ({error})"
             runs += len(found) == len(models)
             if runs == _INPUTS:
                 return

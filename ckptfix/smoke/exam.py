@@ -50,7 +50,7 @@ from ckptfix.smoke.outcome import (
 from ckptfix.smoke.reference import Reference, compare_with_cpu, compare_with_reference
 
 NO_GUESS = "no input could be derived from the model's layers"
-NO_FIT = "no derived input suits the model"
+NO_FIT = "no derived input works for the model"
 _NOT_RUN = "the model did not run"
 
 Tried = list[tuple[Guess, Pass]]
@@ -271,7 +271,7 @@ def _may_be_innocent(outcome: ExamOutcome) -> bool:
     return bool(outcome.non_finite) and not outcome.finite_in_float32 and has_sound_weights(outcome)
 
 
-CONTRAST = "with its own initial weights the model runs on the same input: a trained one may reject noise"
+CONTRAST = "the model runs on this input with its own initial weights: trained weights may reject noise"
 
 _DRAWS: Mapping[Draw, str] = {
     "uniform": "numbers from 0 to 1",
@@ -295,7 +295,7 @@ def redraw(subject: LoadedModel, tried: Tried, base: ExamOutcome) -> Pass | None
             drawn = (replace(given, draw=draw) if isinstance(given, RandomInput) else given for given in guess)
             other = attempt(subject, subject.arguments(drawn), base)
             if other.outcome.is_good:
-                wrong = "gave values that are not finite" if failure is None else f"failed ({failure.error})"
+                wrong = "gave non-finite values" if failure is None else f"failed ({failure.error})"
                 return other.noting(f"normal random numbers {wrong}; {words} ran")
     return None
 
@@ -323,7 +323,7 @@ def compare_non_finite(control: LoadedModel, run: Pass, base: ExamOutcome) -> Ex
         return ours
     if not (ours.is_masked and other.is_masked):
         return replace(ours, shared=True)
-    note = "-Inf in the output is the model's own doing: its initial weights give it too"
+    note = "the -Inf in the output comes from the model: its initial weights give it too"
     training = ours.training
     if training is not None and training.is_masked:
         training = replace(training, non_finite=(), origin=None)
@@ -338,7 +338,7 @@ def _anatomy(model: nn.Module) -> Anatomy:
     return {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in tensors}
 
 
-_DOUBLED = "the batch of 1 was doubled, since a BatchNorm cannot train on one value per channel"
+_DOUBLED = "the batch of 1 was doubled, because BatchNorm cannot train on one value per channel"
 _NOT_FINITE = re.compile(r"Function '(\w+)' returned nan values")
 
 

@@ -100,7 +100,7 @@ def place(model: nn.Module, device: torch.device) -> tuple[torch.dtype, tuple[st
         model.to("cpu").to(reduced)
         torch.cuda.empty_cache()
         model.to(device)
-        note = f"the weights did not fit into the memory of {device}, so {dtype_name(dtype)} was reduced to"
+        note = f"the weights did not fit into memory on {device}, so {dtype_name(dtype)} was reduced to"
         return reduced, (f"{note} {dtype_name(reduced)}",)
     held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if device.type == "cpu" and dtype == torch.float16 and held == {dtype}:
@@ -139,7 +139,7 @@ def load_strictly(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     unproven = unloaded_parameters(model, state_dict)
     if unproven:
         raise NotLoadedError(
-            f"the strict load passed over {counted(len(unproven), 'parameter')} that the file does not supply", unproven
+            f"the strict load skipped {counted(len(unproven), 'parameter')} that the file does not supply", unproven
         )
 
 
@@ -356,7 +356,7 @@ def forward(subject: LoadedModel, arguments: Arguments, base: ExamOutcome) -> Pa
         base,
         outputs=tuple(describe(name, tensor) for name, tensor in tensors),
         seconds=seconds,
-        notes=base.notes if tensors else (*base.notes, "the output holds no tensor to look at"),
+        notes=base.notes if tensors else (*base.notes, "the output contains no tensor"),
         non_finite=bad,
         origin=trace.origin if bad else None,
     )
@@ -385,7 +385,7 @@ def _without_cudnn(subject: LoadedModel, failed: Pass, base: ExamOutcome) -> Pas
     with torch.backends.cudnn.flags(enabled=False):
         run = forward(subject, failed.arguments, base)
     if is_cudnn_failure(run.outcome.failure):
-        return failed.noting("it failed with cuDNN turned off too")
+        return failed.noting("it also failed with cuDNN turned off")
     error = failed.outcome.failure.error if failed.outcome.failure is not None else ""
     return run.noting(f"cuDNN failed ({error}), so it was turned off")
 

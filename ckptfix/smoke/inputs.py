@@ -105,11 +105,11 @@ def refuse_non_finite(path: str, tensor: torch.Tensor) -> None:
         if tensor.ndim > 2:  # of images and signals, whole channels
             bad = tensor.isnan().transpose(0, 1).flatten(1).all(dim=1)
             if bool(bad.any()) and not bool(bad.all()):
-                cause = f" in all of {_named(bad)}, as scaling by 0/0 makes it"
-        raise UsageError(f"{path}: the input itself holds NaN{cause}; give one that is finite")
+                cause = f" in all of {_named(bad)}, as from scaling by 0/0"
+        raise UsageError(f"{path}: the input itself has NaN{cause}; give a finite one")
     is_mask = bool((values.isneginf() | (values == 0)).all())
     if not is_mask:
-        raise UsageError(f"{path}: the input itself holds infinite values; give one that is finite")
+        raise UsageError(f"{path}: the input itself has infinite values; give a finite one")
 
 
 def odd_channels(path: str, tensor: torch.Tensor) -> list[str]:
@@ -164,11 +164,11 @@ def _scale_text(layer: str, ratio: float, low: float, high: float) -> str:
     times = f"{ratio:.2g} times as large as" if ratio > 1 else f"{1 / ratio:.2g} times smaller than"
     hint = ""
     if ratio > 1 and low >= 0 and 16 < high <= 255:
-        hint = "; an image of 0 … 255 has to be divided by 255, and normalised as in training"
+        hint = "; divide an image of 0 … 255 by 255, and normalise it as in training"
     elif ratio < 1 and low >= 0 and high <= 1:
-        hint = "; an image of 0 … 1 has to be multiplied by 255"
+        hint = "; multiply an image of 0 … 1 by 255"
     span = f"the values of the input are {low:.4g} … {high:.4g}"
-    return f"{span}: what reaches {layer} is {times} what it saw in training{hint}"
+    return f"{span}: the input of {layer} is {times} that in training{hint}"
 
 
 def _is_trained(norm: Any) -> bool:
@@ -278,11 +278,11 @@ def tensors_of_file(given: FileInput) -> Iterator[tuple[str | None, torch.Tensor
     else, or values that are not finite."""
     found = list(_named_tensors(_read(given.path)))
     if not found or not all(isinstance(tensor, torch.Tensor) for _, tensor in found):
-        raise UsageError(f"{given.path}: holds no tensor, or more than tensors; save only the inputs")
+        raise UsageError(f"{given.path}: has no tensor, or other data too; save only the inputs")
     if given.name is not None and len(found) > 1:
-        raise UsageError(f"{given.name}={given.path}: holds {len(found)} tensors, a name takes one; leave the name out")
+        raise UsageError(f"{given.name}={given.path}: holds {len(found)} tensors, but a name takes one; omit the name")
     if not any(tensor.numel() for _, tensor in found):
-        raise UsageError(f"{given.path}: holds no sample, its shape is {list(found[0][1].shape)}; give one at least")
+        raise UsageError(f"{given.path}: holds no sample, its shape is {list(found[0][1].shape)}; give at least one")
     for name, tensor in found:
         refuse_non_finite(given.path, tensor)
         yield given.name or (name if len(found) > 1 else None), tensor

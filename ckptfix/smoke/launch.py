@@ -61,7 +61,7 @@ def launch(
         try:
             text = json.dumps(order).encode()
         except TypeError as error:
-            raise UsageError(Opt("model_args"), f": {error}; the forward test takes plain JSON only") from error
+            raise UsageError(Opt("model_args"), f": {error}; the forward test takes only plain JSON") from error
         returncode, timed_out, printed = _run(text, timeout, empty, variables or {})
         # A line that is not complete was never written to its end.
         lines = [line for line in _text(answer).splitlines(keepends=True) if line.endswith("\n")]
@@ -143,7 +143,7 @@ def death(ending: Ending, timeout: float) -> Failure:
     else:
         # Where Python itself gave up, the last line is its error.
         last = f" ({ending.printed.splitlines()[-1].strip()})" if ending.printed else ""
-        error = f"the process ended by itself with exit status {ending.returncode}{last}"
+        error = f"the process exited with status {ending.returncode}{last}"
     # The innermost line of the user's code on the stack that faulthandler wrote, innermost first.
     calls = re.findall(r'File "(.+)", line (\d+) in (\S+)', ending.stack.rpartition("Current thread")[2])
     return Failure(ending.stage, blame, error, where=user_line(calls))

@@ -45,8 +45,8 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
     except (RuntimeError, LookupError, TypeError) as error:
         reason = (str(error).splitlines()[1:2] or [str(error)])[0].strip()
         raise TargetError(
-            f"{checkpoint.path}: its statistics cannot be measured, as it does not fit {type(model).__name__} "
-            f"({reason}); see what ckptfix check says first"
+            f"{checkpoint.path}: its statistics cannot be measured, because it does not fit {type(model).__name__} "
+            f"({reason}); run ckptfix check first"
         ) from error
     layers = {split_key(key)[0].removesuffix(".") for key in keys}
     for name, norm in norms_of(model).items():  # one that is broken in another way must not spoil what these see
@@ -57,7 +57,8 @@ def _measure(model: nn.Module, checkpoint: Checkpoint, keys: Collection[str], pa
         recalibrate(model, _batches(path), layers=layers)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise TargetError(
-            f"{path}: {type(model).__name__} fails on this data ({error}); give samples as its forward takes them"
+            f"{path}: {type(model).__name__} fails on this data ({error}); give samples in the form that its forward "
+            "takes"
         ) from error
     measured = model.state_dict()
     for key in keys:

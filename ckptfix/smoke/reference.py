@@ -41,7 +41,7 @@ def compare_outputs(ours: Outputs, theirs: Outputs, against: str, dtype: str = "
 
     A value that is finite in only one is infinitely far from the other."""
     if [(name, tensor.shape) for name, tensor in ours] != [(name, tensor.shape) for name, tensor in theirs]:
-        return Comparison(against, unlike="the outputs are not of the same names and shapes")
+        return Comparison(against, unlike="the outputs differ in names or shapes")
     difference = scale = 0.0
     agreeing = classes = 0
     identical = True
@@ -67,7 +67,7 @@ def compare_with_cpu(subject: LoadedModel, run: Pass, base: ExamOutcome) -> Comp
     """Compare the outputs of this device with those of the CPU, on which the model is afterwards."""
     dtype = dtype_name(subject.dtype)
     if sum(parameter.numel() for parameter in subject.model.parameters()) > LARGEST_FOR_CPU:
-        return Comparison("cpu", unlike="the model is too large to run there in good time")
+        return Comparison("cpu", unlike="the model is too large to run there in time")
     # The tensor cores round to 10 bits in convolutions unless told otherwise; that is a choice and no fault.
     with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
         first = forward(subject, run.arguments, base)
@@ -83,7 +83,7 @@ def compare_with_cpu(subject: LoadedModel, run: Pass, base: ExamOutcome) -> Comp
         there.convert(wide)
     reference = forward(there, run.arguments.to(cpu, wide), base)
     if reference.outcome.failure is not None:
-        return Comparison("cpu", unlike=f"there it failed ({reference.outcome.failure.error})")
+        return Comparison("cpu", unlike=f"it failed there ({reference.outcome.failure.error})")
     return compare_outputs(first.outputs, reference.outputs, "cpu", dtype)
 
 

@@ -40,10 +40,10 @@ from ckptfix.smoke.outcome import (
 from ckptfix.smoke.reference import Reference
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
-_TRUE_LINE = f"run again with {_BLOCKING}=1, so that the line is the true one"
+_TRUE_LINE = f"run again with {_BLOCKING}=1 to get the true line"
 _NOT_COMPARED = "the comparison with the CPU did not finish"
-_NO_CONTRAST = "the output is not finite, nor is it with the model's own initial weights"
-_NOT_AGAIN = f"the CUDA error did not come again with {_BLOCKING}=1"
+_NO_CONTRAST = "the output is not finite, even with the model's own initial weights"
+_NOT_AGAIN = f"the CUDA error did not recur with {_BLOCKING}=1"
 
 
 def run_smoke(
@@ -136,7 +136,7 @@ def _with_assert(outcome: ExamOutcome, printed: str) -> ExamOutcome:
         return outcome
     if outcome.derived:
         return replace(
-            outcome, failure=None, undecided=f"the derived input held an index out of range ({failure.error})"
+            outcome, failure=None, undecided=f"the derived input had an index out of range ({failure.error})"
         )
     return replace(outcome, failure=replace(failure, blame=INPUT))
 
@@ -163,7 +163,7 @@ def forward_test(settings: Settings, model: str, arguments: Any) -> ForwardTest:
 
     def test(file: Path, result: Checkpoint) -> tuple[SmokeResult | None, list[Finding]]:
         if settings.is_for_torch_before(COUNTED_SINCE) and _lacks_counters(result):
-            note = f"the result is for torch {settings.for_torch}, which is not this one"
+            note = f"the result is for torch {settings.for_torch}, not for this release"
             return SmokeResult(passed=None, device="", note=note), []
         reference = Reference.of(settings, result.path)
         return run_smoke(str(file), model, arguments, settings, path_name(result.container), reference)
@@ -184,32 +184,32 @@ def _lacks_counters(result: Checkpoint) -> bool:
 
 _SAID = {
     ENVIRONMENT: "the environment is at fault, not the checkpoint",
-    INPUT: "the input does not suit the model",
+    INPUT: "the input does not fit the model",
     MODEL: "the model's own code failed",
     CHECKPOINT: "the file is at fault",
 }
 
-_INPUT = Remedy.of("gives the input that the model takes", input=Placeholder("SPEC"))
+_INPUT = Remedy.of("gives an input that the model accepts", input=Placeholder("SPEC"))
 _ON_CPU = Remedy.of("runs it on the CPU", device="cpu")
-_NO_TEST = Remedy.of("leaves the forward test out", smoke=False)
+_NO_TEST = Remedy.of("skips the forward test", smoke=False)
 
 _REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     ENVIRONMENT: (Remedy.of("fix the environment and run the same command again"), _ON_CPU),
     INPUT: (_INPUT,),
-    MODEL: (Remedy.of("run the model by itself to see its error"), _NO_TEST),
-    CHECKPOINT: advise("see the findings above for what the file lacks"),
+    MODEL: (Remedy.of("run the model alone to see its error"), _NO_TEST),
+    CHECKPOINT: advise("see the findings above for what is missing"),
 }
 
 _SCALE = Remedy.of("scale the input as in training, or give no input")
 
 _STAGE = {
-    "start": "while it started",
-    "device": "at a trivial sum on the device",
+    "start": "while starting",
+    "device": "in a trivial sum on the device",
     "build": "while the factory built the model",
     "read": "while the file was read",
     "load": "during the strict load",
     "move": "while the model was moved to the device",
-    "input": "while the input was made",
+    "input": "while creating the input",
     "forward": "in the forward pass",
     "training": "in training mode",
 }
@@ -259,7 +259,7 @@ def _failing(failure: Failure, outcome: ExamOutcome, printed: str) -> Finding:
 def _why(failure: Failure) -> str:
     """Return whose fault a failure is. A model that had no end yet is not at fault, as far as is known."""
     is_slow = failure.blame == MODEL and failure.error.startswith(NO_ANSWER)
-    return "the model is slow here, or waits for something" if is_slow else _SAID[failure.blame]
+    return "the model is slow here or waiting for something" if is_slow else _SAID[failure.blame]
 
 
 def _remedies(failure: Failure, device: str) -> tuple[Remedy, ...]:
@@ -284,7 +284,7 @@ def _non_finite(outcome: ExamOutcome) -> Finding:
         keys = outcome.origin.broken
         cause = f"; {_culprit(outcome.origin)}"
     level = Level.ERROR
-    remedies = advise("look at the named module's values in the file")
+    remedies = advise("check the named module's values in the file")
     if not keys:  # else no input gives finite numbers
         remedies += (_INPUT,)
     if outcome.finite_in_float32 is not None:
@@ -292,16 +292,16 @@ def _non_finite(outcome: ExamOutcome) -> Finding:
     if outcome.finite_in_float32:
         level = Level.WARNING
         remedies = advise("run the model in float32 or bfloat16; the file can stay as it is")
-        cause += "; in float32 the same pass is finite: a limit of the dtype, not of the weights"
+        cause += "; in float32 the same pass is finite: the dtype is at fault, not the weights"
     elif outcome.finite_in_float32 is False:
         cause += "; in float32 it is not finite either, so the dtype is not the cause"
     if outcome.shared:
         level, remedies = Level.WARNING, (_INPUT,)
-        cause += "; with its own initial weights the model does so too: the input or its code is at fault, not the file"
-    if outcome.training is not None and outcome.training.is_good:
         cause += (
-            "; in training mode, with the statistics of the batch, it is finite: the running statistics are at fault"
+            "; the same happens with the model's own initial weights: the input or the code is at fault, not the file"
         )
+    if outcome.training is not None and outcome.training.is_good:
+        cause += "; in training mode, with batch statistics, it is finite: the running statistics are at fault"
         if not keys and outcome.origin is not None:
             tensors = (figures.tensor for figures in outcome.origin.weights)
             keys = tuple(outcome.origin.key(name) for name in tensors if name in ("running_mean", "running_var"))
@@ -319,7 +319,7 @@ def _non_finite(outcome: ExamOutcome) -> Finding:
 
 
 def _culprit(origin: FaultOrigin) -> str:
-    culprit = f"the first to make {_kinds(origin)} of finite values is {origin.name}"
+    culprit = f"the first to turn finite values into {_kinds(origin)} is {origin.name}"
     if not origin.weights:
         return culprit
     negative = [figures.tensor for figures in origin.weights if figures.is_negative_variance]
@@ -340,23 +340,23 @@ def _in_training(training: ExamOutcome, is_good_in_eval: bool) -> list[Finding]:
         return [named("forward-in-training").finding(Level.WARNING, message, evidence=figures, remedies=remedies)]
     if training.non_finite and is_good_in_eval:
         cause = f"; {_culprit(training.origin)}" if training.origin is not None else ""
-        message = f"fine in eval mode, but not finite in training mode: {first_names(training.non_finite, 3)}{cause}"
+        message = f"finite in eval mode but not in training mode: {first_names(training.non_finite, 3)}{cause}"
         evidence = _origin(training.origin) if training.origin is not None else {}
-        remedy = Remedy.of("look at the named module: what differs are the statistics of the batch, and dropout")
+        remedy = Remedy.of("check the named module: training mode uses batch statistics and dropout")
         return [named("forward-in-training").finding(Level.WARNING, message, evidence=evidence, remedies=(remedy,))]
     return [] if gradients is None else list(_odd_gradients(gradients))
 
 
 def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
     if gradients.non_finite:
-        first = f"; the first to make one is {gradients.operator}" if gradients.operator else ""
+        first = f"; the first operator to make one is {gradients.operator}" if gradients.operator else ""
         line = f", of {gradients.where}" if gradients.where else ""
         yield named("forward-in-training").finding(
             Level.WARNING,
-            f"{counted(len(gradients.non_finite), 'parameter')} with a gradient that is not finite{first}{line}",
+            f"{counted(len(gradients.non_finite), 'parameter')} with a non-finite gradient{first}{line}",
             keys=gradients.non_finite,
             remedies=advise(
-                "training would destroy the weights in one step: look at the named line, and try a real input"
+                "training would destroy the weights in one step: check the named line, and try a real input"
             ),
         )
     for names, what in ((gradients.zero, "a gradient of zeros"), (gradients.missing, "no gradient")):
@@ -364,10 +364,10 @@ def _odd_gradients(gradients: Gradients) -> Iterator[Finding]:
             is_all = not gradients.finite and not gradients.non_finite
             yield named("forward-in-training").finding(
                 Level.WARNING if is_all else Level.NOTE,
-                f"{counted(len(names), 'parameter')} with {what}: training would leave them as they are",
+                f"{counted(len(names), 'parameter')} with {what}: training would not change them",
                 keys=names,
                 remedies=advise(
-                    "this is not a defect if the part is unused or follows weights of zero; otherwise try a real input"
+                    "this is fine if the part is unused or follows zero weights; otherwise try a real input"
                 ),
             )
 
@@ -377,7 +377,7 @@ def _differing(outcome: ExamOutcome) -> Iterator[Finding]:
     if devices is not None and not devices.unlike and not devices.is_close:
         yield named("forward-devices-differ").finding(
             Level.WARNING,
-            f"the outputs on {outcome.device} and on {devices.against} are further apart than rounding explains: "
+            f"the outputs on {outcome.device} and on {devices.against} differ by more than rounding explains: "
             f"{devices}",
             evidence=_distance(devices),
             remedies=(*advise("trust neither until you know which is wrong; update the driver and torch"), _ON_CPU),
@@ -391,17 +391,15 @@ def _incomparable(outcome: ExamOutcome) -> Iterator[Finding]:
     if seen.unlike:
         yield named("forward-incomparable").finding(
             Level.NOTE,
-            f"the outputs are not compared with those of {seen.against}: {seen.unlike}",
-            remedies=(Remedy.of("compares with a checkpoint of the very same model", compare=FILE),),
+            f"the outputs were not compared with those of {seen.against}: {seen.unlike}",
+            remedies=(Remedy.of("compares with a checkpoint of the same model", compare=FILE),),
         )
     elif seen.differing == 0 and not seen.is_close:
         yield named("forward-incomparable").finding(
             Level.NOTE,
-            f"the model is not repeatable: with the same weights its outputs differ, {seen}",
+            f"the model is not deterministic: with the same weights its outputs differ, {seen}",
             evidence=_distance(seen),
-            remedies=advise(
-                "look in the model's code for random numbers of numpy or the clock, and for a state that it keeps"
-            ),
+            remedies=advise("look in the model's code for numpy random numbers, the clock, and hidden state"),
         )
 
 

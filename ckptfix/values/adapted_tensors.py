@@ -52,7 +52,7 @@ def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
     with computing(path, f"{edit.source} cannot be adapted by {edit.recipe}"):
         made = FORMULAS[edit.recipe](whole_tensor(spec, path), edit)
     if tuple(made.shape) != edit.shape:
-        raise PlanError(f"{path}: {edit.recipe} makes {list(made.shape)} of {edit.source}; write the plan again")
+        raise PlanError(f"{path}: {edit.recipe} makes {list(made.shape)} of {edit.source}; create the plan again")
     return made
 
 
@@ -328,7 +328,7 @@ def _norm(tensor: Tensor, edit: Adapt) -> Tensor:
     norm = torch.norm_except_dim(tensor, 2, (axes or [0])[0] if edit.shape else -1)
     if not bool(norm.all()):
         raise PlanError(
-            f"{edit.source} has rows of zeros, of which weight_norm makes NaN: load it into a model without"
+            f"{edit.source} has rows of zeros, which weight_norm turns into NaN: load it into a model without"
         )
     return norm
 

@@ -60,8 +60,7 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
             converted = values.to(torch_dtype(dtype))
         if values.is_floating_point() and not _are_within(values, converted.dtype):
             raise WriteError(
-                f"{path}: a NaN, an infinity or a number out of its range cannot become {dtype}; keep the tensor as it "
-                "is"
+                f"{path}: NaN, infinity and out-of-range numbers cannot become {dtype}; keep the tensor unchanged"
             )
         return bytes_of(converted.view(torch.uint8))
 

@@ -71,14 +71,14 @@ def quant_state(key: str, specs: Mapping[str, TensorSpec], path: str) -> QuantSt
     names = [f"{key}.quant_state.bitsandbytes__{kind}" for kind in _TABLES]
     stored = [specs[name] for name in names if name in specs]
     if len(stored) != 1 or stored[0].nbytes > _LONGEST:
-        return "they do not have one `quant_state` of NF4 or FP4 each"
+        return "some lack a `quant_state` of NF4 or FP4"
     needed = {part: specs.get(f"{key}.{part}") for part in ("absmax", "quant_map")}
     is_nested = needed["absmax"] is not None and needed["absmax"].dtype == "uint8"
     if is_nested:
         needed |= {part: specs.get(f"{key}.{part}") for part in ("nested_absmax", "nested_quant_map")}
     for part, spec in needed.items():
         if spec is None:
-            return f"`{part}` is missing beside them"
+            return f"`{part}` is missing"
     plain = [spec for spec in (specs[key], stored[0], *needed.values()) if spec is not None]
     if any(spec.storage is None or spec.parts or spec.math_bits or spec.quantizer or is_torn(spec) for spec in plain):
         return "some of their bytes are missing"
@@ -97,10 +97,10 @@ def quant_state(key: str, specs: Mapping[str, TensorSpec], path: str) -> QuantSt
     for part, spec in needed.items():
         assert spec is not None
         if spec.numel != sizes[part] or not (DTYPES[spec.dtype].is_float or (is_nested and part == "absmax")):
-            return f"`{part}` is not as long as their `quant_state` says, or not of its dtype"
+            return f"`{part}` does not have the length or dtype that their `quant_state` says"
     table = whole_tensor(specs[f"{key}.quant_map"], path).flatten()
     if not torch.equal(table, torch.tensor(_TABLES[state.quant_type]).to(table.dtype)):
-        return f"`quant_map` does not have the numbers of {state.quant_type}"
+        return f"`quant_map` lacks the numbers of {state.quant_type}"
     return state
 
 

@@ -107,7 +107,7 @@ class OwnFile(NamedTuple):
         if path.exists() and not (path.is_file() and self._is_own()):
             raise UsageError(f"{path}: already exists and is not a ckptfix {what}; name another file")
         if not path.resolve().parent.is_dir():
-            raise UsageError(f"{path}: the folder {path.parent} does not exist; make it, or name another file")
+            raise UsageError(f"{path}: the folder {path.parent} does not exist; create it, or name another file")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[TextIO]:
@@ -187,7 +187,7 @@ def has_backup(source: Path) -> bool:
     before, found = source.stat(), backup.lstat()
     if (before.st_size, before.st_mtime_ns) == (found.st_size, found.st_mtime_ns) and stat.S_ISREG(found.st_mode):
         return True
-    raise WriteError(f"{backup}: a backup is there already; move it away, or leave out ", Opt("backup"))
+    raise WriteError(f"{backup}: a backup already exists; move it away, or omit ", Opt("backup"))
 
 
 def backup_of(source: Path) -> Path:
@@ -198,7 +198,7 @@ def refuse_output(output: Path, force: bool = False) -> None:
     """Raise ``UsageError`` if what has the name of an output is not to be replaced."""
     if output.exists() and not output.is_file():
         raise UsageError(
-            f"{output}: is a device, a pipe or a socket; name a file, or write nothing with ", Opt("dry_run", True)
+            f"{output}: is a device, pipe or socket; name a file, or write nothing with ", Opt("dry_run", True)
         )
     if output.exists() and not force:
         raise UsageError(f"{output}: already exists; replace it with ", Opt("force", True), ", or name another output")
@@ -358,6 +358,6 @@ def _confirm(output: Path) -> None:
         flush_file(output.parent)
     except OSError as error:
         raise WriteError(
-            f"{output}: is written and in place, but the disk does not confirm its name ({error.strerror}): a "
-            "power cut could undo it; look at the disk"
+            f"{output}: is written and in place, but the disk does not confirm its name ({error.strerror}): a power "
+            "cut could undo it; check the disk"
         ) from error

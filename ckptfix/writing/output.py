@@ -150,7 +150,7 @@ class ShardNames(Struct, frozen=True):
     def check_free(self) -> None:
         for name in (self.index.name, *self.shards):
             if (self.output.parent / name).exists():
-                raise WriteError(f"{self.output.parent / name}: is there already; move it away, or name another output")
+                raise WriteError(f"{self.output.parent / name}: already exists; move it away, or name another output")
 
 
 # Compares a written file with the checkpoint that it should hold; raises if they differ.

@@ -113,8 +113,7 @@ class PickleWriter:
         raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
         if len(raw) > 255:
             raise WriteError(
-                f"{self.path}: a number of {len(raw)} bytes is beside the weights and cannot be written; "
-                "remove it first"
+                f"{self.path}: a number of {len(raw)} bytes next to the weights cannot be written; remove it first"
             )
         return b"\x8a" + bytes([len(raw)]) + raw
 
@@ -181,8 +180,8 @@ class PickleWriter:
             self._call("torch", "device", (str(value),))
         else:
             raise WriteError(
-                f"{self.path}: a {kind} is beside the weights and torch.load(weights_only=True) would refuse it; "
-                "remove it, or make it plain data, as FIL102 does for files"
+                f"{self.path}: a {kind} next to the weights would be refused by torch.load(weights_only=True); remove "
+                "it, or turn it into plain data, as FIL102 does for files"
             )
 
     def _dict(self, value: dict[Any, Any]) -> None:
@@ -222,7 +221,7 @@ class PickleWriter:
             self._sparse(spec)
             return
         if spec.storage is None:
-            raise WriteError(f"{self.path}: a tensor of the meta device has no values to write; fill it first")
+            raise WriteError(f"{self.path}: a tensor on the meta device has no values to write; fill it first")
         dtype, quantizer = DTYPES[spec.dtype], spec.quantizer
         storage = ("torch", dtype.storage) if dtype.storage else ("torch.storage", "UntypedStorage")
         ref, offset = self.place(spec)
@@ -255,8 +254,8 @@ class PickleWriter:
     def _quantizer(self, quantizer: Quantizer, spec: TensorSpec) -> None:
         if not _is_possible(quantizer, spec.shape):
             raise WriteError(
-                f"{self.path}: torch refuses a quantised tensor of shape {spec.shape}, as its scales do not fit; fetch "
-                "the file again"
+                f"{self.path}: torch refuses a quantised tensor of shape {spec.shape}, because its scales do not fit; "
+                "fetch the file again"
             )
         values: tuple[Any, ...] = (quantizer.scale, quantizer.zero_point)
         self._out.append(b"(")

@@ -177,8 +177,8 @@ class _Plainer:
                     plain = f"{plain} {len(made)}"  # two objects of one class, whose text says no more than that
                 if plain in made:
                     raise UnreadableError(
-                        f"{self.checkpoint.path}: two keys at {path_name(path)} are both {plain!s:.60} once they are "
-                        "plain data; rename one of them"
+                        f"{self.checkpoint.path}: two keys at {path_name(path)} are both {plain!s:.60} as plain data; "
+                        "rename one of them"
                     )
                 made[plain] = self.convert(item, (*path, key if isinstance(key, (int, str)) else str(key)), depth + 1)
             if isinstance(value, OrderedDict) and value.__dict__:

@@ -41,8 +41,8 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         raw = ",".join(["{" + _field("__metadata__", notes), *records]).encode() + b"}"
     except UnicodeEncodeError as error:
         raise WriteError(
-            f"{checkpoint.path}: a name in it is not valid text (it has half a surrogate pair), which safetensors "
-            "cannot hold; write it with ",
+            f"{checkpoint.path}: a name in it is not valid text (half a surrogate pair), which safetensors cannot "
+            "hold; write it with ",
             Opt("format", "pth"),
         ) from error
     raw += b" " * (_data_start(8 + len(raw), order) - 8 - len(raw))
@@ -67,7 +67,7 @@ def _check_repetition(path: str, order: list[TensorSpec], total: int) -> None:
     if total > REPEATED_LIMIT and total > REPEATED * stored:
         largest = max(order, key=lambda spec: spec.nbytes)
         raise WriteError(
-            f"{path}: tensors such as one of shape {list(largest.shape)} repeat {stored} stored bytes, and"
+            f"{path}: tensors like one of shape {list(largest.shape)} repeat {stored} stored bytes, and"
             f" safetensors would store {total >> 20} MiB; write it with ",
             Opt("format", "pth"),
         )
@@ -82,7 +82,7 @@ def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int
             bounds.expect_json(text)
     except HostileError as error:
         raise WriteError(
-            f"{path}: its _metadata and names are more than the header of a safetensors file can hold; write it with ",
+            f"{path}: its _metadata and names exceed the header of a safetensors file; write it with ",
             Opt("format", "pth"),
         ) from error
 

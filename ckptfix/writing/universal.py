@@ -47,25 +47,23 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
     if len(found) != 1:
         if not found and (ranks := beside(Path(checkpoint.path))) is not None:
             raise WriteError(
-                f"{checkpoint.path}: has no optimizer, which a universal checkpoint needs; the ranks of its training"
-                f" have it: name {ranks}"
+                f"{checkpoint.path}: has no optimizer, which a universal checkpoint needs; the ranks of the training "
+                f"run have it: name {ranks}"
             )
         raise WriteError(
-            f"{checkpoint.path}: a universal checkpoint needs one optimizer whose state is given by the names of the"
-            f" parameters, and there {'is none' if not found else f'are {len(found)}'}; write a file with ",
+            f"{checkpoint.path}: a universal checkpoint needs one optimizer with its state keyed by parameter name, "
+            f"and there {'is none' if not found else f'are {len(found)}'}; write a file with ",
             Opt("format", "pth"),
         )
     (place, optimizer), *_ = found
     if odd := [name for name in optimizer["state"] if checkpoint.specs[name].dtype != "float32"]:
         raise WriteError(
-            f"{checkpoint.path}: {first_names(odd)} have no fp32 master, which a universal checkpoint consists of; cast"
-            " them with ",
+            f"{checkpoint.path}: {first_names(odd)} have no fp32 master, which a universal checkpoint needs; cast "
+            "them with ",
             Opt("dtype", "float32"),
         )
     if odd := [name for name in optimizer["state"] if Path(name).name != name]:
-        raise WriteError(
-            f"{checkpoint.path}: {first_names(odd)} cannot be the names of folders, one for each parameter"
-        )
+        raise WriteError(f"{checkpoint.path}: {first_names(odd)} cannot be folder names, one per parameter")
     kept = {key: value for key, value in root.items() if key not in (place, *checkpoint.container[:1])}
     step = next((number_of(entry.get("step")) for entry in optimizer["state"].values()), None)
     around = {

@@ -121,18 +121,18 @@ class RayEngine(Engine):
         try:
             done: Done = self._ray.get(ended)
         except exceptions.RayTaskError as error:
-            return failed(job, f"{job.item.name}: the node that worked on it failed: {_last_line(error)}")
+            return failed(job, f"{job.item.name}: its node failed: {_last_line(error)}")
         except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.OwnerDiedError) as error:
             if job.attempt < _LOSSES:  # which is not the fault of the job
                 self._lost.append(replace(job, attempt=job.attempt + 1))
                 return None
-            return f"the node that worked on it was lost ({_last_line(error)})"
+            return f"its node was lost ({_last_line(error)})"
         except exceptions.RayError as error:
-            cause = "Ray could not do it"
+            cause = "Ray could not run it"
             if isinstance(error, exceptions.OutOfMemoryError):
-                cause = "the node that worked on it ran out of memory"
+                cause = "its node ran out of memory"
             elif isinstance(error, exceptions.WorkerCrashedError):
-                cause = "the process that worked on it was killed, or crashed"
+                cause = "its process was killed or crashed"
             return f"{cause} ({_last_line(error)})"
         return done
 
@@ -165,7 +165,8 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
 
     if version() != expected:
         return failed(
-            job, f"{job.item.name}: a node has ckptfix {version()} and the driver {expected}; install one for all"
+            job,
+            f"{job.item.name}: a node has ckptfix {version()} and the driver {expected}; install one version on all",
         )
     if Path(folder).is_dir():
         os.chdir(folder)  # what paths are relative to, and the place of the user's own modules
@@ -173,7 +174,7 @@ def perform_on_node(job: Job, scratch: str, folder: str, expected: str) -> Done:
     for name in (job.source, job.destination):
         root = open_place(name).root
         if root is not None and not root.is_dir():
-            return failed(job, f"{name}: is not a folder on the node {node}; share it, or name a URL")
+            return failed(job, f"{name}: is not a folder on the node {node}; share it, or use a URL")
     for name, file in job.treatment.files():
         if not Path(file).exists():
             return failed(job, f"{file}: is needed ({name}) and is not on the node {node}; share it")

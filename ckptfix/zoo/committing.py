@@ -178,7 +178,7 @@ class Committer:
     def _check_folder(self, folder: Path, root: Path) -> None:
         """Raise if a link in the destination leads out of it: a source could be there."""
         if folder not in self._safe and not folder.resolve().is_relative_to(root.resolve()):
-            raise WriteError(f"{folder}: is a link that leads out of the destination; remove it")
+            raise WriteError(f"{folder}: is a link that leads outside the destination; remove it")
         self._safe.add(folder)
 
 

@@ -118,7 +118,7 @@ def _by_name(stems: Sequence[str]) -> Architecture:
     if name is None:
         return Architecture("unknown", Confidence.UNKNOWN, ("names and shapes match no known architecture",))
     library = named_models()[name]
-    line = f"the names of the files say {name}, but names and shapes are not those of {library}'s {name}"
+    line = f"the file names say {name}, but names and shapes do not match {library}'s {name}"
     return Architecture(name, Confidence.GUESS, (line,), f"{library}:{name}", SCHEMES[library][1])
 
 
@@ -203,11 +203,11 @@ def _nearest(number: int, group: Group, groups: Found) -> Iterator[str]:
     for other_number, (other, _) in enumerate(groups, 1):
         if other_number != number and other.layout.shapes.keys() == own.shapes.keys():
             if other.layout is own:
-                yield f"the layout of {other_number}; what else the files hold differs"
+                yield f"the layout of {other_number}; the rest of the files differs"
             else:
                 pairs = ((key, shape, other.layout.shapes[key]) for key, shape in own.shapes.items())
                 unlike = [f"{key} {list(one)} and not {list(two)}" for key, one, two in pairs if one != two]
-                yield f"the keys of {other_number} in other shapes: {first_names(unlike, _FEW)}"
+                yield f"the keys of {other_number} with other shapes: {first_names(unlike, _FEW)}"
             return
 
 
@@ -223,7 +223,7 @@ def _circumstances(group: Group) -> Iterator[str]:
     if [dtype for dtype, _ in dtypes] != ["float32"]:
         yield from (f"stored as {dtype}: {_which(names, sights)}" for dtype, names in dtypes)
     if old := [sight.name for sight in sights if not sight.counters]:
-        yield f"norms without num_batches_tracked, as before torch 0.4.1, which is added: {_which(old, sights)}"
+        yield f"norms without num_batches_tracked, as before torch 0.4.1; it is added: {_which(old, sights)}"
     if damaged := [sight.name for sight in sights if sight.is_damaged]:
         yield f"damaged, but readable: {_which(damaged, sights)}"
 
@@ -235,9 +235,9 @@ def _weights(group: Group) -> Iterator[str]:
         return
     rest = [each for each in first.candidates if each != first.weights]
     averaged = [each for each in rest if is_averaged(each)]
-    kind = "an averaged set (EMA) beside the raw one" if averaged else "several state_dicts"
+    kind = "an averaged set (EMA) along with the raw one" if averaged else "several state_dicts"
     named = f"{kind}: {first_names(first.candidates, _FEW)}"
-    yield from comment(f"each file has {named}; without this line {first.weights} is taken")
+    yield from comment(f"each file has {named}; without this line {first.weights} is used")
     yield f"# weights = {quoted((averaged or rest or [first.weights])[0])}"
 
 
@@ -256,7 +256,7 @@ def _open(found: Found, sights: Sequence[Sight]) -> Iterator[str]:
             yield "#   [[files]]"
             yield f"#   match = {quoted('/' + glob.escape(sight.name))}"
             if sight.is_hostile:
-                yield "#   disarm = true   # only its tensors are written, and nothing of it runs"
+                yield "#   disarm = true   # writes only its tensors, and runs nothing in it"
             else:
                 yield f"#   salvage = true   # {counted(sight.whole, 'tensor')} are complete"
 

@@ -177,14 +177,14 @@ class Worker:
         code = self.process.wait()
         if code == -signal.SIGKILL:
             return (
-                "the process that worked on it was killed (SIGKILL), even with no other job running, probably because"
-                " memory ran out; run the same command again on a machine with more"
+                "its process was killed (SIGKILL) even with no other job running, probably because it ran out of "
+                "memory; run the same command again on a machine with more"
             )
         if code < 0:
-            return f"the process that worked on it crashed with {signal_name(-code) or -code}"
+            return f"its process crashed with {signal_name(-code) or -code}"
         lines = self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip().splitlines()
         last = f" ({lines[-1]})" if lines else ""
-        return f"the process that worked on it ended by itself with exit status {code}{last}"
+        return f"its process exited with status {code}{last}"
 
 
 def check_models(places: Mapping[str, str]) -> None:
@@ -286,7 +286,7 @@ class LocalEngine(Engine):
             return
         if sum(nbytes for nbytes, _ in busy) > max(self.budget.memory, _cost(self._under_way[largest][0]).memory):
             cause = (
-                f"it took {taken >> 20} MiB of memory, and --memory allows less; run the same command again with more"
+                f"it took {taken >> 20} MiB of memory, more than --memory allows; run the same command again with more"
             )
             self._bury(largest, cause, on_done, again=len(busy) > 1)
 

@@ -72,8 +72,8 @@ class Looks(Enum):
     """What a file is by its first bytes."""
 
     CHECKPOINT = "a checkpoint"
-    DOUBTFUL = "a pickle or an archive, in which a checkpoint may be or not"
-    INDEX = "the index of a sharded checkpoint, as it seems"
+    DOUBTFUL = "a pickle or an archive that may contain a checkpoint"
+    INDEX = "probably the index of a sharded checkpoint"
     OTHER = "something else"
 
 
@@ -433,7 +433,7 @@ def _item(entry: Entry, files: Files, is_blob: bool) -> Item:
     """Return the item of a file that is part of nothing else."""
     looks, kind, fault = files.looks.get(entry.name), ItemKind.FILE, entry.fault
     if is_blob:
-        kind, fault = ItemKind.OTHER, "a blob of a Hugging Face cache, which snapshots/ has under its true name"
+        kind, fault = ItemKind.OTHER, "a blob of a Hugging Face cache, which is in snapshots/ under its real name"
     elif entry.special or (fault is None and looks not in (Looks.CHECKPOINT, Looks.DOUBTFUL)):
         kind = ItemKind.OTHER
     return Item(entry.name, entry.size, entry.stamp, kind, (), fault, is_doubtful=looks is Looks.DOUBTFUL)

@@ -68,7 +68,7 @@ class Journal:
         for number, line in enumerate(self._file, 1):
             try:
                 if not line.endswith(b"\n"):
-                    raise ValueError("it is torn")
+                    raise ValueError("it is incomplete")
                 source = _source_of(line)
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if self._file.read(1):

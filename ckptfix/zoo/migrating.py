@@ -236,7 +236,7 @@ def _check_chosen(
     source: str, items: Sequence[Item], patterns: Sequence[str], listed: Sequence[str] | None, decided: Table | None
 ) -> None:
     if patterns and not items:
-        raise UsageError(f"{source}: no file of it matches {' or '.join(patterns)}; correct the pattern")
+        raise UsageError(f"{source}: no file in it matches {' or '.join(patterns)}; correct the pattern")
     absent = sorted(item.name for item in items if item.fault == ABSENT) if listed else []
     if absent and (decided is not None or len(absent) == len(items)):
         raise UsageError(f"{source}: has no {absent[0]}; name it as the manifest does")
@@ -250,8 +250,8 @@ def _refuse_overlap(source: Place, destination: Place) -> None:
         place.name.rstrip("/") if place.root is None else str(place.root.resolve()) for place in (source, destination)
     )
     if old == new:
-        raise UsageError(f"{destination.name}: is the source itself, which is never written; name another folder")
+        raise UsageError(f"{destination.name}: is the source itself, which is never modified; name another folder")
     if new.startswith(f"{old}/"):
-        raise UsageError(f"{destination.name}: is inside the source; name a folder outside of {source.name}")
+        raise UsageError(f"{destination.name}: is inside the source; name a folder outside {source.name}")
     if old.startswith(f"{new}/"):
-        raise UsageError(f"{destination.name}: contains the source; name a folder beside {source.name}")
+        raise UsageError(f"{destination.name}: contains the source; name a folder next to {source.name}")

@@ -57,7 +57,9 @@ def output_name(name: str, form: str | None = None, template: str = MIRRORED, *,
         suffix = ".pth" if form == "pth" or (becomes_file and not suffix) else suffix
     made = normpath(template.format(folder=folder, stem=stem, suffix=suffix, name=own).lstrip("/"))
     if made in ("", ".", "..") or made.startswith("../"):
-        raise UsageError(f"output = {template!r} names no file below the destination for {name}; write {MIRRORED!r}")
+        raise UsageError(
+            f"output = {template!r} does not give a file in the destination for {name}; write {MIRRORED!r}"
+        )
     return made
 
 
@@ -81,7 +83,7 @@ def check_template(template: str) -> None:
             hint = f"did you mean {{{close}}}?" if close else f"the fields are {known}"
             raise UsageError(f"output = {template!r}: there is no {{{name}}}; {hint}")
     if template.startswith("/") or ".." in template.split("/"):
-        raise UsageError(f"output = {template!r} leads out of the destination; name a place below it")
+        raise UsageError(f"output = {template!r} leads outside the destination; name a place inside it")
     output_name("a/b.pth", None, template)
 
 
@@ -117,11 +119,11 @@ def wrong_hash(name: str, sha256: str) -> Finding | None:
         return None
     return named("wrong-name-hash").finding(
         Level.WARNING,
-        f"the name says that the sha256 begins with {claimed}, and it begins with {sha256[: len(claimed)]}",
+        f"the name says that the sha256 begins with {claimed}, but it begins with {sha256[: len(claimed)]}",
         evidence={"in_name": claimed, "sha256": sha256},
         remedies=advise(
-            "compare with the place where it came from: the file was changed or damaged since it was named, or the"
-            " digits are not a hash of the content"
+            "compare with its source: the file was changed or damaged since it was named, or the digits are not a "
+            "hash of the content"
         ),
     )
 

@@ -120,7 +120,7 @@ def _with_fitting_recipes(work: Callable[..., T], path: Path, arguments: Mapping
 
 def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
     """Check an output that was put in the destination by hand after a decision was asked for, and keep it."""
-    assert destination.root is not None, "a decision about files of another machine is carried out by migrate"
+    assert destination.root is not None, "use migrate to decide about files on another machine"
     goal = destination.root / job.written_name
     known = {"model", "model_args", "like", *settings_of(CHECK)} - _OF_THE_SOURCE
     arguments = {name: value for name, value in job.treatment.arguments.items() if name in known}
@@ -133,7 +133,7 @@ def adopted(job: Job, path: Path, destination: Place, area: Workplace) -> Done:
         output_sha256=sha256_of_file(goal),
         **_reported(job, report, area),
     )
-    by_hand = "the output was put there by hand after a decision was asked for: it is kept"
+    by_hand = "the output was added by hand while a decision was pending: it is kept"
     return Done(job.number, replace(record, remarks=(*record.remarks, by_hand)))
 
 
@@ -154,8 +154,8 @@ def refuse_taken(job: Job, name: str) -> None:
     """Raise if another source has the name of the output: the last one never wins."""
     if name in job.taken:
         raise CkptfixError(
-            f"{job.item.name}: another source would be written as {name} too; "
-            "rename one of them in zoo.toml (output = …), or exclude it"
+            f"{job.item.name}: another source would also be written as {name}; rename one of them in zoo.toml (output "
+            "= …), or exclude it"
         )
 
 
@@ -326,7 +326,7 @@ def _digest(place: Place, names: Iterable[str], is_folder: bool, area: Workplace
     return sha256_of_files((name, root / name) for name in names) if is_folder else sha256_of_file(root / names[0])
 
 
-KEEP = "keeps it as it is, and the findings in the manifest"
+KEEP = "keeps it unchanged, with its findings in the manifest"
 
 
 def is_refused(job: Job, report: Report) -> bool:

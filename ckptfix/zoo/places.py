@@ -55,7 +55,7 @@ class Entry(Struct, frozen=True):
     name: str  # below the root, with `/` between the parts
     size: int
     stamp: str  # identifies the version of the file without reading it: mtime in ns, or an ETag
-    # Why it cannot be read, if the listing shows that: a link that leads nowhere, a folder without permission.
+    # Why it cannot be read, if the listing shows that: a broken link, a folder without permission.
     fault: str | None = None
     # A socket, a pipe, a device, or a link to a folder that is listed elsewhere: `fault` says which. It is not missed
     # in the result.
@@ -193,7 +193,7 @@ def _found(name: str, child: os.DirEntry[str]) -> Entry:
     try:
         status = child.stat()
     except OSError as error:
-        what = "a link that leads nowhere" if child.is_symlink() else "cannot be looked at"
+        what = "a broken link" if child.is_symlink() else "cannot be examined"
         return Entry(name, 0, "", f"{what}: {error.strerror or error}")
     if stat.S_ISREG(status.st_mode):
         return _local_entry(name, status)
@@ -377,7 +377,7 @@ def open_place(text: str) -> Place:
     Raises ``UsageError`` if the package for such a URL is missing, and says which extra brings it. Listing it shows
     whether it exists."""
     if not text:
-        raise UsageError("the name of a place is empty; give a folder or a URL")
+        raise UsageError("the name is empty; give a folder or a URL")
     if is_local(text):
         return LocalPlace(text.rstrip("/") or "/")
     place = RemotePlace(text.rstrip("/") if not text.endswith("://") else text)
@@ -428,7 +428,8 @@ def require_space(goal: Path, size: int, what: str) -> None:
     free = shutil.disk_usage(goal.parent).free
     if size + RESERVE > free:
         raise NoSpaceError(
-            f"{what}: needs {size} bytes, but {goal.parent} has only {free} free; make room, or choose another disk"
+            f"{what}: needs {size} bytes, but {goal.parent} has only {free} free; free some space, or choose another "
+            "disk"
         )
 
 

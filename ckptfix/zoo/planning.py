@@ -25,7 +25,7 @@ _NOTHING = object()
 class Status(Enum):
     """What an earlier run means for an item."""
 
-    NEW = "to be done"
+    NEW = "to do"
     DONE = "done"
     BY_HAND = "an output was put in its place by hand"
 

@@ -121,7 +121,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteError(f"{folder}: cannot be made: {error.strerror}; name another destination") from error
+        raise WriteError(f"{folder}: cannot be created: {error.strerror}; name another destination") from error
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _held(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UsageError(f"{folder}: another ckptfix migrates into it; wait for it, or stop it") from error
+            raise UsageError(f"{folder}: another ckptfix is migrating into it; wait for it, or stop it") from error
         yield
     finally:
         os.close(descriptor)

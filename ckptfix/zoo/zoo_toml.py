@@ -190,7 +190,7 @@ def read_table(path: Path, given: Mapping[str, Any] | None = None) -> Table:
         if found is None:
             raise UsageError(f'{where} has no match; add match = "…"')
         if not isinstance(found, str) and not (is_texts(found) and found):
-            raise UsageError(f"{where}: match has to be a pattern, or a list of patterns, not {found!r:.60}")
+            raise UsageError(f"{where}: match has to be a pattern or a list of patterns, not {found!r:.60}")
         own = _options(where, path.parent, table, _OF_FILES, "match")
         patterns = (found,) if isinstance(found, str) else tuple(found)
         treatments.append(_treatment(where, patterns, common, own, given or {}, place))

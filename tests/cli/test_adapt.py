@@ -126,7 +126,7 @@ def test_what_is_refused_in_one_line(folder, option, said):
 def test_a_recipe_needs_something_to_fit(folder):
     done = run_here("repair", "old.pth", "--adapt", "pos_embed=timm", cwd=folder)
     assert done.returncode == 2
-    assert "--adapt pos_embed=timm makes tensors fit a model or a reference; add --model or --like" in done.stderr
+    assert "--adapt pos_embed=timm makes tensors fit a model or reference; add --model or --like" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_a_recipe_for_other_files_of_a_group_stops_nothing(folder):
     words = ("--model-args", '{"side": 6, "classes": 4}', "--drop-mismatched", "--fill", "target", "--allow-untrained")
     done = run_here("repair", "old.pth", *UNTESTED, *words, "--adapt", "pos_embed=timm", cwd=folder)
     assert (folder / "old.fixed.pth").exists(), done.stdout + done.stderr
-    assert "pos_embed=timm fits no key: none of this kind has another shape" in done.stdout
+    assert "pos_embed=timm fits no key: no tensor of this kind has another shape" in done.stdout
 
 
 def test_a_recipe_that_nothing_needs_changes_nothing(folder):
     words = ("check", "old.pth", "--model", "nets:Transformer", "--model-args", '{"side": 6}')
     done = run_here(*words, "--adapt", "pos_embed=timm", "--adapt", "depth=0", cwd=folder)
     assert done.returncode == 0
-    assert "  pos_embed=timm fits no key: none of this kind has another shape" in done.stdout
+    assert "  pos_embed=timm fits no key: no tensor of this kind has another shape" in done.stdout
     assert "  depth=0 fits no layers" in done.stdout
 
 

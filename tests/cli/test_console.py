@@ -48,10 +48,10 @@ def test_nothing_happens_without_an_error(capsys):
         pytest.param(FileNotFoundError(2, "No such file", "b.pth"), "a.pth: b.pth: No such file", id="of the system"),
         pytest.param(FileNotFoundError(2, "gone"), "a.pth: the working directory: gone", id="of the system, nameless"),
         pytest.param(OSError("odd"), "a.pth: odd", id="of the system without a number"),
-        pytest.param(MemoryError(), "a.pth: there is not enough memory for this file", id="memory"),
+        pytest.param(MemoryError(), "a.pth: not enough memory for this file", id="memory"),
         pytest.param(
             RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"),
-            "a.pth: there is not enough memory ([enforce fail] DefaultCPUAllocator: not enough memory: you tried"
+            "a.pth: not enough memory ([enforce fail] DefaultCPUAllocator: not enough memory: you tried"
             " to allocate 4 bytes)",
             id="memory of torch",
         ),

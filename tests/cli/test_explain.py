@@ -187,7 +187,7 @@ def test_with_the_file_and_the_model(folder):
 def test_with_a_file_that_cannot_be_read(folder):
     done = run_here("explain", "failed finding central directory", "--file", "torn.pth", cwd=folder)
     assert done.returncode == 0
-    assert "this file: it cannot be read as it is: torn.pth: " in done.stdout
+    assert "this file: it cannot be read: torn.pth: " in done.stdout
 
 
 def test_a_text_from_the_file_name_cannot_steer_the_terminal(tmp_path):

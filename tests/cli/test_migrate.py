@@ -64,7 +64,7 @@ def test_json_has_every_record(healthy, tmp_path):
 def test_a_dry_run_writes_nothing(healthy, tmp_path):
     done = zoos.migrate_here(healthy, tmp_path / "new", "--dry-run")
     assert re.search(r"to be repaired +1 ", done.stdout)
-    assert "written: nothing; the same command without --dry-run" in done.stdout
+    assert "nothing was written; run the same command without --dry-run" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
 
 

@@ -194,7 +194,7 @@ def test_the_command_for_a_foreseen_optimizer_brings_it_in_step(tmp_path, monkey
     torch.save(wider.state_dict(), "like.pth")
     assert exit_code(["check", "run.pth", "--like", "like.pth"]) == 1
     text = capsys.readouterr().out
-    assert "OPT101 stale-optimizer: --unsafe-fixes brings it in step" in text
+    assert "OPT101 stale-optimizer: --unsafe-fixes updates it to match" in text
     assert printed(text) == []
     assert exit_code(["check", "run.pth", "--model", "wider_head:make"]) == 1
     (command, *_) = printed(capsys.readouterr().out)

@@ -104,7 +104,7 @@ def test_a_full_disk_behind_stdout_is_not_said_to_be_that_of_the_file(tmp_path):
         done = subprocess.run(
             command("check", "a.pth"), cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE
         )
-    told = "the report cannot be written to stdout: No space left on device; redirect it elsewhere"
+    told = "cannot write the report to stdout: No space left on device; redirect it elsewhere"
     assert (done.returncode, done.stderr.decode()) == (2, f"ckptfix: error: a.pth: {told}\n")
 
 

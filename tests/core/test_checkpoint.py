@@ -101,7 +101,7 @@ def test_a_checkpoint_has_its_tensors_apart_from_its_other_entries():
         pytest.param("fc.wieght", "f.pth: has no key 'fc.wieght'; did you mean 'fc.weight'?", id="a slip of the pen"),
         pytest.param("zzz", "f.pth: has no key 'zzz'; see keys()", id="nothing like it"),
         pytest.param("a", "f.pth: the entry 'a' is not a tensor; take it from state_dict()", id="no tensor"),
-        pytest.param("gone", "f.pth: the bytes of 'gone' are gone from the damaged file; see", id="lost"),
+        pytest.param("gone", "f.pth: the bytes of 'gone' are lost from the damaged file; see", id="lost"),
     ],
 )
 def test_an_unknown_key_is_told_with_its_file(key, said):

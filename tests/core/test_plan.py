@@ -121,14 +121,14 @@ def test_a_key_is_changed_under_the_name_that_it_had():
     [
         pytest.param([Rename("a.w", "b.w")], "gives b.w two sources", id="rename onto another"),
         pytest.param([Rename("a.w", "c"), Rename("b.w", "c")], "gives c two sources", id="two renames to one"),
-        pytest.param([Rename("a.w", "c"), Rename("a.w", "d")], "renames one key twice", id="one to two"),
+        pytest.param([Rename("a.w", "c"), Rename("a.w", "d")], "renames a key twice", id="one to two"),
         pytest.param([Rename("a.w", "c"), Drop("a.w")], "both changes and drops a.w", id="rename and drop"),
         pytest.param(
             [Cast("a.w", "float32", "float16"), Drop("a.w")], "both changes and drops a.w", id="cast and drop"
         ),
-        pytest.param([Rename("x", "c")], "the key x, which is not there", id="no such key to rename"),
-        pytest.param([Drop("x")], "the key x, which is not there", id="no such key to drop"),
-        pytest.param([Cast("x", "float32", "float16")], "the key x, which is not there", id="no such key to cast"),
+        pytest.param([Rename("x", "c")], "the key x, which does not exist", id="no such key to rename"),
+        pytest.param([Drop("x")], "the key x, which does not exist", id="no such key to drop"),
+        pytest.param([Cast("x", "float32", "float16")], "the key x, which does not exist", id="no such key to cast"),
         pytest.param(
             [Cast("a.w", "float64", "float16")], "is float32 and not float64", id="another dtype than planned"
         ),
@@ -139,17 +139,15 @@ def test_a_key_is_changed_under_the_name_that_it_had():
         pytest.param(
             [Assemble.reshape("a.w", "float32", (4,), (2, 2))], "cannot assemble a.w", id="another shape than planned"
         ),
-        pytest.param(
-            [Fill("a.w", "float32", (2, 2), "zeros")], "which is there already", id="a fill overwrites nothing"
-        ),
+        pytest.param([Fill("a.w", "float32", (2, 2), "zeros")], "which already exists", id="a fill overwrites nothing"),
         pytest.param(
             [Tie("c", "d"), Fill("c", "int8", (), "zeros")], "ties c to a key that is not there", id="tie to nothing"
         ),
-        pytest.param([Tie("c", "a.w"), Tie("c", "b.w")], "which is there already", id="two ties for one key"),
+        pytest.param([Tie("c", "a.w"), Tie("c", "b.w")], "which already exists", id="two ties for one key"),
         pytest.param([Tie("c", "b.extra")], "not there", id="tie to plain data"),
-        pytest.param([Rename("b.extra", "z"), Tie("z", "a.w")], "which is there already", id="tie onto a renamed key"),
-        pytest.param([Fill("c", "float32", (1,), "target")], "no model is given", id="fill without a model"),
-        pytest.param([Fill("c", "float32", (1,), "donor")], "a donor that does not have it", id="fill without a donor"),
+        pytest.param([Rename("b.extra", "z"), Tie("z", "a.w")], "which already exists", id="tie onto a renamed key"),
+        pytest.param([Fill("c", "float32", (1,), "target")], "no model was given", id="fill without a model"),
+        pytest.param([Fill("c", "float32", (1,), "donor")], "a donor that lacks it", id="fill without a donor"),
         pytest.param([RenameModule("x", "y")], "the row 'x' of _metadata", id="no such row"),
     ],
 )

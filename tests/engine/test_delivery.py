@@ -76,7 +76,7 @@ def test_a_backup_keeps_the_old_file(source):
 def test_a_backup_that_is_there_already_is_not_overwritten(source):
     before, kept = digest(source), source.with_name("model.pth.bak")
     kept.write_bytes(b"mine")
-    with pytest.raises(WriteError, match="a backup is there already"):
+    with pytest.raises(WriteError, match="a backup already exists"):
         ckptfix.repair(source, in_place=True, backup=True)
     assert (digest(source), kept.read_bytes(), names(source.parent)) == (
         before,
@@ -304,7 +304,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced_by_the_old_one(change, backu
             source.unlink()
 
     monkeypatch.setattr("ckptfix.engine.delivery.verify", verify)
-    with pytest.raises(WriteError, match=r"model\.pth: is another file than the one that was read, or is gone; run"):
+    with pytest.raises(WriteError, match=r"model\.pth: was replaced or deleted since it was read; run"):
         ckptfix.repair(source, in_place=True, backup=backup)
     newer.unlink(missing_ok=True)
     assert names(source.parent) == ([] if change == "removed" else ["model.pth"])
@@ -421,7 +421,7 @@ def test_what_cannot_be_put_in_place_is_said_before_the_work(name, how: dict[str
 def test_an_older_backup_is_kept(source):
     before, backup = source.read_bytes(), source.with_name("model.pth.bak")
     backup.write_text("other")
-    with pytest.raises(CkptfixError, match="a backup is there already"):
+    with pytest.raises(CkptfixError, match="a backup already exists"):
         ckptfix.repair(source, in_place=True, backup=True)
     assert (source.read_bytes(), backup.read_text()) == (before, "other")
 

@@ -50,7 +50,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
     [
         pytest.param({"strict": True}, r"repair\(\) has no setting 'strict'", id="unknown"),
         pytest.param({"filll": "x"}, "no setting 'filll'; did you mean 'fill'\\?", id="a slip"),
-        pytest.param({"select": ("XYZ",)}, "select='XYZ': no rule has a code", id="no code"),
+        pytest.param({"select": ("XYZ",)}, "select='XYZ': no rule code begins", id="no code"),
         pytest.param({"ignore": "EY101"}, "ignore='EY101': .* did you mean KEY101", id="the end of a code"),
         pytest.param({"select": 101}, "select=101: give a string", id="a number for a code"),
         pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),

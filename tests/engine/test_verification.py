@@ -103,7 +103,7 @@ def test_tensors_of_many_blocks_are_compared_block_by_block(name, tmp_path, monk
 
 def test_a_file_that_does_not_open_is_not_delivered(tmp_path):
     (tmp_path / "bad").write_bytes(b"nothing")
-    with pytest.raises(WriteError, match="does not open again"):
+    with pytest.raises(WriteError, match="cannot reopen the written file"):
         verify(tmp_path / "bad", opened(saved({"w": torch.ones(1)}, tmp_path)), tmp_path / "out.pth")
 
 

@@ -15,7 +15,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: Pretrained weights are not compatible with the current network architecture",
         "ERROR: Some specified modules from the pre-trained model don't match with the new model modules:",
         "the strict load found 2 missing keys, 1 size mismatch",
-        "the strict load passed over 1 parameter that the file does not supply",
+        "the strict load skipped 1 parameter that the file does not supply",
         " | > Layer dimention missmatch between model definition and checkpoint: text_encoder.ffn_layers.1.conv_2.bias",
         "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
         "KeyError: 'missing keys in state_dict: \"{\\'conv1.weight\\', \\'bn1.weight\\'}\"'",

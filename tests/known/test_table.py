@@ -73,7 +73,7 @@ def test_without_classes_there_is_no_head():
         ("torchvision/resnet18[in_chans=0]", "in_chans is a whole number from 1 on, and not 0"),
         ("torchvision/resnet18[num_classes=-1]", "num_classes is a whole number from 0 on, and not -1"),
         ("torchvision/resnet18[num_classes=10", "the bracket is not closed"),
-        ("torchvision/vit_b_16[img_size=225]", "no whole number of patches"),
+        ("torchvision/vit_b_16[img_size=225]", "do not divide into patches"),
     ],
 )
 def test_a_name_or_a_size_that_is_none(spec, said):

@@ -165,7 +165,7 @@ def test_layers_that_a_class_makes_late(module, tmp_path):
 def test_objects_of_the_file_are_named_and_never_made(module, tmp_path):
     source = saved(module.WithLoss(4, torch.nn.L1Loss(), torch.nn.GELU), tmp_path / "a.ckpt")
     report = ckptfix.check(source, "lightning:nets_of_a_user:WithLoss", model_args={"loss": 1}, values=False)
-    assert report.remarks[-1].endswith("defaults of the class: act (torch.nn.modules.activation.GELU)")
+    assert report.remarks[-1].endswith("class's defaults: act (torch.nn.modules.activation.GELU)")
     assert report.call is not None
     assert report.call.given["model_args"] == {"loss": 1}  # a printed call repeats what was given, and no more
     said = r"needs loss, .* an object \(torch.nn.modules.loss.L1Loss\).*: model=.nets_of_a_user:FUNCTION"

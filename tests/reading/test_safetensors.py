@@ -98,7 +98,10 @@ VIOLATIONS: dict[str, tuple[bytes, str]] = {
     ),
     "a dtype that is a number": (safetensors({"w": record(dtype=3)}, STORAGE), "a known dtype"),
     "half a byte": (safetensors({"w": record(dtype="F4", shape=[3], data_offsets=[0, 2])}, b"ab"), "fill whole bytes"),
-    "__metadata__ that is a list": (safetensors({"__metadata__": ["a"], **GOOD}, STORAGE), "not a map of texts"),
+    "__metadata__ that is a list": (
+        safetensors({"__metadata__": ["a"], **GOOD}, STORAGE),
+        "does not map strings to strings",
+    ),
 }
 
 

@@ -190,7 +190,7 @@ def test_what_passes_is_tried_again(trouble, web, tmp_path):
     ("troubles", "requests", "message"),
     [
         pytest.param([404], 1, "cannot be read: HTTP Error 404: Not Found; check the name", id="absent"),
-        pytest.param([403], 1, "get the permission, or the credentials", id="forbidden"),
+        pytest.param([403], 1, "get permission or credentials", id="forbidden"),
         pytest.param([503] * 3, 3, r"Service Unavailable \(3 tries\); run it again later", id="down"),
         pytest.param(["cut"] * 3, 3, r"bytes came of a range of 65536 \(3 tries\)", id="cut"),
     ],
@@ -226,7 +226,7 @@ def test_the_user_is_told_of_a_pause(command, web, tmp_path, monkeypatch):
 def test_a_pause_that_is_too_long_is_said(web, tmp_path):
     small(tmp_path)
     web.troubles = [(429, "Retry-After", "301")]
-    with pytest.raises(UnreadableError, match=r"\(1 try\); run it again in 301 s, as its server asks"):
+    with pytest.raises(UnreadableError, match=r"\(1 try\); run it again in 301 s, as the server asks"):
         ckptfix.check(f"{web.url}/a.pth")
 
 
@@ -360,7 +360,7 @@ def test_the_weights_of_a_repository(names, chosen, web):
     [
         pytest.param(
             ["a.pth", "b.pth"],
-            "several files may be meant; name one of them, such as hf://org/repo/a.pth",
+            "several files match; name one of them, for example hf://org/repo/a.pth",
             id="several",
         ),
         pytest.param(["config.json"], "no checkpoint is there; it holds config.json", id="none"),

@@ -90,8 +90,8 @@ def test_what_to_do_about_each_finding():
 def test_a_rename_is_no_change_of_values():
     fix = Fix((Rename("a.weight", "b.weight"),), Applicability.UNSAFE)
     assert told(report(replace(PREFIX, fix=fix)))[1] == (
-        f"  {PREFIX.code} {PREFIX.name}: --unsafe-fixes applies the fix, which gives keys other names, and nothing "
-        "confirms that these are the right ones"
+        f"  {PREFIX.code} {PREFIX.name}: --unsafe-fixes applies the fix, which renames keys, and nothing confirms the "
+        "new names"
     )
 
 

@@ -118,7 +118,7 @@ def test_every_kind_of_edit_has_its_line():
 
 
 def test_an_optimizer_that_two_rules_edit_has_the_parameters_of_each_apart():
-    """OPT101 brings it in step, and OPT103 then leaves out the state that is NaN."""
+    """OPT101 updates it to match, and OPT103 then leaves out the state that is NaN."""
     two = [Moments("optimizer", 0, key, number) for number, key in (("0", "a"), ("1", "b"))]
     edits = [Regroup("optimizer", (0,)), *two, Regroup("optimizer", (0,)), two[0], Moments("optimizer", 0, "1", None)]
     assert edit_lines(edits) == [

@@ -82,8 +82,8 @@ state_dict: model.weights
   also: model.ema (4 tensors, 341 elements; --weights model.ema)
 dtypes: float32 3 tensors (340 elements), int64 1 tensor (1 element)
 saved on: cpu (3 storages)
-size: file 6.00 kB, storages 4.65 kB, of which tensors cover 728 B
-  3.92 kB belong to no tensor of this state_dict: views save their whole storage
+size: file 6.00 kB, storages 4.65 kB, tensors cover 728 B
+  3.92 kB belong to no tensor of this state_dict: a view saves its whole storage
 _metadata: 1 module
 ties:
   emb.weight = dec.weight
@@ -167,7 +167,7 @@ def test_classes_of_a_tree_that_holds_itself():
 @pytest.mark.parametrize(
     ("row", "producer"),
     [
-        ("1.0.0-py27/plain_sd.pth", "torch 1.5 or earlier, or a later one that was asked for the old format"),
+        ("1.0.0-py27/plain_sd.pth", "torch 1.5 or earlier, or a later one told to use the old format"),
         ("1.4.0-py27/zip_on_request_sd.pth", "torch 1.4 or 1.5"),
         ("1.6.0/plain_sd.pth", "torch 1.6 to 2.0"),
         ("2.6.0/plain_sd.pth", "torch 2.1 to 2.6"),

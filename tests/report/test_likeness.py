@@ -36,7 +36,7 @@ def like(**facts):
         ),
         (
             like(names=("timm/a", "timm/b", "timm/c", "timm/d")),
-            "timm a (one of 4 of this structure: timm b, timm c …)",
+            "timm a (one of 4 with this structure: timm b, timm c …)",
         ),
         (like(fit=Fit.HEADLESS, missing=("head.weight",)), "timm vit_small_patch16_224 without its head"),
         (
@@ -69,7 +69,7 @@ def like(**facts):
         (
             like(fit=Fit.NEAR, missing=("layer4.0.a", "layer4.1.b", "fc.w"), tensors=9, differing=("x.w",)),
             "no known model; the nearest is timm vit_small_patch16_224: 3 of its 9 keys missing (`layer4`, `fc`), "
-            "1 key with another shape (`x`)",
+            "1 key with a different shape (`x`)",
         ),
         (
             like(fit=Fit.NEAR, added=("blocks.0.se.w", "blocks.1.se.w"), prefix="net."),

@@ -161,7 +161,7 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
             transformers_model("Swin", embed_dim=8, depths=[1], num_heads=[2], window_size=side) for side in (7, 8)
         ),
         "window_bias=swin",
-        "windows of 7x7 in the file and of 8x8 in the model; transformers has no function that resizes them",
+        "windows of 7x7 in the file and of 8x8 in the model; transformers has no function to resize them",
     ),
     "TimeSformer": (
         lambda: tuple(transformers_model("Timesformer", **NARROW, image_size=size) for size in (64, 96)),
@@ -176,7 +176,7 @@ KNOWN: dict[str, tuple[Pair, str, str]] = {
     "AIMv2": (
         lambda: tuple(transformers_model("Aimv2Vision", **NARROW, image_size=size) for size in (56, 84)),
         "pos_embed=plain",
-        "4x4 in the file, of 6x6 in the model; transformers has no function that resizes them",
+        "4x4 in the file, of 6x6 in the model; transformers has no function to resize them",
     ),
     "CLIP's ResNet in timm": (
         lambda: (clip_resnet(64), clip_resnet(96)),

@@ -61,7 +61,7 @@ def test_a_number_that_is_none_is_refused(name, value, tmp_path):
         pytest.param(lambda base: base.update({"q.W_q": base.pop("q.weight")}), "it has W_q", id="HQQ"),
         pytest.param(lambda base: base.update({"q.weight._data": base.pop("q.weight")}), "it has weight", id="Quanto"),
         *(
-            pytest.param(lambda base, one=one: base.update({f"q.{one}": torch.ones(33)}), f"q.{one} beside", id=one)
+            pytest.param(lambda base, one=one: base.update({f"q.{one}": torch.ones(33)}), f"q.{one} shows", id=one)
             for one in ("weight_scale", "weight_scale_inv", "scale_weight", "SCB", "weight.absmax", "qweight")
         ),
     ],

@@ -164,7 +164,7 @@ def test_images_to_videos():
 )
 def test_two_recipes_for_one_key_are_refused(given):
     file, model = (nn.ModuleDict({"tok_embed": nn.Embedding(rows, 8)}) for rows in (9, 12))
-    with pytest.raises(UsageError, match=r"vocab.*adapt=.*vocab.* are both for tok_embed\.weight; give one"):
+    with pytest.raises(UsageError, match=r"vocab.*adapt=.*vocab.* both apply to tok_embed\.weight; give one"):
         propose(shape_mismatch, file.state_dict(), model, adapt=given)
     for fitting in (given[:1] * 2, ("vocab=cut", given[0]), ("vocab=pad:target", "vocab@tok*=pad:zeros")):
         assert any(finding.fix for finding in propose(shape_mismatch, file.state_dict(), model, adapt=fitting))

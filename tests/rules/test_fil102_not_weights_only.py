@@ -198,9 +198,9 @@ def test_a_layout_that_torch_reads_is_no_defect(tmp_path, rename):
     [
         pytest.param(lambda name: [name.partition("/")[2]], "members in no folder", id="no folder"),
         pytest.param(lambda name: [f"outer/{name}"], "members in outer/", id="two folders"),
-        pytest.param(lambda name: [name, f"__MACOSX/._{name}"], "beside the folder", id="packed by the Finder"),
+        pytest.param(lambda name: [name, f"__MACOSX/._{name}"], "outside the folder", id="packed by the Finder"),
         pytest.param(lambda name: [name.replace("/data/", "/tensors/")], "under tensors/", id="the preview of 1.4"),
-        pytest.param(lambda name: [name] * (not name.endswith("/version")), "says the version", id="no version"),
+        pytest.param(lambda name: [name] * (not name.endswith("/version")), "with the version", id="no version"),
     ],
 )
 def test_a_zip_in_another_layout_is_written_anew(tmp_path, rename, said):

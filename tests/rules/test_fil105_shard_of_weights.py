@@ -125,7 +125,7 @@ def test_plain_tensors_of_one_rank(tmp_path: Path, names: list[str], count: int)
             write({"weight": torch.ones(2)}, tmp_path / name)
     findings = ckptfix.check(tmp_path / names[0], select=(CODE,)).findings
     assert len(findings) == count
-    assert all("divided, under the names of whole ones" in finding.message for finding in findings)
+    assert all("split, under the names of the full weights" in finding.message for finding in findings)
 
 
 def test_ranks_beside_the_weights_that_a_trainer_wrote(tmp_path: Path) -> None:

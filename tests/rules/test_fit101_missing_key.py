@@ -150,7 +150,9 @@ def test_tied_keys_are_filled_as_one_and_count_once():
             target_from_checkpoint(open_state_dict(classifier().state_dict())), "--fill FILE", id="a reference file"
         ),
         pytest.param(
-            nn.Sequential(nn.Linear(6, 10, bias=False), nn.LazyLinear(3)), "in the shape", id="a lazy parameter"
+            nn.Sequential(nn.Linear(6, 10, bias=False), nn.LazyLinear(3)),
+            "in the target's shape",
+            id="a lazy parameter",
         ),
         pytest.param(classifier().to("meta"), "--fill FILE", id="a model on the meta device"),
     ],
@@ -201,7 +203,9 @@ def activations(**names: nn.Module) -> nn.Sequential:
 def test_vectors_under_other_modules_are_not_made_untrained(size):
     """MONAI's UNet moved its PReLU from `act` to `adn.A`."""
     new, old = activations(adn=nn.ModuleDict({"A": nn.PReLU(size)})), activations(act=nn.PReLU(size))
-    assert "0.adn.A.weight has the shape and the numbers of 0.act.weight; --rename" in said(new.state_dict(), old)
+    assert "0.adn.A.weight has the shape and the numbers of 0.act.weight; if it is the same tensor" in said(
+        new.state_dict(), old
+    )
     (finding,) = propose(missing_key, new.state_dict(), old)
     assert "fill" not in [name for remedy in finding.remedies for name, _ in remedy.options]
 
@@ -265,7 +269,7 @@ def test_fused_and_split_projections(file, model):
 
 def test_matrices_of_one_shape_under_other_names():
     text = said(stack(query=(D, D), key=(D, D), value=(D, D)).state_dict(), stack(q=(D, D), k=(D, D), v=(D, D)))
-    assert "those left over have the shapes of the missing keys:" in text
+    assert "the leftover keys have the shapes of the missing ones:" in text
     assert "(embed_out.weight of lm_head.weight)" in said(
         {"norm.weight": torch.ones(D), "embed_out.weight": torch.ones(9, D)},
         nn.ModuleDict({"norm": nn.LayerNorm(D, bias=False), "lm_head": nn.Linear(D, 9, bias=False)}),
@@ -276,14 +280,14 @@ def test_matrices_of_one_shape_under_other_names():
 def test_an_adapter_that_was_not_merged(wrap):
     state = {f"{wrap}0.base_layer.weight": torch.ones(D, D), f"{wrap}0.lora_A.default.weight": torch.ones(2, D)}
     text = said(state, nn.Sequential(nn.Linear(D, D, bias=False)))
-    assert text.startswith("1 weight of the file with an adapter beside")
+    assert text.startswith("1 weight of the file with an unmerged adapter")
 
 
 def test_layers_that_are_counted_from_one():
     state = {f"layers.{at}.weight": torch.ones(D, D) for at in (1, 2)}
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(2)])})
     text = said(state, model)
-    assert text.startswith("look at the numbers first: layers.2.weight is left over and layers.0.weight missing")
+    assert text.startswith("check the numbers first: layers.2.weight is left over and layers.0.weight missing")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +303,7 @@ def test_layers_that_are_counted_from_one():
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_a_norm_of_weights_on_one_side(norm, name):
     plain, normed = nn.Sequential(nn.Conv1d(2, 3, 3)), nn.Sequential(norm(nn.Conv1d(2, 3, 3)))
-    assert said(normed.state_dict(), plain).startswith(f"the file has 1 weight as {name} splits it up")
+    assert said(normed.state_dict(), plain).startswith(f"the file has 1 weight as {name} splits it:")
     assert said(plain.state_dict(), normed).startswith(f"the model has {name} applied to 1 weight")
 
 
@@ -309,7 +313,7 @@ def test_a_singular_vector_is_not_made_up_beside_the_stored_one(norm):
     state = {key: value for key, value in model.state_dict().items() if not key.endswith("_v")}
     result = ckptfix.repair(state, model, fill="target")
     assert not result.report.edits
-    assert result.report.left[0].remedies[0].text.startswith("fill nothing in")
+    assert result.report.left[0].remedies[0].text.startswith("do not fill them")
 
 
 @pytest.mark.parametrize("form", ["0.weight._packed", "0.weight_packed", "0.parametrizations.weight.original"])
@@ -339,7 +343,7 @@ def test_what_is_in_the_set_of_another_module_is_not_filled(place: str, tmp_path
     torch.save({"nets": sets} if place else sets, tmp_path / "file.pth")
     report = ckptfix.check(tmp_path / "file.pth", model)
     (missing,) = (finding for finding in report.left if finding.code == "FIT101")
-    assert f"in sets of their own ({place}decoder)" in missing.remedies[0].text
+    assert f"in separate sets ({place}decoder)" in missing.remedies[0].text
     assert "run:" not in str(report)
 
 

@@ -232,7 +232,7 @@ def test_a_rank_of_tensor_parallelism_gets_no_recipe_for_its_words():
     rank["down.bias"] = layers["down"].bias.data
     (finding,) = [found for found in ckptfix.check(rank, model).findings if found.code == "FIT103"]
     assert (finding.fix, [remedy.options for remedy in finding.remedies]) == (None, [()])
-    assert "1/2 of the rows or of the columns" in finding.message
+    assert "1/2 of the rows or columns" in finding.message
 
 
 @pytest.mark.parametrize(("stored", "wanted", "offers"), [(9, 4, False), (4, 3, False), (3, 4, True), (9, 1, True)])

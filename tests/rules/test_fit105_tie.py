@@ -75,7 +75,7 @@ def test_two_values_for_one_tensor(order):
     model.load_state_dict(state, strict=True)
     assert torch.equal(model.embed.weight, HEAD)
     assert finding.evidence == {"overwritten_by": {"head.weight": ["embed.weight"]}}
-    assert "a load keeps head.weight" in remedies_text(finding.remedies)
+    assert "a load keeps only head.weight" in remedies_text(finding.remedies)
 
 
 def test_one_element_in_a_late_block_is_enough():

@@ -264,7 +264,7 @@ def test_four_bits_become_floats_of_a_dtype():
 
 def test_a_check_of_four_bits_says_that_a_repair_makes_floats():
     (found,) = ckptfix.repair_state_dict(four_bits(), select=("FIT107",))[1].findings
-    assert (found.level, "makes floats of them" in found.message) == (Level.NOTE, True)
+    assert (found.level, "dequantises them" in found.message) == (Level.NOTE, True)
 
 
 def test_four_bits_that_do_not_fit_are_refused_with_the_reason():
@@ -272,7 +272,7 @@ def test_four_bits_that_do_not_fit_are_refused_with_the_reason():
     refused = [finding.message for finding in found if finding.code == "FIT107" and not finding.fix]
     assert [("1 layer" in message, "lacks `nested_blocksize`" in message) for message in refused] == [(True, True)]
     turned = ckptfix.repair_state_dict(four_bits(shape=[13, 5]), FourBits(), unsafe_fixes=True)[1].findings
-    assert any("the model wants other shapes than their `quant_state` says" in finding.message for finding in turned)
+    assert any("the model's shapes differ from those in their `quant_state`" in finding.message for finding in turned)
 
 
 def test_the_configuration_of_quantised_weights_is_named(tmp_path):
@@ -280,7 +280,7 @@ def test_the_configuration_of_quantised_weights_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "x", "quantization_config": {"load_in_4bit": true}}')
     report = ckptfix.check(tmp_path, FourBits())
     shown = "\n".join(map(str, report_lines(report)))
-    assert "take `quantization_config` out of config.json" in shown
+    assert "remove `quantization_config` from config.json" in shown
     assert "unsafe_fixes=True" in shown.splitlines()[-1]  # a command, although the parts beside codes do not fit
 
 

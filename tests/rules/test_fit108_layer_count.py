@@ -99,7 +99,7 @@ def test_layers_are_moved_dropped_and_copied(recipe, old, expected):
     [
         ("depth=0-3", "names 4 layers up to 3; layers has 6 in the file, from 0, and 3 in the model.*depth=0,2,4"),
         ("depth=0,1,6", "names 3 layers up to 6; layers has 6 in the file"),
-        ("depth=0,1,2 depth=0,2,4", "depth=0,2,4.* are both for layers; give one of them"),
+        ("depth=0,1,2 depth=0,2,4", "depth=0,2,4.* both apply to layers; give one of them"),
     ],
 )
 def test_what_is_refused(recipe, said):

@@ -85,7 +85,7 @@ INNER = nn.Sequential(nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name 
     ("state", "model", "said"),
     [
         (nn.Linear(2, 2).state_dict(), nn.DataParallel(nn.Linear(2, 2)), "without the wrapper segments that"),
-        ({"0.module.q.weight": ONE, "0.module.k.weight": ONE}, INNER, "with other wrapper segments than"),
+        ({"0.module.q.weight": ONE, "0.module.k.weight": ONE}, INNER, "with different wrapper segments than"),
     ],
 )
 def test_which_side_is_wrapped_is_said(state, model, said):

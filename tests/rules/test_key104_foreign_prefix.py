@@ -129,7 +129,7 @@ def test_query_and_key_encoder_are_shown_and_not_guessed(rest):
     (finding,) = propose(foreign_prefix, state, net())
     assert finding.fix is None
     assert finding.level == Level.ERROR
-    assert "`encoder_k.` too much or `encoder_q.` too much" in finding.message
+    assert "`encoder_k.` extra or `encoder_q.` extra" in finding.message
 
 
 def test_twins_of_which_neither_is_whole_are_not_mixed():

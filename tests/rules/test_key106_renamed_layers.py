@@ -218,7 +218,7 @@ def test_what_a_map_explains_has_no_other_advice():
     assert [remedy.options for remedy in recommended(report)] == [(("rename_layers", True),)]
     shown = "\n".join(map(str, report_lines(report)))
     assert shown.count("the fix of KEY106 covers these keys") == 2
-    assert "proves it, with the model that the file was saved from" in shown
+    assert "proves it with the model that the file was saved from" in shown
     assert "name the model" not in shown
 
 
@@ -262,7 +262,7 @@ def test_a_layer_whose_rows_may_be_in_another_order_is_called_that(tmp_path):
     report = ckptfix.check(file, like=tmp_path / "reference.pth", values=False, rename_layers=True)
     (doubt,) = (finding for finding in report.findings if finding.code == "KEY106")
     assert doubt.fix is None
-    assert doubt.message.startswith("12 keys of the target split or fused, with rows in an unknown order")
+    assert doubt.message.startswith("12 keys of the target split or fused with an unknown order of rows")
 
 
 @pytest.mark.parametrize("at", range(4))

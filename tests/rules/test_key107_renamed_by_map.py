@@ -104,9 +104,9 @@ def test_the_metadata_follow():
                      id="one of several"),
         pytest.param([MapRule("blocks.{n}.norm1.weight", "y")], "rule 1 .*same place in the target", id="two sources"),
         pytest.param([MapRule("blocks.0.norm1.weight", "y"), MapRule("blocks.0.norm2.weight", "y")],
-                     "rule 2 .*y has a source already, by blocks.0.norm1", id="two rules for a key"),
+                     "rule 2 .*y already gets its source from blocks.0.norm1", id="two rules for a key"),
         pytest.param([MapRule("blocks.0.norm1.weight", "y"), MapRule("blocks.0.norm1.weight", "z")],
-                     "rule 2 .*is used already", id="two rules for a source"),
+                     "rule 2 .*is already used", id="two rules for a source"),
         pytest.param([MapRule("blocks.0.norm1.weight", "blocks.0.norm2.weight")], "would be overwritten", id="a key"),
         pytest.param([MapRule("blocks.{n}.attn.qkv.weight", "y.{n}.{a,b,c,d,e}", ("split 5",))],
                      "rule 1 .*24 rows do not split as 1:1:1:1:1", id="uneven split"),
@@ -161,7 +161,7 @@ def test_an_optional_rule_may_name_what_is_not_there():
         (MapRule("a", "b", ("(h d) -> (d h)",)), {"a": (6,)}, "size of h is not known; add 'with h=…'"),
         (MapRule("{a,b}", "{c,d,e}"), {"a": (2,), "b": (2,)}, "two lists in braces have different lengths"),
         (MapRule("a.*", "b"), {"a.x": (2,)}, r"one side has 1 \* more"),
-        (MapRule("{a,a}", "{b,c}"), {"a": (2,)}, "names a text twice"),
+        (MapRule("{a,a}", "{b,c}"), {"a": (2,)}, "names a string twice"),
         (MapRule("a.{n}", "b.{1-n}"), {"a.3": (2,)}, "{n} would count down to -2"),
     ],
     ids=lambda each: str(each) if isinstance(each, MapRule) else "",
@@ -233,14 +233,14 @@ def test_a_pattern_by_hand_is_applied_before_the_hooks_of_a_model():
 def test_a_map_that_is_not_needed_is_noted():
     model = transformer(*SPLIT)
     _, report = ckptfix.repair_state_dict(model.state_dict(), model, rename_map=VIT)
-    assert "vit.json was not applied: the file fits already" in [finding.message for finding in report.remaining]
+    assert "vit.json was not applied: the file already fits" in [finding.message for finding in report.remaining]
 
 
 @pytest.mark.parametrize("with_map", [False, True], ids=["alone", "beside a map that goes backwards"])
 def test_a_pattern_by_hand_is_never_applied_backwards(with_map):
     state = {"backbone.w": torch.ones(1), "new": torch.ones(1)}
     rename_map = with_rule(MapRule("old", "new")) if with_map else None
-    with pytest.raises(ckptfix.UsageError, match=r"matches encoder\.\*; it has backbone\.\* already"):
+    with pytest.raises(ckptfix.UsageError, match=r"matches encoder\.\*; it already has backbone\.\*"):
         ckptfix.repair_state_dict(state, rename="encoder.*=backbone.*", rename_map=rename_map)
     done, _ = ckptfix.repair_state_dict(state, rename="backbone.*=encoder.*", rename_map=rename_map)
     assert list(done) == ["encoder.w", "old" if with_map else "new"]

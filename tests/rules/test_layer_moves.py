@@ -53,7 +53,7 @@ def test_a_name_of_both_sides_that_means_another_layer(is_back):
     ours, theirs = sides[::-1] if is_back else sides
     state = {key: torch.randn_like(value) for key, value in model(*ours).state_dict().items()}
     (finding,) = propose(renamed_layers, state, model(*theirs))
-    assert "4 of their names are in the file, for other layers" in finding.message
+    assert "4 of their names belong to other layers in the file" in finding.message
     assert finding.fix is not None
     assert finding.fix.applicability == Applicability.UNSAFE
     done, report = ckptfix.repair_state_dict(state, model(*theirs), rename_layers=True)

@@ -223,7 +223,7 @@ def test_a_row_after_the_vocabulary_stays_the_last(old, new, recipe, is_known):
     findings = propose(shape_mismatch, file, target, adapt=(f"vocab={recipe}",))
     assert [found.message.partition(": ")[2] for found in findings] == [
         f"a vocabulary of {old} in the file and of {new} in the model{last}"
-        for last in (", and a row after it that stays the last", "")
+        for last in (", and an extra row that stays last", "")
     ]
     after = repaired(shape_mismatch, file, target, adapt=(f"vocab={recipe}",))
     words, kept = after["model.embed_tokens.weight"], min(old, new)
@@ -256,7 +256,9 @@ def test_what_an_embedding_is_comes_from_its_model():
 def test_videos_to_images_have_no_recipe():
     file, model = nn.Sequential(nn.Conv3d(3, 8, (5, 3, 3))), nn.Sequential(nn.Conv2d(3, 8, 3))
     found = propose(shape_mismatch, file.state_dict(), model, adapt=("inflate=mean",))
-    assert any("1 of them over time too, which inflate adds and no recipe takes out" in one.message for one in found)
+    assert any(
+        "1 of them over time too, an axis that inflate adds and no recipe removes" in one.message for one in found
+    )
     assert not any("adapt" in dict(remedy.options) for one in found for remedy in one.remedies)
 
 

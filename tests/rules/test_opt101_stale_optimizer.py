@@ -751,7 +751,7 @@ def test_an_optimizer_of_some_other_parameters_is_not_named(tmp_path):
     report = ckptfix.repair(tmp_path / "run.pth", target, keep_optimizer=True, **asked).report
     assert report.exit_code == 0
     lines = [str(line) for line in report_lines(report)]
-    assert "left as you asked: OPT101" in lines
+    assert "accepted, as you asked: OPT101" in lines
     assert "nothing left to do" not in lines
     report = ckptfix.repair(tmp_path / "run.pth", target, drop_optimizer=True, **asked).report
     assert report.exit_code == 0
@@ -1072,7 +1072,7 @@ def test_a_group_that_goes_with_its_parameters_is_named(tmp_path):
     path, _ = trained(tmp_path, before, groups)
     report = ckptfix.repair(path, layers("a"), unsafe_fixes=True, output=tmp_path / "fixed.pth").report
     (found,) = (finding for finding in report.findings if finding.code == "OPT101")
-    assert "1 group left out with all its parameters" in found.message
+    assert "1 group dropped with all its parameters" in found.message
     torch.optim.AdamW(layers("a").parameters()).load_state_dict(torch.load(tmp_path / "fixed.pth")["optimizer"])
 
 

@@ -55,16 +55,16 @@ def test_positions_over_time_are_not_those_of_an_image():
     file, model = (transformers_model("Vivit", **NARROW, image_size=size) for size in (224, 448))
     state = file.state_dict()
     (finding,) = propose(shape_mismatch, state, model)
-    assert "for each patch of each moment; no library has a function that resizes them" in finding.message
+    assert "one per patch and frame; no library has a function to resize them" in finding.message
     assert not any(name == "adapt" for remedy in finding.remedies for name, _ in remedy.options)
     with pytest.raises(UsageError, match=r"is not for embeddings\.position_embeddings: 3137 positions"):
         propose(shape_mismatch, state, model, adapt=("pos_embed=plain",))
     like = open_state_dict(model.state_dict())
     (finding,) = propose(shape_mismatch, state, target_from_checkpoint(like))
-    assert "may be those of moments too" in finding.message
+    assert "may include frames" in finding.message
     config = json.loads(model.config.to_json_string())
     (finding,) = propose(shape_mismatch, state, target_from_checkpoint(like, config))
-    assert "for each patch of each moment" in finding.message
+    assert "one per patch and frame" in finding.message
 
 
 @pytest.mark.parametrize("key", ["temporal_embed.pos_embed", "image_pos_embed.row_embeddings.weight", "time.pos_embed"])

@@ -84,7 +84,7 @@ def test_which_values_without_by_which_is_refused():
         (Replace("weight", "float16", (2, 2), "zeros"), "belongs to another file"),
         (Replace("weight", "float32", (2, 2), "twin", "weight", "ema"), "taken from ema"),
         (Replace("weight", "float32", (2, 2), "donor", "weight"), "filled from a donor"),
-        (Replace("other", "float32", (2, 2), "zeros"), "which is not there"),
+        (Replace("other", "float32", (2, 2), "zeros"), "which does not exist"),
     ],
 )
 def test_a_plan_of_another_file_is_refused(edit, said):

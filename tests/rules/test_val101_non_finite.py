@@ -129,7 +129,7 @@ def test_a_finite_twin_is_found_in_a_real_file(tmp_path):
     torch.save({"epoch": 3, "state_dict": raw, "nested": {"ema": averaged}}, tmp_path / "model.pth")
     checkpoint = open_file(str(tmp_path / "model.pth"), "state_dict")
     (finding,) = propose(non_finite, checkpoint)
-    assert remedies_text(finding.remedies).endswith("or --weights nested.ema takes that whole set")
+    assert remedies_text(finding.remedies).endswith("or --weights nested.ema uses that whole set")
 
 
 def test_infinities_in_other_buffers_are_a_warning():

@@ -72,7 +72,7 @@ def test_the_level_follows_the_harm(state, level):
         pytest.param(norm(variance=1.0), "only one of mean and variance ever moved", id="mean-alone-moved"),
         pytest.param(
             {**norm(batches=0), **{f"other.{key}": value for key, value in norm().items()}},
-            "statistics moved, but no batch counted",
+            "statistics moved but no batch counted",
             id="uncounted-beside-counted",
         ),
     ],

@@ -341,8 +341,9 @@ def test_a_prediction_agrees_where_the_logarithms_do(observed, predicted, agrees
         ),
         (
             Corroboration(1e-6, 0.9, None, 0.999, "weight_decay 0.1", 0.1),
-            "; only decay moved it, as its momentum is parallel to it; weight_decay 0.1 predicts 0.9 of the start, "
-            "which does not agree",
+            "; only decay moved it, because its momentum is parallel to it; weight_decay 0.1 predicts 0.9 of the "
+            "start, "
+            "which disagrees",
         ),
         (
             Corroboration(1e-6, None, False, None, "weight_decay 0.1", 0.1),

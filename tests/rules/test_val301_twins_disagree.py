@@ -56,10 +56,10 @@ def test_noop(tmp_path, raw, averaged):
 def test_the_broken_one_is_told(tmp_path, broken):
     (finding,) = checked(tmp_path, broken, state()).findings
     assert finding.level is Level.ERROR
-    assert finding.message == "1 key broken here and sound in state_dict_ema"
+    assert finding.message == "1 key broken here and intact in state_dict_ema"
     (finding,) = checked(tmp_path, state(), broken).findings
     assert finding.level is Level.WARNING
-    assert finding.message == "1 key broken in state_dict_ema and sound here"
+    assert finding.message == "1 key broken in state_dict_ema and intact here"
 
 
 def test_a_chosen_set_that_is_sound_is_not_compared(tmp_path):

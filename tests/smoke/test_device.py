@@ -131,7 +131,7 @@ class Crowded(nn.Linear):
 def test_weights_that_do_not_fit_are_moved_in_reduced_precision() -> None:
     dtype, notes = place(Crowded(2, 2), CPU)
     assert dtype == torch.bfloat16
-    assert notes == ("the weights did not fit into the memory of cpu, so float32 was reduced to bfloat16",)
+    assert notes == ("the weights did not fit into memory on cpu, so float32 was reduced to bfloat16",)
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ def test_rounding_to_float32_refutes_nothing():
         return cls(h.float().double())
 
     proposed, *_ = findings(Body(OURS, lambda h, cls, box: cls(h)), Body(THEIRS, rounded))
-    assert "as if one model computes in float32" in proposed.message
+    assert "as if one model computed in float32" in proposed.message
     assert proposed.fix is not None
 
 
@@ -364,7 +364,7 @@ class Pooled(Towers):
     [
         pytest.param(Towers, Silent, "show not all", id="no gradients"),
         pytest.param(Noisy, Towers, "draws random numbers", id="random"),
-        pytest.param(Towers, Pooled, "no shape in common", id="shapes"),
+        pytest.param(Towers, Pooled, "share no shape", id="shapes"),
     ],
 )
 def test_what_proves_nothing_leaves_the_label(source, target, reason):
@@ -450,4 +450,4 @@ def test_a_map_of_the_user_is_proved_too(order):
     (proved,) = (finding for finding in report.findings if finding.code == "KEY106")
     assert ("verified" in proved.message) is (order == 1)
     assert proved.level is (Level.NOTE if order == 1 else Level.WARNING)
-    assert any("the map that you gave" in str(remedy) for remedy in proved.remedies) is (order == -1)
+    assert any("the outputs differ with your map" in str(remedy) for remedy in proved.remedies) is (order == -1)

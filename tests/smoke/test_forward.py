@@ -323,7 +323,9 @@ def test_a_second_try_that_helps_is_told(save: Save, factory: str, inputs: str, 
         pytest.param(
             "MakesDoubles", MODEL, "same dtype", "the other dtype comes from the model's code", id="a dtype of the code"
         ),
-        pytest.param("AlwaysFailsInCudnn", ENVIRONMENT, "CUDNN_STATUS", "with cuDNN turned off too", id="cudnn"),
+        pytest.param(
+            "AlwaysFailsInCudnn", ENVIRONMENT, "CUDNN_STATUS", "also failed with cuDNN turned off", id="cudnn"
+        ),
     ],
 )
 def test_where_nothing_helps_the_first_failure_stands(

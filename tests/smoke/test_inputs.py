@@ -91,9 +91,9 @@ def test_an_input_in_order_is_taken(given: Tensor) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        pytest.param(torch.tensor([1.0, NAN]), "holds NaN; give", id="NaN"),
-        pytest.param(image(NAN), "holds NaN in all of channel 1, as scaling by 0/0 makes it; give", id="0/0"),
-        pytest.param(image() * NAN, "holds NaN; give", id="every channel"),
+        pytest.param(torch.tensor([1.0, NAN]), "has NaN; give", id="NaN"),
+        pytest.param(image(NAN), "has NaN in all of channel 1, as from scaling by 0/0; give", id="0/0"),
+        pytest.param(image() * NAN, "has NaN; give", id="every channel"),
         pytest.param(torch.tensor([1.0, INF]), "infinite values", id="Inf"),
         pytest.param(torch.tensor([1.0, -INF]), "infinite values", id="-Inf among other values is no mask"),
     ],
@@ -152,8 +152,8 @@ def test_a_scale_as_in_training_needs_no_words(model: nn.Module, given: Tensor) 
 @pytest.mark.parametrize(
     ("seen", "given", "said"),
     [
-        pytest.param(image(), image() * 255, "has to be divided by 255", id="0 … 255 where 0 … 1 was seen"),
-        pytest.param(image() * 255, image(), "has to be multiplied by 255", id="0 … 1 where 0 … 255 was seen"),
+        pytest.param(image(), image() * 255, "divide an image of 0 … 255 by 255", id="0 … 255 where 0 … 1 was seen"),
+        pytest.param(image() * 255, image(), "multiply an image of 0 … 1 by 255", id="0 … 1 where 0 … 255 was seen"),
         pytest.param(image(), image() * -1e4, "times as large as", id="another scale altogether"),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_float64_array_is_converted_and_that_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
-        pytest.param("", "nan.pt", "itself holds NaN", id="NaN in the input proves nothing of the file"),
+        pytest.param("", "nan.pt", "itself has NaN", id="NaN in the input proves nothing of the file"),
         pytest.param("", "plain.pt", "no tensor", id="no tensors"),
         pytest.param("", "empty.pt", "holds no sample", id="no elements"),
         pytest.param("x=", "named.pt", "2 tensors", id="one name for two tensors"),

@@ -153,7 +153,7 @@ def ending(returncode: int, stage: str = "forward", timed_out: bool = False, pri
         pytest.param(
             ending(1, "start", printed="Traceback\nImportError: libtorch.so"),
             ENVIRONMENT,
-            "the process ended by itself with exit status 1 (ImportError: libtorch.so)",
+            "the process exited with status 1 (ImportError: libtorch.so)",
             id="the last words of Python",
         ),
     ],

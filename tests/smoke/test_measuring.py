@@ -98,7 +98,7 @@ def test_the_plan_can_be_saved_and_applied(tmp_path: Path, trained: nn.Module, d
     plan = ckptfix.Plan.from_json(first.plan.to_json())
     again = ckptfix.repair(broken, net(), plan=plan).state_dict()
     assert all(bytes_of(tensor) == bytes_of(again[key]) for key, tensor in first.state_dict().items())
-    with pytest.raises(ckptfix.PlanError, match="takes a model"):
+    with pytest.raises(ckptfix.PlanError, match="measured with a model"):
         ckptfix.repair(broken, plan=plan)
 
 

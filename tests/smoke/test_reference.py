@@ -148,7 +148,7 @@ def test_values_that_are_not_finite_are_no_small_difference(save: Save, tmp_path
         pytest.param(
             "tests.smoke.test_reference:Sized",
             {"count": torch.tensor(2)},
-            "the outputs are not of the same names and shapes",
+            "the outputs differ in names or shapes",
             id="it gives other outputs",
         ),
     ],
@@ -179,7 +179,9 @@ def test_a_model_that_is_not_repeatable_is_a_note(save: Save, tmp_path: Path) ->
     outcome = compare(tmp_path, model.state_dict(), "tests.smoke.test_reference:Drifts")
     [finding] = findings_of(outcome)
     assert (finding.code, finding.level) == ("RUN106", Level.NOTE)
-    assert finding.message.startswith("the model is not repeatable: with the same weights its outputs differ, against")
+    assert finding.message.startswith(
+        "the model is not deterministic: with the same weights its outputs differ, against"
+    )
 
 
 def test_what_was_converted_is_converted_for_both(save: Save, tmp_path: Path) -> None:

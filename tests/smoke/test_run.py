@@ -100,7 +100,9 @@ def test_an_answer_stands_though_the_process_crashes_on_its_way_out() -> None:
     assert judge(answer(RAN, returncode=-11), 5)[0].passed is True
 
 
-UNDECIDED = ExamOutcome("cpu", ("there is no CUDA device",), derived=True, undecided="no derived input suits the model")
+UNDECIDED = ExamOutcome(
+    "cpu", ("there is no CUDA device",), derived=True, undecided="no derived input works for the model"
+)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +115,10 @@ UNDECIDED = ExamOutcome("cpu", ("there is no CUDA device",), derived=True, undec
 def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
     result, findings = judge(ending, 5)
     assert result.passed is None
-    assert result.note == "no derived input suits the model. There is no CUDA device"
+    assert result.note == "no derived input works for the model. There is no CUDA device"
     [finding] = findings
     assert (finding.code, finding.level) == ("RUN101", Level.WARNING)
-    assert finding.message == "the forward test could not be run: no derived input suits the model"
+    assert finding.message == "the forward test could not be run: no derived input works for the model"
     assert "--input" in remedies_text(finding.remedies)
     assert "--no-smoke" in remedies_text(finding.remedies)
 

@@ -127,8 +127,8 @@ def without(part: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (without("quant_state"), "do not have one `quant_state`"),
-        (nested() | _state("fp4"), "do not have one `quant_state`"),
+        (without("quant_state"), "lack a `quant_state`"),
+        (nested() | _state("fp4"), "lack a `quant_state`"),
         (without("quant_map"), "`quant_map` is missing"),
         (without("nested_absmax"), "`nested_absmax` is missing"),
         (without("nested_quant_map"), "`nested_quant_map` is missing"),

@@ -263,7 +263,7 @@ def test_a_backup_has_the_old_content_with_and_without_hard_links(can_link, tmp_
         deliver_file(temporary, source, source)
     assert source.read_text() == "new"
     assert (tmp_path / "model.pth.bak").read_text() == "old"
-    with pytest.raises(WriteError, match="a backup is there already"):
+    with pytest.raises(WriteError, match="a backup already exists"):
         has_backup(source)
 
 
@@ -299,7 +299,7 @@ def test_what_is_no_file_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for goal in (tmp_path / "pipe", Path(os.devnull)):
         for force in (False, True):
-            with pytest.raises(UsageError, match="is a device, a pipe or a socket"):
+            with pytest.raises(UsageError, match="is a device, pipe or socket"):
                 refuse_output(goal, force)
 
 

@@ -91,14 +91,14 @@ def test_shards_become_other_shards(tmp_path: Path) -> None:
 def test_what_lies_around_the_state_dict_is_said_to_be_left_out(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "state_dict": dict(state())}, tmp_path / "model.pth")
     report = ckptfix.repair(tmp_path / "model.pth", output=tmp_path / "flat.pth", shard_size="90B").report
-    assert any("not what is around it" in remark for remark in report.remarks)
+    assert any("not the rest of the container" in remark for remark in report.remarks)
     assert ckptfix.open_checkpoint(tmp_path / "flat.pth.index.json").container == ()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00002-of-00003.safetensors"])
 def test_nothing_is_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("kept")
-    with pytest.raises(WriteError, match="is there already"):
+    with pytest.raises(WriteError, match="already exists"):
         ckptfix.repair(state(), output=tmp_path / "model.safetensors", shard_size="90B")
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "kept"

@@ -339,7 +339,7 @@ def test_the_command_line_and_files_that_take_their_worker_with_them(cluster, st
     told = {line["source"]: line for line in map(json.loads, (tmp_path / "new" / MANIFEST).open())}
     assert told.keys() == {path.relative_to(zoo).as_posix() for path in zoo.rglob("*.*")}
     assert told["fine.pth"]["outcome"] == "failed"
-    assert "the process that worked on it was killed, or crashed" in told["fine.pth"]["error"]
+    assert "its process was killed or crashed" in told["fine.pth"]["error"]
     assert (told["misfit.pth"]["outcome"], told["misfit.pth"]["attempts"]) == ("failed", 2)
     assert "MemoryError" in told["misfit.pth"]["error"]
     assert len(set((stopping / "processes").read_text().split())) == 2  # the first did nothing more
@@ -352,7 +352,7 @@ def test_the_command_line_and_files_that_take_their_worker_with_them(cluster, st
     ("arguments", "said"),
     [
         (["--address", "auto"], "--address names a Ray cluster; add --engine ray"),
-        (["--engine", "ray", "--memory", "1GB"], "--memory is a budget of one machine"),
+        (["--engine", "ray", "--memory", "1GB"], "--memory is a limit for one machine"),
     ],
 )
 def test_flags_that_do_not_go_together(zoo, tmp_path, capsys, arguments, said):

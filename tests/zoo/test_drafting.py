@@ -107,7 +107,7 @@ def test_what_it_tells(zoo):
         'match = "imagenet/"\n',
         'match = "ours/"\n',
         "in other shapes: fc.weight [10, 512] and not [1000, 512], fc.bias [10] and not [1000]\n",
-        "# each file has an averaged set (EMA) beside the raw one: model, model_ema; without this line model is",
+        "# each file has an averaged set (EMA) along with the raw one: model, model_ema; without this line model is",
         '# weights = "model_ema"\n',
         "# 3. BertForMaskedLM: 1 file",
         '# model = "pkg.mod:factory"',
@@ -151,7 +151,7 @@ def test_on_the_command_line(zoo, tmp_path, monkeypatch, capsys):
     (tmp_path / "zoo.toml").write_text("# mine")
     code, said = run("--init")
     assert code == 2
-    assert "zoo.toml: exists already" in said.err
+    assert "zoo.toml: already exists" in said.err
     assert (tmp_path / "zoo.toml").read_text() == "# mine"
     code, said = run("--init", "--table", "other.toml")
     assert (code, said.out) == (0, "written: other.toml\n")
@@ -256,7 +256,7 @@ def test_names_of_files_are_for_or_against():
 def test_only_the_name_of_a_file_is_a_guess():
     found = architecture(SMALL, names=["swin_tiny_patch4_window7_224_ep3.pth"])
     assert (found.confidence, found.model) == (Confidence.GUESS, "timm:swin_tiny_patch4_window7_224")
-    assert "names and shapes are not those of timm's" in found.evidence[0]
+    assert "names and shapes do not match timm's" in found.evidence[0]
 
 
 def test_the_class_of_a_whole_model_is_its_factory():

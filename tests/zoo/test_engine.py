@@ -163,7 +163,7 @@ def test_the_last_words_of_one_that_leaves_are_told(tmp_path):
     worker = Worker(tmp_path, 1)
     worker.give(cast(Job, Leaving()))
     assert worker.take() is None
-    assert "by itself with exit status 3 (cannot go on)" in worker.cause_of_death()
+    assert "exited with status 3 (cannot go on)" in worker.cause_of_death()
     worker.kill()
 
 
@@ -193,7 +193,7 @@ def test_a_job_that_takes_more_than_the_budget_is_ended(tmp_path, real_child):
     most = cost_of(jobs[0].item.size, True, False).memory
     done = run(tmp_path, jobs, budget=Budget(most))
     assert done["f1.pth"].record.outcome is Outcome.FAILED
-    assert "MiB of memory, and --memory allows less" in str(done["f1.pth"].record.error)
+    assert "MiB of memory, more than --memory allows" in str(done["f1.pth"].record.error)
     assert done["f0.pth"].record.outcome is done["f2.pth"].record.outcome is Outcome.FINE
 
 
@@ -221,5 +221,5 @@ def test_models_that_name_nothing_are_one_error(real_child):
 def test_a_module_that_ends_the_process_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "leaving.py").write_text("import os; os._exit(4)")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="leaving:f: the process that worked on it ended by itself with exit status 4"):
+    with pytest.raises(UsageError, match="leaving:f: its process exited with status 4"):
         check_models({"leaving:f": ""})

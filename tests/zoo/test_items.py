@@ -87,7 +87,7 @@ def test_a_cache_of_the_hub_is_listed_by_its_true_names(tmp_path: Path):
     items = {item.name.removeprefix(f"{hub}/"): item for item in list_zoo(place)}
     assert items["snapshots/rev/model.safetensors"].kind is FILE
     assert items["blobs/0123"].kind is OTHER
-    assert "snapshots/ has under its true name" in str(items["blobs/0123"].fault)
+    assert "which is in snapshots/ under its real name" in str(items["blobs/0123"].fault)
 
 
 def test_faults_of_the_listing(tmp_path: Path):

@@ -68,7 +68,7 @@ def test_a_template():
 
 @pytest.mark.parametrize("name", ["../c.pth", "../../etc/c.pth"])
 def test_no_output_outside_of_the_root(name):
-    with pytest.raises(UsageError, match="names no file below the destination"):
+    with pytest.raises(UsageError, match="does not give a file in the destination"):
         output_name(name)
 
 

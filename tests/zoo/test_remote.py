@@ -213,7 +213,7 @@ def test_what_is_forbidden_is_asked_for_once(bucket: S3, file: Path, tmp_path: P
     place = open_place(url)
     place.put(file, "model.pth")
     server.plan(Trouble.FORBIDDEN, "GET", "model.pth", times=100)
-    with pytest.raises(ForbiddenError, match="Access Denied; get the permission"):
+    with pytest.raises(ForbiddenError, match="Access Denied; get permission"):
         place.fetch("model.pth", tmp_path / "fetched")
     assert server.count("GET", "model.pth") == 1
     server.plan(Trouble.FORBIDDEN, "PUT", "other.pth", times=100)

@@ -122,7 +122,7 @@ def test_what_never_comes_through_fails_alone_and_is_done_by_the_next_run(
     failed = {source: record["error"] for source, record in records.items() if record["outcome"] == "failed"}
     assert failed.keys() == {"fine/model0.pth", "fine/model1.pth", "old/deep/run0.pth"}
     assert "(4 tries); run it again later" in failed["fine/model0.pth"]  # by size, or by the checksum of the store
-    assert "Access Denied; get the permission" in failed["fine/model1.pth"]
+    assert "Access Denied; get permission" in failed["fine/model1.pth"]
     assert "bytes arrived (4 tries)" in failed["old/deep/run0.pth"]
     there = {entry.name for entry in open_place(f"{url}/new").walk()}
     assert not there & failed.keys()

@@ -53,7 +53,7 @@ class Expansion:
         if self.nbytes > max(RATIO_FLOOR, RATIO_LIMIT * packed):
             raise HostileError(
                 f"{self.path}: expands more than {RATIO_LIMIT} times ({packed} bytes to {self.nbytes} and on), which "
-                "weights do not; do not use this file, or unpack it yourself if you trust it"
+                "weights never do; do not use this file, or unpack it yourself if you trust it"
             )
         import shutil  # few files need these, and they take longer to import than a small file to read
         import tempfile
@@ -69,7 +69,7 @@ class Expansion:
         except OSError as error:
             raise UnreadableError(
                 f"{self.path}: no room in {tempfile.gettempdir()} to expand it ({error.strerror} after {self.nbytes} "
-                "bytes); free some, or set TMPDIR to a larger disk"
+                "bytes); free some space, or set TMPDIR to a larger disk"
             ) from error
 
     def _write(self, data: bytes | bytearray) -> None:
@@ -86,7 +86,7 @@ class Expansion:
     def content(self, member: str) -> Content:
         """Return what was gathered, as the file ``member``. Raises ``UnreadableError`` if it is empty."""
         if not self.nbytes:
-            raise damaged(self.path, "what is packed in it is empty (0 bytes)")
+            raise damaged(self.path, "its content is empty (0 bytes)")
         if self._file is None:
             return Content(self.path, bytes(self._memory), member=member)
         descriptor = os.dup(self._file.fileno())
@@ -116,7 +116,7 @@ def expand(path: str, member: str, blocks: MakeBlocks) -> Content:
     for block, packed in blocks(damage):
         expansion.write(block, packed)
     if damage and not expansion.nbytes:
-        raise damaged(path, f"{clauses(damage)}: nothing of it is left")
+        raise damaged(path, f"{clauses(damage)}: nothing in it is readable")
     content = expansion.content(member)
     content.damage = damage
     return content
@@ -210,8 +210,7 @@ class Compression(Struct, frozen=True):
             streams += 1
             if streams > max(_STREAMS, before // _STREAM):
                 raise HostileError(
-                    f"{content.path}: {streams} {self.name} streams of next to nothing follow each other; do not "
-                    "use this file"
+                    f"{content.path}: {streams} {self.name} tiny streams follow each other; do not use this file"
                 )
             start = _behind_gzip_header(content, position) if self is GZIP else position
             stream = Stream(content, start, end, self.decoder)
@@ -221,7 +220,7 @@ class Compression(Struct, frozen=True):
                 yield block, stream.position
             if stream.fault == decoders.TOO_LARGE:
                 raise UnreadableError(
-                    f"{content.path}: to unpack it takes more than {decoders.DICTIONARY_LIMIT >> 20} MB of memory; if "
+                    f"{content.path}: unpacking it takes more than {decoders.DICTIONARY_LIMIT >> 20} MB of memory; if "
                     f"you trust it, unpack it yourself ({self.name} -d)"
                 )
             position, expanded = stream.position, before + stream.expanded

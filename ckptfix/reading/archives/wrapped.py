@@ -81,12 +81,10 @@ def unwrap(content: Content, member: str | None = None) -> Content:
             damage += content.damage
         elif packer := next((PACKERS[magic] for magic in PACKERS if content[:8].startswith(magic)), ""):
             raise UnreadableError(
-                f"{content.path}: is packed by {packer}, which ckptfix does not unpack; unpack it first"
+                f"{content.path}: is packed by {packer}, which ckptfix cannot unpack; unpack it first"
             )
         elif wanted is not None:
-            raise UsageError(
-                f"{content.path}: not an archive that holds {wanted!r}; correct or leave out ", Opt("member")
-            )
+            raise UsageError(f"{content.path}: not an archive that holds {wanted!r}; correct or omit ", Opt("member"))
         else:
             content.damage, content.wrapper = damage, wrapper
             return content
@@ -136,11 +134,11 @@ def _choose(path: str, archive: list[Member], wanted: str | None, damage: list[F
     if (shut := next((member for member in archive if member.closed), None)) is not None:
         raise UnreadableError(f"{path}: {shut.name[-80:]!r} {shut.closed}")
     if (bundle := name_bundle(present, BUNDLES)) is not None:
-        raise UnreadableError(f"{path}: an archive without a checkpoint of PyTorch in it: {bundle}")
+        raise UnreadableError(f"{path}: an archive without a PyTorch checkpoint: {bundle}")
     some = ", ".join(member.name[-200:] for member in archive[:3]) or "nothing"
     if damage:
         causes = clauses(damage)
-        raise damaged(path, f"{causes}; no checkpoint is in what is left of it ({some})")
+        raise damaged(path, f"{causes}; the readable part has no checkpoint ({some})")
     raise UnreadableError(f"{path}: an archive without a checkpoint in it: it holds {some}; is it the right file?")
 
 
@@ -198,7 +196,8 @@ def _zip_members(content: Content) -> tuple[list[Member], list[Fact]]:
     if packed > OVERLAP_LIMIT * len(content):
         raise hostile(
             content.path,
-            f"the files in the zip archive take {packed} bytes and it has {len(content)}: they overlap, to fill a disk",
+            f"the files in the zip archive take {packed} bytes and it has {len(content)}: they overlap, in order to "
+            "fill a disk",
         )
     damage = list(index.damage)
     if index.found is not None and not damage:

@@ -316,7 +316,7 @@ def why_refused(content: Content, end: EndRecord) -> str:
     if here != count or count != listed:
         return f"a zip directory that counts {here if here != listed else count} members and lists {listed}"
     if size < count * ENTRY.size or place + size > len(content):
-        return f"a zip directory that is said to take {size} bytes from byte {place} on"
+        return f"a zip directory that claims {size} bytes from byte {place} on"
     if not directory.is_exact:
         return "a zip directory whose entries do not end where it ends"
     found = ((member, what) for member in directory.members if (what := _what_is_wrong(content, disk, member)))
@@ -333,7 +333,7 @@ def _refusal64(content: Content, end: int) -> str:
     is_found = record[:4] == b"PK\x06\x06"
     *_, count, size, start, _ = END.unpack(content[end : end + END.size])
     if len(record) < END64.size or (not is_found and (count == _NO_NUMBER or _NO_PLACE in (size, start))):
-        return "a zip64 directory whose end record is not where it is said to be"
+        return "a zip64 directory whose end record is not where it claims to be"
     if not is_found:
         return ""  # then torch goes by the plain end record
     if disks != 1:
@@ -351,7 +351,7 @@ def _what_is_wrong(content: Content, disk: int, member: ZipMember) -> str:
     if member.flags & _MASKED:
         return "with a masked header"
     if member.place + HEADER.size + packed > len(content):
-        return "that is said to end after the file"
+        return "that claims to end after the file"
     if member.name.endswith("/"):
         return ""
     if member.flags & (_LOCKED | _PATCHED):
@@ -361,5 +361,5 @@ def _what_is_wrong(content: Content, disk: int, member: ZipMember) -> str:
     if method not in (STORED, DEFLATED):
         return f"packed by {METHODS.get(method, f'method {method}')}"
     if (method == STORED and packed != size) or (size and not packed):
-        return f"of {packed} bytes that are said to be {size}"
+        return f"of {packed} bytes that claim to be {size}"
     return ""

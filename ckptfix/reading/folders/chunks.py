@@ -54,7 +54,7 @@ def merge_parts(
         for part in same:
             if part.dtype != dtype or (part.shape != wanted and (part.numel or 0 not in wanted)):
                 raise UnreadableError(
-                    f"{path}: the part of {name} at {[start for start, _ in box]} has another shape or dtype"
+                    f"{path}: the part of {name} at {[start for start, _ in box]} has a different shape or dtype"
                 )
         whole = next((part for part in same if not is_torn(part)), None)
         if 0 not in wanted or 0 in shape:

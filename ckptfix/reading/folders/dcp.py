@@ -98,7 +98,9 @@ def parse_metadata(content: Content) -> StoredMetadata:
     """Return the parsed metadata. Raises ``UnreadableError`` if the file is not such a pickle."""
 
     def no_storage(key: str, nbytes: int, device: str) -> Storage:
-        raise HostileError(f"{content.path}: tensor data in a file that describes tensors; do not use this checkpoint")
+        raise HostileError(
+            f"{content.path}: tensor data in a file that should only describe tensors; do not use this checkpoint"
+        )
 
     pickles = StoragePickle(content.path, no_storage, content.bounds)
     root, _ = pickles.run(content)
@@ -192,7 +194,7 @@ def read_folder(folder: Path, salvage: bool) -> Document:
         hint = "files that begin with a dot are easily missed: fetch it too"
         raise UnreadableError(
             f"{folder}: chunks of torch.distributed.checkpoint without their {METADATA} file, which says what they are;"
-            f" {'the save was stopped before it was finished: use an earlier one' if unfinished else hint}"
+            f" {'the save never finished: use an earlier one' if unfinished else hint}"
         )
     reading = _Reading(folder, salvage)
     with refusing_payload(str(folder), reading.bounds.names):
@@ -224,7 +226,7 @@ class _Reading:
         try:
             self.metadata = merged_metadata(parts)
         except ValueError as error:
-            raise UnreadableError(f"{self.folder}: {error}; load it in as many ranks as saved it") from error
+            raise UnreadableError(f"{self.folder}: {error}; load it with as many ranks as saved it") from error
         for name, item in self.metadata.items.items():
             self._read(name, item)
         self._note_repeated()
@@ -309,7 +311,8 @@ class _Reading:
         content.shared_bounds = self.bounds
         if not is_zip(content):
             raise UnreadableError(
-                f"{location.file} holds no torch.save file at byte {location.offset}: it is damaged, or of another save"
+                f"{location.file} holds no torch.save file at byte {location.offset}: it is damaged or from another "
+                "save"
             )
         try:
             document = torch_zip.read(content)
@@ -339,7 +342,7 @@ class _Reading:
             for part in folders:
                 node = node.setdefault(part, _Node()) if isinstance(node, _Node) else None
             if not isinstance(node, _Node) or last in node or len(folders) > _DEPTH_LIMIT:
-                raise damaged(self.folder, f"{name} has no place of its own in the container; {METADATA} is damaged")
+                raise damaged(self.folder, f"{name} has no unique place in the container; {METADATA} is damaged")
             node[last] = leaf
         return _plain(root)
 

@@ -100,9 +100,9 @@ def weights_url(url: str) -> str:
     likely = [name for name in names if Path(name).suffix.lower() in SUFFIXES or name.endswith(".index.json")]
     chosen = next((name for name in IN_REPOSITORIES if name in likely), likely[0] if len(likely) == 1 else None)
     if chosen is None and likely:
-        raise UnreadableError(f"{url}: several files may be meant; name one of them, such as {url}/{likely[0]}")
+        raise UnreadableError(f"{url}: several files match; name one of them, for example {url}/{likely[0]}")
     if chosen is None:
-        raise UnreadableError(f"{url}: no checkpoint is there{f'; it holds {_some(names)}' if names else ''}")
+        raise UnreadableError(f"{url}: no checkpoint found{f'; it holds {_some(names)}' if names else ''}")
     return f"{url}/{chosen}"
 
 
@@ -117,7 +117,7 @@ def read_folder(path: str, salvage: bool) -> Document:
         for framework in FRAMEWORKS:
             place = framework.find(folder)
             if place is not None and framework is llama and _has_fsdp(folder):
-                raise UnreadableError(f"{path}: holds ranks of FSDP beside consolidated weights; name a file of either")
+                raise UnreadableError(f"{path}: has both FSDP ranks and consolidated weights; name a file of either")
             if place is not None and (merged := _merged(framework, RankFiles(place, salvage))) is not None:
                 return merged
         if (items := _read_items(folder, salvage)) is not None:
@@ -213,7 +213,7 @@ def _read_dcp(folder: Path, salvage: bool) -> Document:
         return document
     common = read_document(Content.of_file(str(file_inside(folder, file.name, str(folder / dcp.METADATA)))))
     if not isinstance(common.root, dict):
-        raise damaged(folder / file.name, "does not hold what it has beside the chunks")
+        raise damaged(folder / file.name, "lacks the data next to the chunks")
     damage = [Fact.of(Kind.SHARD_DAMAGED, file.name, cause=fact) for fact in common.damage]
     root = {**document.root, **{key: value for key, value in common.root.items() if key not in document.root}}
     copies: dict[str, TensorSpec] = {}
@@ -277,7 +277,7 @@ def _contents(folder: Path) -> str:
     every = [*names, *(path.relative_to(folder).as_posix() for path in deep)]
     bundle = name_bundle(every, PARTS) or name_bundle(every, BUNDLES)
     if not (likely or below) and bundle is not None:
-        return f"a folder without a checkpoint of PyTorch in it: {bundle}"
+        return f"a folder without a PyTorch checkpoint: {bundle}"
     if not names:
         return "an empty folder; name a checkpoint file"
     if likely or below:

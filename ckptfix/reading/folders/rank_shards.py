@@ -33,7 +33,7 @@ _PLAIN_PARTS = (
     (r"(?:.+-)?model_part-(\d{1,5})(?:-shard\d{1,5})?\.pt", "metaseq", b""),
     (r"model_[tw]p(\d{1,5}_pp\d{1,5})\.pt", "InternEvo", b""),
 )
-_PART = "holds what one rank has of weights that {} divided, under the names of whole ones"
+_PART = "holds one rank's part of weights that {} split, under the names of the full weights"
 _CONFIG_LIMIT = 1 << 20
 FLAT = ("_flat_param", "flat_param")
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
@@ -46,10 +46,10 @@ TORCH_DIST = "common.pt"
 LIGHTNING = "meta.pt"
 COMMON = (LIGHTNING, TORCH_DIST)
 
-_GATHER = "put the files of all ranks into one folder, as the training left them: ckptfix repair FOLDER {}-o model.pth"
+_GATHER = "put the files of all ranks into one folder, as training saved them: ckptfix repair FOLDER {}-o model.pth"
 RANKS_REMEDY = _GATHER.format("")
 FLAT_REMEDY = (
-    f"{_GATHER.format('--model PKG.MOD:FACTORY ')}; or save the whole from the training run:"
+    f"{_GATHER.format('--model PKG.MOD:FACTORY ')}; or save the full state_dict from the training run:"
     " get_model_state_dict with StateDictOptions(full_state_dict=True), or torch.distributed.checkpoint"
 )
 
@@ -67,7 +67,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
 
     ``root`` is the whole parsed object, ``entries`` the state_dict in it, empty if none was found."""
     if isinstance(root, Opaque) and str(root.cls) == "torch.distributed.checkpoint.metadata.Metadata":
-        what = "is the .metadata of torch.distributed.checkpoint, which says what is in the .distcp files beside it"
+        what = "is the .metadata of torch.distributed.checkpoint, which describes the .distcp files next to it"
         return RankShard(what, "name its folder instead")
     ranks = _tensor_parallel(root)
     if ranks > 1:
@@ -85,7 +85,7 @@ def rank_shard(root: Any, entries: Mapping[str, Any]) -> RankShard | None:
         what = f"holds {counted(len(empty), 'weight')} of shape (0,): the model states of ZeRO stage 3, without values"
         return RankShard(what, RANKS_REMEDY, empty)
     if not entries and any(map(is_zero_state, mappings_in(root))):
-        return RankShard("holds the optimizer states of one ZeRO rank: slices of weights without names", RANKS_REMEDY)
+        return RankShard("holds the optimizer states of one ZeRO rank: unnamed slices of weights", RANKS_REMEDY)
     return None
 
 
@@ -108,7 +108,7 @@ def named_part(path: Path) -> RankShard | None:
             held = config.read_bytes() if config.is_file() and config.stat().st_size < _CONFIG_LIMIT else b""
             numbers = {found[1] for other in path.parent.iterdir() if (found := re.fullmatch(pattern, other.name))}
             if says in held and any(number.strip("0_p") for number in numbers):
-                remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made of"
+                remedy = f"load it with {maker} on as many GPUs, or name the weights that it was made from"
                 if maker == NANOTRON:
                     remedy = "name the folder of the save, which has checkpoint_metadata.json"
                 return RankShard(_PART.format(maker), remedy)

@@ -90,7 +90,7 @@ def parse_index(content: Content) -> ShardIndex:
     """Return the index in a JSON file. Raises ``UnreadableError`` if it is malformed or names a key twice."""
     path = content.path
     if len(content) > INDEX_LIMIT:
-        raise hostile(path, f"an index of {len(content)} bytes, more than any names take")
+        raise hostile(path, f"an index of {len(content)} bytes, too many for names")
     try:
         parsed = content.bounds.parse_json(content[:], unique_keys)
     except (ValueError, RecursionError) as error:
@@ -100,7 +100,7 @@ def parse_index(content: Content) -> ShardIndex:
     is_flat = WEIGHT_MAP not in parsed and _FLAT.match(content[:1024].lstrip(b"\xef\xbb\xbf \t\r\n"))
     weight_map, metadata = (parsed, None) if is_flat else (parsed.get(WEIGHT_MAP), parsed.get("metadata"))
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise damaged(path, "its weight_map does not give a file name for every key")
+        raise damaged(path, "its weight_map lacks the file name for some keys")
     if not weight_map:
         raise damaged(path, "its weight_map is empty: the index names no tensor")
     total, groups = map(metadata.get, ("total_size", "param_groups")) if isinstance(metadata, dict) else (None, None)
@@ -153,7 +153,7 @@ class RemoteFolder(Struct, frozen=True, dict=True):
 
     def find(self, name: str, said_by: str) -> str | None:
         if not name or name.startswith("/") or ".." in PurePosixPath(name).parts or "\\" in name or "://" in name:
-            raise HostileError(f"{said_by}: it names the file {name!r:.80}, which leads out of the folder")
+            raise HostileError(f"{said_by}: it names the file {name!r:.80}, which leads outside the folder")
         is_absent = self._listed is not None and "/" not in name and name not in self._listed
         return None if is_absent else f"{self.url}/{name}"
 
@@ -180,7 +180,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
     absolute = any(path.drive or path.root for path in names)
     if not name or "\0" in name or absolute or any(".." in path.parts for path in names):
         raise HostileError(
-            f"{said_by}: it names the file {name!r:.80}, which leads out of the folder; do not use this checkpoint"
+            f"{said_by}: it names the file {name!r:.80}, which leads outside the folder; do not use this checkpoint"
         )
     path = folder / name
     try:

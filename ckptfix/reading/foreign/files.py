@@ -47,7 +47,7 @@ UNFINISHED = frozenset(".crdownload .part .partial .download .opdownload .incomp
 
 _ZLIB = (b"x\x01", b"x^", b"x\x9c", b"x\xda")
 _ARRAY_OF_JOBLIB = b"joblib.numpy_pickle"
-_JOBLIB = "load it with joblib.load, if you trust where it is from, and save its arrays as a state_dict"
+_JOBLIB = "if you trust its source, load it with joblib.load and save its arrays as a state_dict"
 _LEAST_TEXT = 8  # from this many bytes on, all letters is not an accident
 _ZERO_HEAD = 64  # from this many zeros at the start on, it is not an accident
 _NOISE = 4096
@@ -65,23 +65,23 @@ def name_foreign_file(content: Content) -> str | None:
 def name_mangled(content: Content) -> str | None:
     """Return what a transfer as text did to a checkpoint for good, as a clause; None for any other file."""
     if content[:16].startswith(_MANGLED):
-        return "every line feed in it became CR LF by a transfer in text mode; transfer it again in binary mode"
+        return "a transfer in text mode turned every line feed into CR LF; transfer it again in binary mode"
     head = content[:READ]
     replaced, letters = _made_letters(content) if as_text(head) is None else (0, 0)
-    again = "fetch it again in binary mode (not as text of a response, and not through an editor)"
+    again = "fetch it again in binary mode (not as response text or through an editor)"
     if replaced >= _SIGNS:
-        return f"was saved as text: every byte that is not text became U+FFFD, which cannot be undone; {again}"
+        return f"was saved as text: every non-text byte became U+FFFD, which cannot be undone; {again}"
     # Pickles of protocol 0 and 1 have the bytes of their tensors as letters by themselves.
     is_text = is_pickle(content) and head[8:9] != b"{"
     if letters >= _SIGNS and not is_text:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
         page = "cp1252" if any(ord(letter) > 0xFF for letter in text) else "latin-1"
         if looks_like_checkpoint(text.encode(page, "ignore")):
-            return f"was saved as text: bytes from 0x80 on became letters of UTF-8; {again}"
+            return f"was saved as text: bytes from 0x80 on were encoded as UTF-8; {again}"
     if _is_utf16(head):
         return (
-            "was saved as text in UTF-16, as `>` of PowerShell does: some of its bytes were changed and some are gone,"
-            " which cannot be undone; fetch it again into a file (curl -o, Invoke-WebRequest -OutFile)"
+            "was saved as UTF-16 text, as PowerShell's `>` does: some bytes were changed and some lost, which cannot "
+            "be undone; fetch it again into a file (curl -o, Invoke-WebRequest -OutFile)"
         )
     return None
 
@@ -98,7 +98,7 @@ def _transcoded(content: Content) -> str | None:
     if (match := _BASE64.match(head)) and looks_like_checkpoint(_decoded(match[2])):
         return "is a checkpoint written as base64 text; decode it first (base64 -d FILE > NEW)"
     if is_chunked(content):
-        return "is the answer of a web server with the sizes of its chunks in it; fetch it with curl -o, without them"
+        return "is a web server's chunked response, chunk sizes included; fetch it with curl -o, which removes them"
     return None
 
 
@@ -140,7 +140,7 @@ def _signed(content: Content) -> str | None:
         if known.begins.match(head, known.at):
             return f"{known.what}, not a PyTorch checkpoint; {known.remedy}"
     if content[-8:] == _TABLE_MAGIC:
-        return f"the index of a TensorFlow checkpoint, whose weights are in its .data files; {remedy('tensorflow')}"
+        return f"the index of a TensorFlow checkpoint (the weights are in its .data files); {remedy('tensorflow')}"
     if head[:2] == b"BM" and int.from_bytes(head[2:6], "little") == len(content):
         return f"a bitmap image, not a PyTorch checkpoint; {_RIGHT}"
     at = int.from_bytes(content[60:64], "little")

@@ -250,7 +250,7 @@ class InertTable(Struct):
         spec = self._strided(storage, storage.dtype, offset, size, stride, trained, None)
         name = scheme.name if isinstance(scheme, Global) else shown(scheme)
         if name not in ("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"):
-            raise MalformedError(f"quantisation scheme {name:.60} is not known")
+            raise MalformedError(f"quantisation scheme {name:.60} is unknown")
         for part in (scale, zero_point):
             if not (_is_simple(part) if axis else type(part) in (int, float)):
                 raise MalformedError("a quantised tensor whose scales are neither numbers nor plain tensors")

@@ -199,7 +199,7 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
             raise
         raise HostileError(
             f"{path}: the file is built to run code when it is loaded: it names {', '.join(payload[:_NAMED])} (FIL901);"
-            " do not load it with anything, get it from a source that you trust (nor can it be read: ",
+            " do not load it; get it from a source that you trust (nor can it be read: ",
             *error.without(f"{path}: "),
             ")",
             runs_code=True,

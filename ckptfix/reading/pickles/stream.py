@@ -66,7 +66,8 @@ class PickleStream:
             return self.window[place : place + count]
         if count < 0 or count > self._size - start:
             raise PickleEndError(
-                f"{self.path}: {count} bytes are claimed at offset {start}, {self._size - start} are there; the "
+                f"{self.path}: {count} bytes are claimed at offset {start}, but only {self._size - start} are left; "
+                "the "
                 "file is cut short or damaged: fetch it again",
                 start,
             )

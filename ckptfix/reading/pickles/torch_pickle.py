@@ -112,8 +112,8 @@ class StoragePickle:
         CPython reads other opcodes than those in the file (https://github.com/python/cpython/issues/154848)."""
         if self.end.is_torn:
             raise HostileError(
-                f"{self.path}: the frames of its pickle do not end where its opcodes do, so that programs differ "
-                "in what they read; do not load this file with anything"
+                f"{self.path}: the frames and opcodes of its pickle end in different places, so programs read it "
+                "differently; do not load this file"
             )
 
     def protocol_remarks(self, where: str) -> list[Fact]:

@@ -71,8 +71,8 @@ def _weights(content: Content, reading: Reading, name: str) -> OrderedDict[str, 
             weights[key] = checked(spec, content.path)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UnreadableError(
-            f"{content.path}: its list of weights is not as torch.export writes it ({type(error).__name__}: {error});"
-            " it is damaged or of an unknown release"
+            f"{content.path}: its list of weights is not what torch.export writes ({type(error).__name__}: {error}); "
+            "it is damaged or from an unknown release"
         ) from error
     return weights
 

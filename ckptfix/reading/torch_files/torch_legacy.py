@@ -37,7 +37,7 @@ from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.modules import PARTS
 
 NAME = "torch-legacy"
-PRODUCER = "torch 1.5 or earlier, or a later one that was asked for the old format"
+PRODUCER = "torch 1.5 or earlier, or a later one told to use the old format"
 _DOUBT = Fact.of(Kind.BYTES_BEFORE, surplus=-1)
 _UNTYPED = "storages without a dtype in the legacy format (8-bit floats, uint16 to uint64), which it cannot load"
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -70,7 +70,7 @@ def read(content: Content, nesting: int = 0) -> Document:
         return read_whole(content, pickles, root)
     version, position = _run_part(pickles, content, position, "version")
     if version != PROTOCOL:
-        raise damaged(content.path, f"legacy torch format version {shown(version)} is not known")
+        raise damaged(content.path, f"legacy torch format version {shown(version)} is unknown")
     # The facts about the machine say which byte order it had. They do not matter: the storages of a legacy file are
     # little-endian on every machine (torch/csrc/serialization.cpp, writeFileRaw).
     _, position = _run_part(pickles, content, position, "facts about the machine")
@@ -115,14 +115,13 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
     if data.startswith(b"PK"):
         raise hostile(
             path,
-            "what should be the bytes of a tensor is a zip archive with a pickle of its own, which torch.load would "
-            "run and torch never writes",
+            "instead of a tensor's bytes there is a zip archive with its own pickle, which torch.load would run and "
+            "torch never writes",
         )
     document = read(Content(path, data, shared_bounds=bounds), nesting)
     if any(remark.kind is Kind.TRAILING_BYTES for remark in document.remarks):
         raise UnreadableError(
-            f"{path}: a file of torch in its pickle has more bytes than its storages take: the file is damaged; fetch "
-            "it again"
+            f"{path}: a torch file in its pickle has more bytes than its storages: the file is damaged; fetch it again"
         )
     return document.root, document.names
 
@@ -136,7 +135,7 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
     except PickleEndError as end:
         raise damaged(
             content.path,
-            f"is cut short or damaged in its {part}, which comes before all tensors of a legacy torch file: none of "
+            f"is cut short or damaged in its {part}, which comes before all tensors in a legacy torch file: none of "
             "them can be read",
         ) from end
     except NoOpcodeError as error:
@@ -145,8 +144,8 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
             raise
         raise damaged(
             content.path,
-            f"is zeros from byte {zeros} of {len(content)} on, which were reserved and never filled, and begin in its "
-            f"{part}, which comes before all tensors of a legacy torch file: none is readable",
+            f"is zeros from byte {zeros} of {len(content)} on, reserved but never filled, starting in its {part}, "
+            f"which comes before all tensors in a legacy torch file: none is readable",
         ) from error
 
 
@@ -251,8 +250,8 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
     Raises ``UnreadableError`` if bytes are missing or too many, and nothing shows where."""
     if pickles.storages:
         raise UnreadableError(
-            f"{content.path}: the data.pkl of a torch file, whose tensors are in other files beside it; name the"
-            " folder that holds them all, or the file before it was unpacked"
+            f"{content.path}: the data.pkl of an unpacked torch file, whose tensors are in the files next to it; name "
+            "the folder, or the original file"
         )
     if pickles.end.has_misfits or pickles.end.has_gaps:
         if first_break(content[:]) is not None and (rest := read_damaged(content, pickles, None)):
@@ -260,8 +259,7 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
         if pickles.end.has_misfits:
             raise damaged(
                 content.path,
-                "is damaged: bytes are missing in its pickle, or too many, and nothing shows which of its tensors "
-                "are whole",
+                "is damaged: its pickle has missing or extra bytes, and nothing shows which of its tensors are intact",
             )
     return _document(content, pickles, root, [])
 

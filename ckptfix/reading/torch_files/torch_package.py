@@ -33,8 +33,8 @@ def read(content: Content) -> Document:
             objects[name.removesuffix(".pkl")], _ = pickles.run(reading.member(name))
     if not objects:
         raise UnreadableError(
-            f"{content.path}: a package of torch.package without a pickle in it: it holds code and other files; is it "
-            "the right file?"
+            f"{content.path}: a torch.package archive without a pickle, only code and other files; is it the right "
+            "file?"
         )
     root = next(iter(objects.values())) if len(objects) == 1 else objects
     remarks = [Fact(Kind.TORCH_PACKAGE), *payload_remarks(pickles.names)]

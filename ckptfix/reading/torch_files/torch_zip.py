@@ -303,11 +303,11 @@ class Archive(TorchArchive):
         if not slash or self.root != f"{folder}/":
             return f"members in {self.root.removesuffix('/') or 'no folder'}"
         if stray := [name for name in names if not name.startswith(self.root)]:
-            return f"the member {stray[0]} beside the folder {folder}"
+            return f"the member {stray[0]} outside the folder {folder}"
         if any(name.startswith("tensors/") for name in self.members):
             return "storages under tensors/, as in the preview of torch 1.4"
         if not {"version", ".data/version"} & set(self.members):
-            return "no member that says the version"
+            return "no member with the version"
         return next(filter(None, map(self._odd_word, _WORDS)), None)
 
     def _odd_word(self, name: str) -> str:
@@ -368,7 +368,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     doubled = [name for name, count in names.items() if count > 1 and name]
     if doubled:
         raise HostileError(
-            f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they take; do "
+            f"{content.path}: the archive has two members {doubled[0]}, and readers differ in which one they use; do "
             "not use this file"
         )
     packed = sum([info.packed for info in infos])
@@ -385,7 +385,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
     if not roots:
         some = ", ".join(sorted(names)[:3]) or "nothing"
         raise UnreadableError(
-            f"{content.path}: a zip archive, but not of torch.save: it has no {main} but {some}; unpack it first"
+            f"{content.path}: a zip archive, but not from torch.save: it has no {main} but {some}; unpack it first"
         )
     root = min(roots, key=len)
     if others := [other for other in roots if not other.startswith(root)]:
@@ -407,7 +407,7 @@ def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
     storages = [name for name in names if {"data", "tensors"} & set(name.split("/")[:-1]) and name not in found.open_at]
     whole = f": {counted(len(storages), 'storage')} before it can be read, but nothing says which tensors they are"
     return (
-        f"the file of {len(content)} bytes is cut short {f'inside of its {partly}' if partly else place}"
+        f"the file of {len(content)} bytes is cut short {f'inside its {partly}' if partly else place}"
         f"{whole if storages else ''}"
     )
 

@@ -106,7 +106,7 @@ def test_a_zip64_record_that_is_not_where_it_is_said_to_be(file: Path) -> None:
     file.write_bytes(archive.data)
     assert is_read(file)  # by the plain end record, which says the same as long as numbers are small
     assert not defects(file)
-    said = "a zip64 directory whose end record is not where it is said to be"
+    said = "a zip64 directory whose end record is not where it claims to be"
     for name in ("count", "place"):
         larger = Zip(saved(WEIGHTS))
         larger.put(larger.end - 20, (8, 8), 7)

@@ -174,7 +174,7 @@ def test_members_of_other_methods_are_read_or_named(file: Path, name: str) -> No
             data[at + offset] = claimed
             at = data.find(signature, at + 4)
     file.write_bytes(data)
-    said = "is encrypted; unpack" if name == "99" else f"is packed by {name}, which ckptfix does not unpack"
+    said = "is encrypted; unpack" if name == "99" else f"is packed by {name}, which ckptfix cannot unpack"
     with pytest.raises(ckptfix.UnreadableError, match=rf"member archive/\S+ {said}"):
         ckptfix.open_checkpoint(file)
 

@@ -50,8 +50,8 @@ def test_a_total_that_is_no_size_is_none(total: Any) -> None:
     [
         pytest.param('{"weight_map": {"a": "1.bin"', "not valid JSON", id="cut-short"),
         pytest.param('{"weight_map": {"a": "1.bin", "a": "2.bin"}}', "'a' is in it twice", id="doubled-key"),
-        pytest.param('{"weight_map": {"a": 1}}', "a file name for every key", id="number-for-a-file"),
-        pytest.param('{"weight_map": ["a"]}', "a file name for every key", id="list-for-a-map"),
+        pytest.param('{"weight_map": {"a": 1}}', "the file name for some keys", id="number-for-a-file"),
+        pytest.param('{"weight_map": ["a"]}', "the file name for some keys", id="list-for-a-map"),
         pytest.param('{"weight_map": {}}', "names no tensor", id="empty"),
         pytest.param("[]", "not a JSON object", id="a-list"),
         pytest.param('"weight_map"', "not a JSON object", id="a-text"),

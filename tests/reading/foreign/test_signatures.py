@@ -44,7 +44,7 @@ def test_an_archive_of_something_else_is_named(tmp_path: Path, names: list[str],
     path = tmp_path / "archive"
     for packed in (zipped(dict.fromkeys(names, b"text\n")), tarred(dict.fromkeys(names, b"text\n"))):
         path.write_bytes(packed)
-        with pytest.raises(CkptfixError, match=f"an archive without a checkpoint of PyTorch in it: {said}"):
+        with pytest.raises(CkptfixError, match=f"an archive without a PyTorch checkpoint: {said}"):
             ckptfix.open_checkpoint(path)
 
 

@@ -50,7 +50,7 @@ def test_zeros_that_begin_in_the_pickles_are_named(share, tmp_path):
     content = path.read_bytes()
     filled = int(len(content) * share)
     path.write_bytes(content[:filled] + bytes(len(content) - filled))
-    with pytest.raises(UnreadableError, match=r"is zeros from byte \d+ of \d+ on.*begin in its object"):
+    with pytest.raises(UnreadableError, match=r"is zeros from byte \d+ of \d+ on.*starting in its object"):
         opened(path)
 
 
@@ -194,7 +194,7 @@ def test_dtypes_that_torch_cannot_load_from_the_legacy_format_are_said(dtype, be
     found = {finding.code: finding.level for finding in ckptfix.check(path).findings}
     assert found == {"FIL102": Level.WARNING, **({"FIL105": Level.ERROR} if beside else {})}
     if beside:
-        with pytest.raises(WriteError, match="a tensor of the meta device has no values to write"):
+        with pytest.raises(WriteError, match="a tensor on the meta device has no values to write"):
             ckptfix.repair(path, output=tmp_path / "out.pth")
         return
     ckptfix.repair(path, output=tmp_path / "out.pth")

@@ -144,8 +144,8 @@ def test_an_error_says_how_the_only_list_gets_names(tmp_path, root, said):
     ("model", "frozen", "said"),
     [
         (None, (), "in a list, which has no names"),
-        (Body(), ("first.bias",), "fit in no way or in several"),
-        (nn.Linear(4, 4), (), "fit in no way or in several"),
+        (Body(), ("first.bias",), "fit in no order or in several"),
+        (nn.Linear(4, 4), (), "fit in no order or in several"),
     ],
     ids=["no model", "either of two biases", "another model"],
 )

@@ -43,7 +43,7 @@ def document(files: RankFiles, roots: Mapping[int, Any], present: Mapping[int, P
     }
     place = next(key for key, value in first.items() if isinstance(value, dict) and backing.keys() <= value.keys())
     if any(unit["no_broadcast_optim_state"] for unit in units):
-        raise UnreadableError(f"{path}: each of its ranks has experts of its own, which are not merged")
+        raise UnreadableError(f"{path}: each of its ranks has its own experts, which are not merged")
     states = {rank: root[place] for rank, root in roots.items()}
     flats: dict[str, Spread] = {}
     world = 1

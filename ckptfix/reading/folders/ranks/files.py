@@ -61,7 +61,7 @@ def add_rank(found: dict[_Rank, Path], rank: _Rank, path: Path) -> None:
     """Add the file of a rank. Raises ``UnreadableError`` if the rank has one: the folder is of two saves."""
     if (other := found.setdefault(rank, path)) != path:
         names = first_names(sorted((other.name, path.name)))
-        raise UnreadableError(f"{path.parent}: {names} are files of one rank; leave those of one save there")
+        raise UnreadableError(f"{path.parent}: {names} are files of one rank; keep only those of one save")
 
 
 def tagged(folder: Path, latest: str, is_one: Callable[[Path], bool], name: Callable[[str], str] = str) -> Path | None:
@@ -97,7 +97,7 @@ def latest_of(
         return named if is_one(named) else None
     if others := sorted(child.name for child in folder.iterdir() if child.is_dir() and is_one(child)):
         names = first_names(others)
-        raise UnreadableError(f"{file}: names {named.name}, which is not there; fetch it, or name {names}")
+        raise UnreadableError(f"{file}: names {named.name}, which is missing; fetch it, or name {names}")
     return None
 
 
@@ -206,8 +206,8 @@ class RankFiles:
                 yield
             except MALFORMED as error:
                 raise UnreadableError(
-                    f"{self.folder}: its files are not as their framework writes them"
-                    f" ({type(error).__name__}: {error}); they are damaged or of an unknown release"
+                    f"{self.folder}: its files are not what their framework writes ("
+                    f"{type(error).__name__}: {error}); they are damaged or from an unknown release"
                 ) from error
 
     def note_missing(self, world: int, present: Mapping[int, Path], pattern: str) -> None:
@@ -231,7 +231,7 @@ class RankFiles:
         is_minor = 2 * len(odd) < len(of_rank)
         if odd and not (self.salvage and is_minor):
             raise UnreadableError(
-                f"{self.folder}: its ranks are of different saves: {first_names(named)}, unlike the other"
+                f"{self.folder}: its ranks are from different saves: {first_names(named)}, unlike the other"
                 f" {len(of_rank) - len(odd)}, by the {what}; put the files of one save together",
                 *((", or take what the others have whole with ", Opt("salvage", True)) if is_minor else ()),
             )

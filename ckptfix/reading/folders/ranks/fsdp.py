@@ -405,8 +405,8 @@ class _Merge:
             optimizer = next((part for part in above if is_optimizer(_at(root, part))), None)
             if optimizer is None and path in lacking:
                 raise UnreadableError(
-                    f"{lacking[path]}: holds {path_name(path)}, which the first rank lacks: its ranks are of different"
-                    " saves, or of stages of a pipeline, which are not merged; put the files of one save together"
+                    f"{lacking[path]}: holds {path_name(path)}, which the first rank lacks: its ranks are from "
+                    "different saves, or from pipeline stages, which are not merged; put the files of one save together"
                 )
             if optimizer is not None and optimizer not in self.left_out:
                 self.left_out.add(optimizer)
@@ -443,7 +443,7 @@ class _Merge:
                 moved = [
                     f"{mark.place} {clause(mark)}" for mark in self.files.remarks if mark.kind is Kind.RANK_RENAMED
                 ]
-                why = "; ".join(moved) or "one was copied over another, or is of another save"
+                why = "; ".join(moved) or "one was copied over another, or is from another save"
                 lacks = f"its ranks hold {held} of the {spec.numel} elements of {name} ({why})"
                 self.files.damage.append(Fact.of(Kind.CHUNKS_LACKING, error=lacks))
             return gone(name, spec, self.path)
@@ -456,8 +456,8 @@ def _read(path: _Path, leaf: Any, file: Path) -> Any:
         return divided(leaf) if isinstance(leaf, Opaque) else leaf
     except MALFORMED as error:
         raise UnreadableError(
-            f"{file}: the tensor {path_name(path)} does not say which part of the whole it is"
-            f" ({type(error).__name__}: {error}); the file is damaged or of an unknown release of torch"
+            f"{file}: the tensor {path_name(path)} does not say which part it is ("
+            f"{type(error).__name__}: {error}); the file is damaged or from an unknown release of torch"
         ) from error
 
 

@@ -61,7 +61,7 @@ def document(files: RankFiles) -> Document:
     world = max(max(ranks) + 1, *(_ranks_of(state, params) for state in states.values()))
     files.note_missing(world, ranks, "consolidated.{:02d}.pth")
     if files.damage and not (salvage and states):
-        raise UnreadableError(f"{folder}: {clauses(files.damage)}; every rank holds a part of every weight: fetch it")
+        raise UnreadableError(f"{folder}: {clauses(files.damage)}; every rank has a part of every weight: fetch it")
     if not all(isinstance(state, dict) for state in states.values()):
         raise UnreadableError(f"{folder}: its files hold no state_dict; fetch them again")
     files.note_repeated({ranks[rank].name: state for rank, state in states.items()})
@@ -116,7 +116,7 @@ def _params(folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     if path.stat().st_size > _PARAMS_LIMIT:
-        raise damaged(path, "is larger than the sizes of any model take")
+        raise damaged(path, "is larger than any model's sizes need")
     try:
         raw = path.read_bytes()
         found = Bounds(str(path), len(raw)).parse_json(raw)

@@ -122,7 +122,7 @@ def _nemo_sizes(folder: Path) -> dict[str, int]:
     """Return over how many ranks NeMo's configuration says that the model is divided."""
     file = file_inside(folder, _NEMO_CONFIG, str(folder))
     if not file.is_file() or file.stat().st_size > _CONFIG_LIMIT:
-        raise UnreadableError(f"{folder}: has no {_NEMO_CONFIG}, which says how many ranks there are; fetch it")
+        raise UnreadableError(f"{folder}: has no {_NEMO_CONFIG}, which gives the number of ranks; fetch it")
     return {name: int(size) for name, size in _NEMO_SIZE.findall(file.read_text(encoding="utf-8", errors="replace"))}
 
 
@@ -172,9 +172,7 @@ class _Joined:
         by_place = {_place(numbers, sizes): root for numbers, root in roots.items()}
         self._check_complete(by_place, grid, partial(_folder_name, found[min(found)].parent.name, sizes))
         if args.get("expert_tensor_parallel_size", grid[0]) != grid[0] and _has_experts(first):
-            raise UnreadableError(
-                f"{self.path}: experts that are divided otherwise than the other layers are not merged"
-            )
+            raise UnreadableError(f"{self.path}: experts split differently from the other layers are not merged")
         self._note_order({_place(numbers, sizes): found[numbers] for numbers in found}, by_place)
         weights = self._weights(by_place, grid, first)
         if not args.get("untie_embeddings_and_output_weights", True):
@@ -274,7 +272,7 @@ class _Joined:
                             name = ".".join(key)
                             if place and ".experts." in name:
                                 raise UnreadableError(
-                                    f"{self.path}: its ranks have experts of their own in {name}, which are not merged"
+                                    f"{self.path}: its ranks have their own experts in {name}, which are not merged"
                                 )
                             self.joining.differing[name] = None
                     experts = experts or _experts(states[0])
@@ -283,8 +281,8 @@ class _Joined:
         wanted = _arguments(first).get("num_layers")
         if begin and type(wanted) is int and max(begin.values()) < wanted:
             raise UnreadableError(
-                f"{self.path}: has {max(begin.values())} of {wanted} layers; its ranks are of another division of the"
-                " model, or of different saves"
+                f"{self.path}: has {max(begin.values())} of {wanted} layers; its ranks split the model differently, "
+                "or are from different saves"
             )
         return weights
 
@@ -308,7 +306,9 @@ class _Joined:
                 continue
             rows = 3 * heads // tensor if type(heads) is int and heads > 0 else 0
             if not rows or spec.shape[0] % rows or not spec.is_contiguous:
-                raise UnreadableError(f"{self.path}: {'.'.join(path)} has no order of heads that its arguments explain")
+                raise UnreadableError(
+                    f"{self.path}: {'.'.join(path)} has an order of heads that its arguments do not explain"
+                )
             count, width = rows // 3, spec.shape[0] // rows
             rest = spec.shape[1:]
             step = spec.strides[0]
@@ -342,7 +342,7 @@ class _Joined:
             if is_embedding and type(rows) is int and spec.shape[0] != rows:
                 name = ".".join(path)
                 raise UnreadableError(
-                    f"{self.path}: {name} has {spec.shape[0]} rows, and its arguments say {rows}; put the files of one"
+                    f"{self.path}: {name} has {spec.shape[0]} rows, but its arguments say {rows}; put the files of one"
                     " save together"
                 )
 
@@ -504,7 +504,9 @@ def unstacked(root: Mapping[Any, Any], layers: object) -> dict[Any, Any]:
         for number in range(value.shape[0]):
             name = f"{found[key][1]}{number}.{found[key][2]}"
             if name in root:
-                raise UnreadableError(f"{name} is there beside {key}, which holds it too; the folder is of two saves")
+                raise UnreadableError(
+                    f"{name} exists along with {key}, which contains it; the folder is from two saves"
+                )
             offset = value.offset + number * value.strides[0]
             made[name] = replace(value, shape=value.shape[1:], strides=value.strides[1:], offset=offset)
     return made

@@ -103,7 +103,7 @@ def _whole(files: RankFiles, name: str, held: Mapping[int, Path], lacks: bool) -
 
 def _tensor(part: Any) -> TensorSpec:
     if not isinstance(part, TensorSpec):
-        raise ValueError("no tensor is in the place of data")
+        raise ValueError("there is no tensor in place of data")
     return part
 
 

@@ -47,7 +47,7 @@ class Neox:
             texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
             found = {match[1].lower() == "true" for text in texts for match in _RESIDUAL.finditer(text)}
             if len(found) > 1:
-                raise UnreadableError(f"{place}: its files differ in gpt_j_residual; leave those of this run there")
+                raise UnreadableError(f"{place}: its files differ in gpt_j_residual; keep only those of this run")
             if texts:
                 return bool(found) and found.pop()
         return None
@@ -60,8 +60,8 @@ class Neox:
         biases = [key for key in states[0] if _SUMMED.search(key)] if self._is_one and len(states) > 1 else []
         if biases and self.is_residual is None:
             raise UnreadableError(
-                f"{self.folder}: GPT-NeoX adds up {first_names(biases)} of its {len(states)} ranks if gpt_j_residual is"
-                f" set, which nothing here says; put the .yml files of the run into {self.folder}/{_CONFIGS}"
+                f"{self.folder}: GPT-NeoX adds up {first_names(biases)} of its {len(states)} ranks if gpt_j_residual "
+                f"is set, which is unknown here; put the run's .yml files into {self.folder}/{_CONFIGS}"
             )
         return bool(biases and self.is_residual)
 

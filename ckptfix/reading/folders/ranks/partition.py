@@ -98,7 +98,7 @@ def joined(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> T
     ):
         shapes = first_names([f"{part.dtype} {list(part.shape)}" for part in parts])
         raise UnreadableError(
-            f"{path}: the parts of {name} do not go together along dimension {axis}: {shapes}; put the files of one"
+            f"{path}: the parts of {name} do not fit along dimension {axis}: {shapes}; put the files of one"
             " save together"
         )
     owners = parts[:: split.holders]
@@ -122,7 +122,7 @@ def _placed(name: str, parts: Sequence[TensorSpec], split: Split, path: str) -> 
         own = [box for _, box in places]
         if sum(map(numel, own)) != part.numel or not all(lies_in(box, part.shape) for box in own):
             raise UnreadableError(
-                f"{path}: a part of {name} is {list(part.shape)}, which is not how its ranks are said to divide it"
+                f"{path}: a part of {name} is {list(part.shape)}, which does not match how its ranks split it"
             )
         for whole, inside in places:
             copies.setdefault(whole, []).append(boxed(part, inside))
@@ -167,7 +167,7 @@ class Joining(Struct):
                 continue
             if len(parts) < len(states):
                 raise UnreadableError(
-                    f"{self.path}: {len(parts)} of {len(states)} ranks hold {key}; its files are of different saves"
+                    f"{self.path}: {len(parts)} of {len(states)} ranks hold {key}; its files are from different saves"
                 )
             views = tuple(part.view for part in parts)
             if views in made:
@@ -183,14 +183,14 @@ class Joining(Struct):
             same = [parts[first : first + holders] for first in range(0, len(parts), holders) if holders > 1]
             if not all(agree(copies, self.path) for copies in same):
                 raise UnreadableError(
-                    f"{self.path}: {holders} ranks each should hold the same part of {key}, and do not; put the files"
+                    f"{self.path}: {holders} ranks each should hold the same part of {key}, but do not; put the files"
                     " of one save together, with the sizes of their model"
                 )
             if (split is None or split.axis is None) and not agree(parts, self.path):
                 if split is None:
                     raise UnreadableError(
-                        f"{self.path}: its ranks hold different values of {key}, and no rule says how it is divided;"
-                        " merge them with the tool of the framework"
+                        f"{self.path}: its ranks hold different values of {key}, and no rule says how it is split; "
+                        "merge them with the framework's tool"
                     )
                 self.differing[key] = None
             yield key, made[views]

@@ -111,7 +111,7 @@ def _check_layers(path: str, layers: Sequence[int], stages: Sequence[Mapping[str
     absent = sorted(int(layer) for layer in named if layer.isdecimal() and int(layer) not in layers)
     if absent:
         names = first_names([f"layer_{layer:02d}" for layer in absent])
-        raise UnreadableError(f"{path}: has no file of {names}, which its model states name; fetch it")
+        raise UnreadableError(f"{path}: lacks the file of {names}, which its model states name; fetch it")
     degree = (stages[0].get("checkpoint_parallel_dimensions") or {}).get("pp_degree") if stages else None
     if type(degree) is int and degree != len(stages):
         raise UnreadableError(
@@ -143,7 +143,7 @@ def _take_masters(
         own = roots[models.start : models.stop]
         masters = zero.joined_masters(files, models, own, joining, zero_splits.splits_of_ranks(own[0], RULES, weights))
         if masters.stage == 3:
-            raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are of different saves")
+            raise UnreadableError(f"{files.folder}: ZeRO stage 3 has no pipelines; its files are from different saves")
         if unknown := masters.tensors.keys() - weights.keys():
             raise UnreadableError(
                 f"{files.folder}: no layer has the parameters {first_names(sorted(unknown))} of stage {stage}; put the"

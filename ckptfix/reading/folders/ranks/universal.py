@@ -107,8 +107,8 @@ def _entries(files: RankFiles, name: str, shape: tuple[int, ...], degree: int) -
                 value = replace(value, shape=shape, strides=contiguous_strides(shape))
             elif len(value.shape) != len(shape) or sum(map(ne, value.shape, shape)) > 1 or degree < 2:
                 raise UnreadableError(
-                    f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files"
-                    " are of different saves"
+                    f"{file}: has the shape {list(value.shape)}, and the model states say {list(shape)}; its files "
+                    "are from different saves"
                 )
         if value is not None:
             yield file.stem, value

@@ -194,7 +194,7 @@ def _routers(root: Any, path: str) -> dict[str, str]:
     for layer in root.get("ds_autoep_layers") or ():
         placed = [expert for rank in layer.get("expert_placement", {}).get("ranks", ()) for expert in rank["experts"]]
         if placed != sorted(placed):
-            raise UnreadableError(f"{path}: its ranks have experts in another order than that of their numbers")
+            raise UnreadableError(f"{path}: its ranks have experts out of order")
         prefix = f"{layer['module_path']}."
         for key in root["module"]:
             own = f"{prefix}router.{key.removeprefix(prefix).partition('.')[2]}"
@@ -383,7 +383,7 @@ class Merging:
         place = partial(self._spread if self.first.stage == 3 else self._partitions, runs)
         tensors = place(lambda made, index: made.masters[index])
         if tensors is None:
-            raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors; they are damaged")
+            raise UnreadableError(f"{self.path}: its slices of weights are not flat tensors, so it is damaged")
         return Masters(tensors, self._optimizer(place, groups), self.first.stage, self.first.world, self.first.version)
 
     def _states(self, file: Path) -> _States | None:
@@ -425,7 +425,7 @@ class Merging:
         if not wanted <= length * world < wanted + _PADDING * world:
             raise UnreadableError(
                 f"{self.path}: group {index} has names and shapes of {wanted} numbers, and its {world} partitions hold"
-                f" {length} each; its files are of different saves or damaged"
+                f" {length} each; its files are from different saves or damaged"
             )
 
     def _note_short(self, held: Mapping[int, tuple[int, int]]) -> None:
@@ -455,7 +455,7 @@ class Merging:
             if odd := {name: flat.stop for name, flat in flats.items() if flat.stop != start}:
                 raise UnreadableError(
                     f"{self.path}: has names and shapes of {start} numbers for each rank, and {first_names(list(odd))}"
-                    f" hold {first_names(sorted(set(odd.values())))}; its files are of different saves or damaged"
+                    f" hold {first_names(sorted(set(odd.values())))}; its files are from different saves or damaged"
                 )
         return _restacked(made, self.path)
 
@@ -514,7 +514,7 @@ def model_states(files: RankFiles, found: Mapping[int, Path]) -> dict[int, Any]:
         )
     odd = files.of_another_save(steps, {rank: found[rank].name for rank in steps}, "step")
     if 0 in odd:
-        raise UnreadableError(f"{found[0]}: is of another save than most; put the files of one save together")
+        raise UnreadableError(f"{found[0]}: is from another save than most; put the files of one save together")
     files.note_foreign(settings)
     files.note_repeated(fragments)
     return {rank: root for rank, root in roots.items() if rank not in odd}

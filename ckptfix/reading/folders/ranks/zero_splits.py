@@ -83,7 +83,7 @@ def _by_category(split: Split, name: str, parts: Sequence[TensorSpec]) -> Split:
 
 
 def _refused(reason: object, name: str, parts: Sequence[TensorSpec]) -> Split:
-    raise UnreadableError(f"DeepSpeed itself cannot put the parts of {name} together: {shown(reason)}")
+    raise UnreadableError(f"DeepSpeed itself cannot merge the parts of {name}: {shown(reason)}")
 
 
 def _by_map(entry: Mapping[str, Any], name: str, parts: Sequence[TensorSpec]) -> Split:

@@ -104,7 +104,7 @@ def test_a_rank_of_another_save_is_named(tmp_path: Path, odd: int, change: str) 
             {"params": {"flat_param_0": {"names": ["w"], "shapes": [(2, 2)], "numels": [1 << 40]}}},
             r"claims \d+ ranks",
         ),
-        ({"params": {"flat_param_0": {"names": ["w"], "shapes": [(-1,)], "numels": [-1]}}}, "not as their framework"),
+        ({"params": {"flat_param_0": {"names": ["w"], "shapes": [(-1,)], "numels": [-1]}}}, "not what their framework"),
     ],
 )
 def test_what_does_not_add_up_is_refused(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:

@@ -105,7 +105,9 @@ def test_consolidated_weights_beside_ranks_hide_neither(tmp_path: Path, is_marke
     folder, truth = saved(tmp_path)
     torch.save({"w": torch.ones(2)}, folder / "consolidated.00.pth")
     if is_marked:
-        with pytest.raises(UnreadableError, match="ranks of FSDP beside consolidated weights; name a file of either"):
+        with pytest.raises(
+            UnreadableError, match="has both FSDP ranks and consolidated weights; name a file of either"
+        ):
             ckptfix.open_checkpoint(folder)
         assert ckptfix.open_checkpoint(rank_file(folder, 1)).keys() == list(truth["model"])
     else:  # files of each rank that are none of FSDP
@@ -122,7 +124,7 @@ def test_a_rank_with_other_keys_may_be_of_another_save(tmp_path: Path) -> None:
     root["model"] = OrderedDict((f"other.{key}", value) for key, value in root["model"].items())
     torch.save(root, file)
     with pytest.raises(
-        UnreadableError, match=r"rank_2\.pt: holds .*other\..*: its ranks are of different saves, or of"
+        UnreadableError, match=r"rank_2\.pt: holds .*other\..*: its ranks are from different saves, or from"
     ):
         ckptfix.open_checkpoint(folder)
 

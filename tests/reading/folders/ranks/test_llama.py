@@ -128,7 +128,7 @@ def test_what_llama_4_has_in_one_tensor_is_divided_each_by_itself(tmp_path: Path
 )
 def test_what_the_sizes_of_llama_4_do_not_say_is_not_guessed(tmp_path: Path, params: dict[str, Any]) -> None:
     write_llama_4(tmp_path, 2, **params)
-    with pytest.raises(UnreadableError, match="no rule says how it is divided"):
+    with pytest.raises(UnreadableError, match="no rule says how it is split"):
         ckptfix.open_checkpoint(tmp_path)
 
 

@@ -57,7 +57,7 @@ def test_layers_that_torch_dist_stacks_are_one_by_one(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match=r"lacks the shard common\.pt: .* salvage=True"):
         ckptfix.open_checkpoint(folder)
     torch.save([1, 2], folder / "common.pt")
-    with pytest.raises(UnreadableError, match=r"common\.pt: does not hold what it has beside the chunks"):
+    with pytest.raises(UnreadableError, match=r"common\.pt: lacks the data next to the chunks"):
         ckptfix.open_checkpoint(folder)
 
 
@@ -187,9 +187,7 @@ def test_experts_in_one_tensor_are_no_copies(tmp_path: Path) -> None:
     for rank in range(2):
         weight = torch.full((HIDDEN, 2 * FFN), float(rank))
         write_rank(tmp_path / f"mp_rank_00_{rank:03d}", {"decoder.layers.0.mlp.experts.weight1": weight}, expert=2)
-    with pytest.raises(
-        UnreadableError, match=r"have experts of their own in decoder\.layers\.0\.mlp\.experts\.weight1"
-    ):
+    with pytest.raises(UnreadableError, match=r"have their own experts in decoder\.layers\.0\.mlp\.experts\.weight1"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -328,7 +326,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         root = torch.load(file, weights_only=False)
         root["args"].padded_vocab_size = 128
         torch.save(root, file)
-    with pytest.raises(UnreadableError, match="has 32 rows, and its arguments say 128"):
+    with pytest.raises(UnreadableError, match="has 32 rows, but its arguments say 128"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -390,7 +388,7 @@ def test_ranks_of_nemo_are_joined(tmp_path: Path) -> None:
         home.mkdir(parents=True)
         state = torch.load(file, weights_only=False)["model"]
         torch.save(OrderedDict((f"model.{key}", value) for key, value in state.items()), home / "model_weights.ckpt")
-    with pytest.raises(UnreadableError, match=r"has no model_config.yaml, which says how many ranks"):
+    with pytest.raises(UnreadableError, match=r"has no model_config.yaml, which gives the number of ranks"):
         ckptfix.open_checkpoint(tmp_path / "nemo")
     config = tmp_path / "nemo" / "model_config.yaml"
     config.write_text("target: x\ntensor_model_parallel_size: 2\npipeline_model_parallel_size: 2\n")

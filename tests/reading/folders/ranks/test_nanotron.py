@@ -112,7 +112,7 @@ def test_a_missing_rank_is_named_and_the_rest_salvaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("notes", "said"),
     [
-        ({}, "not as their framework writes them"),
+        ({}, "not what their framework writes"),
         (
             {SLICES: "None,None,None|None,None,None#0,17,None|None,None,None"},
             "the slice 0,17,None",

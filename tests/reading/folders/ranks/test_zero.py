@@ -287,7 +287,7 @@ def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
         states["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
 
     _change(tmp_path / _optim(2), train_on)
-    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(2)}, unlike the other 2"):
+    with pytest.raises(UnreadableError, match=f"from different saves: {_optim(2)}, unlike the other 2"):
         ckptfix.open_checkpoint(tmp_path)
     salvaged = ckptfix.open_checkpoint(tmp_path, salvage=True)
     assert [each.kind for each in salvaged.damage][:1] == [Kind.RANKS_OF_ANOTHER_SAVE]
@@ -300,7 +300,7 @@ def test_a_rank_of_another_step_is_named(tmp_path: Path) -> None:
 def test_a_rank_of_another_world_is_named(tmp_path: Path) -> None:
     write_zero(tmp_path, TENSORS, world=3)
     _change(tmp_path / _optim(1), lambda states: states["optimizer_state_dict"].update(partition_count=[4]))
-    with pytest.raises(UnreadableError, match=f"of different saves: {_optim(1)}, unlike the other 2"):
+    with pytest.raises(UnreadableError, match=f"from different saves: {_optim(1)}, unlike the other 2"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -344,7 +344,7 @@ def test_experts_and_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str)
     ("files", "old", "new", "said"),
     [
         ("*_3_*optim_states.pt", b"K\1K\3e", b"K\2K\3e", "group 1 is not on the ranks 1, 3"),
-        ("*_0_*model_states.pt", b"(K\0K\1e", b"(K\2K\1e", "experts in another order"),
+        ("*_0_*model_states.pt", b"(K\0K\1e", b"(K\2K\1e", "experts out of order"),
     ],
     ids=["ranks", "order"],
 )
@@ -420,7 +420,7 @@ def test_a_missing_rank_of_experts_costs_those_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ([2, 1], "not as their framework"),
+        ([2, 1], "not what their framework"),
         ([0], "claims 0 ranks"),
         ([1], "partitions hold 2 each"),
         (["2"], "groups on 2"),
@@ -720,7 +720,7 @@ def test_queries_keys_and_values_of_sat_are_joined_each_by_themselves(tmp_path: 
 
 def test_fewer_keys_than_queries_of_sat_are_not_guessed(tmp_path: Path) -> None:
     _of_sat(tmp_path, 2, groups=2)
-    with pytest.raises(UnreadableError, match=r"query_key_value.weight, and no rule says how it is divided"):
+    with pytest.raises(UnreadableError, match=r"query_key_value.weight, and no rule says how it is split"):
         ckptfix.open_checkpoint(tmp_path)
 
 
@@ -793,17 +793,17 @@ def test_parts_of_several_parameters(tmp_path: Path, parts: Any, info: dict[str,
 @pytest.mark.parametrize(
     ("parts", "info", "said"),
     [
-        (EVEN, {"autotp_unsupported_parameter_patterns": {NAME: "fused"}}, "cannot put the parts of w.weight together"),
+        (EVEN, {"autotp_unsupported_parameter_patterns": {NAME: "fused"}}, "cannot merge the parts of w.weight"),
         (EVEN, affine_map([piece(8, 0, 0, scale=0.5)], [piece(8, 8, 0)]), "multiplied by a factor"),
         (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 8, 0)], version=2), "version 2 of its maps"),
         (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 4, 0)]), "two parts overlap"),
-        (EVEN, affine_map([piece(4, 0, 0)], [piece(12, 4, 0)]), "is not how its ranks are said to divide it"),
+        (EVEN, affine_map([piece(4, 0, 0)], [piece(12, 4, 0)]), "does not match how its ranks split it"),
         (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 10**12, 0)]), "is outside of its shape"),
         (EVEN, affine_map([piece(8, 0, 0)], [piece(8, 8, 0, source=[48, [12, 1]])]), "with the strides"),
         (SHARED, affine_map([piece(8, 0, 0), piece(4, 8, 8)], [piece(4, 8, 0), piece(4, 12, 4)]), "different copies"),
         (EVEN, sub_parameters(((9, 4, 3), 6)), "which 2 ranks do not divide"),
-        (EVEN, sub_parameters([(8, 8), 6], [[5, 3], [4, 4]]), "is not how its ranks are said to divide it"),
-        (EVEN, sub_parameters(((4, 4), 6)), "is not how its ranks are said to divide it"),
+        (EVEN, sub_parameters([(8, 8), 6], [[5, 3], [4, 4]]), "does not match how its ranks split it"),
+        (EVEN, sub_parameters(((4, 4), 6)), "does not match how its ranks split it"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
