@@ -44,7 +44,7 @@ def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
 def row_major_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
     """Return the same in blocks, each valid until the next one is asked for."""
     if spec.storage is None:
-        raise WriteError(f"{path}: a tensor of the meta device has no values to write; fill it first")
+        raise WriteError(f"{path}: a tensor on the meta device has no values to write; fill it first")
     return stream(MemoryBytes(_resolved(spec, path)) if spec.math_bits else _stored(spec), 0, spec.nbytes)
 
 
