@@ -1,13 +1,13 @@
 """BUF101 missing-num-batches-tracked: a BatchNorm without its counter, as before torch 0.4.1.
 
 ## What it finds
-Modules that have `running_mean` and `running_var` in the file, and no `num_batches_tracked`. With a target, those whose
-counter the target wants. Without one, those of version 2 in `_metadata`, and those of the same version as another norm
-that has its counter.
+Modules that have `running_mean` and `running_var` in the file but no `num_batches_tracked`. With a target, only those
+whose counter the target wants. Without one, those with version 2 in `_metadata`, and those with the same version as
+another norm that has its counter.
 
-In a file without `_metadata`, it finds all that look like a BatchNorm. The statistics of a reinforcement learner do
-not: they have a `count` beside them, or no norm of the file has a weight. Nor is it reported if such a file is in
-safetensors, in numpy's arrays, or has a counter elsewhere: then the norms are frozen, as in detectron2.
+In a file without `_metadata`, it finds everything that looks like a BatchNorm. The statistics of a reinforcement
+learner do not: they come with a `count`, or no norm in the file has a weight. Nothing is reported if such a file is in
+safetensors, in numpy arrays, or has a counter elsewhere: then the norms are frozen, as in detectron2.
 
 ## Why it matters
 The counter came with torch 0.4.1 and raised the version of BatchNorm in `_metadata` to 2. Torch supplies a missing

@@ -1,15 +1,15 @@
 """BUF102 unexpected-num-batches-tracked: a BatchNorm's counter where the target has none.
 
 ## What it finds
-`num_batches_tracked` of modules that have running statistics in the target, but no counter: a frozen BatchNorm, or
-a file of a torch older than 0.4.1. With `--for-torch` older than 0.4.1, every one in the file.
+`num_batches_tracked` of modules whose target has running statistics but no counter: a frozen BatchNorm, or a model of a
+torch older than 0.4.1. With `--for-torch` older than 0.4.1, every counter in the file.
 
 ## Why it matters
 A strict load fails with `Unexpected key(s) in state_dict: "bn1.num_batches_tracked"`.
 
 ## Fix safety
-Safe: the counter is of use only to a BatchNorm that is trained on with `momentum=None`, and the target has no place
-for it. It is dropped; no other tensor changes.
+Safe: only training a BatchNorm with `momentum=None` uses the counter, and the target has no place for it. It is
+dropped; no other tensor changes.
 
 ## Example
     ckptfix repair resnet50.pth --for-torch 0.4.0

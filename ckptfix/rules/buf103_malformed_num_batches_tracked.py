@@ -1,18 +1,17 @@
 """BUF103 malformed-num-batches-tracked: a BatchNorm's counter that is not a 0-d int64.
 
 ## What it finds
-`num_batches_tracked` of one element but of shape `[1]`, or of another dtype than int64: what conversions through
-other formats, a `.half()` applied to every tensor, or averaging over checkpoints leave behind.
+`num_batches_tracked` with shape `[1]`, or with a dtype other than int64, left by conversions through other formats, a
+`.half()` on every tensor, or averaging checkpoints.
 
 ## Why it matters
 Torch's own load forgives both, others do not: a float counter breaks averaging and exports, and a shape of `[1]`
 fails in every reader that compares shapes.
 
 ## Fix safety
-Safe where the counter is a whole number that the new dtype holds: the shape and the dtype become those that
-`load_state_dict` itself gives the value. For this the one element is read, with `--no-values` too. A counter that is
-NaN, infinite, fractional or too large counts nothing: it is replaced by zero, which is unsafe. No other stored count is
-ever overwritten.
+Safe if the counter is an integer that fits the new dtype: it gets the shape and dtype that `load_state_dict` itself
+would give it. This reads the one element, even with `--no-values`. A counter that is NaN, infinite, fractional or too
+large is replaced by zero, which is unsafe. No other stored count is ever overwritten.
 
 ## Example
     ckptfix repair converted.pth

@@ -1,9 +1,9 @@
 """BUF104 transient-buffer: buffers that one release saves and the next does not.
 
 ## What it finds
-Position ids, index tables, masks, rotary frequencies, metric states and other buffers that a model works out from its
-own configuration, if the file has one that the target does not want, or lacks one that it does. Also running statistics
-of an InstanceNorm that does not track them, in files from before torch 0.4.0.
+Position ids, index tables, masks, rotary frequencies, metric states and other buffers that a model computes from its
+configuration, if the file has one that the target does not want, or lacks one that it wants. Also running statistics of
+an InstanceNorm that does not track them, in files from before torch 0.4.0.
 
 ## Why it matters
 Whether such a buffer is saved changes between releases of a library. A strict load then fails over a tensor that
@@ -13,18 +13,16 @@ running stats buffer(s)`. A model for other images or longer texts has them in a
 ## Fix safety
 Safe, with one exception:
 
-- A buffer is dropped if the target has one of the same name that it does not save, or has none and the name is known
-  for such a buffer.
-- It is filled only from the model's own initialisation, which is not random here, and only under a known name. One of
-  another shape is replaced in the same way, or by that of the file of `--like`.
-- A buffer that the target wants in the shape that it has is kept as stored, whatever its name: ESM's `inv_freq` differs
-  from a fresh one.
-- InstanceNorm statistics are dropped only if the file is older than 0.4.0, as evaluation did not use them then.
+- A buffer is dropped if the target has it but does not save it, or lacks it and the name is known for such a buffer.
+- A buffer is filled only from the model's own initialisation, which is not random here, and only under a known name. A
+  buffer of another shape is replaced in the same way, or by the one in the `--like` file.
+- A buffer that the target wants in the stored shape is kept, whatever its name: ESM's `inv_freq` differs from a fresh
+  one.
+- InstanceNorm statistics are dropped only if the file is older than 0.4.0, because evaluation did not use them then.
 
-Unsafe, and a warning: the target works out a buffer of floats, such as `inv_freq`, with other values than those stored.
-Then the model may be configured in another way (the base or the scaling of its rotary embedding), and give other
-results. Masks, counters and indices are not compared, nor is anything under `--no-values`, or if the model has more
-than 4 GB of weights to be built for it.
+Unsafe, with a warning, if the target computes different values for a float buffer such as `inv_freq`. The model may
+then be configured differently (base or scaling of its rotary embedding) and give different results. Masks, counters and
+indices are not compared, and nothing is compared with `--no-values`, or if the model has more than 4 GB of weights.
 
 ## Example
     ckptfix repair bert.bin --model my_models:bert

@@ -1,32 +1,32 @@
 """FIL101 several-state-dicts: the file holds more than one set of weights.
 
 ## What it finds
-Two or more state_dicts of comparable size in one file: raw weights beside their moving average (EMA), a generator
-beside a discriminator, a student beside a teacher.
+Two or more state_dicts of comparable size in one file: raw weights and their moving average (EMA), a generator and a
+discriminator, a student and a teacher.
 
-A note if the two sets are in one state_dict, with keys that begin with `student.` and `teacher.`, `encoder_q.` and
-`encoder_k.`, or with nothing and `ema_model.`, and no model is named: a model may well have both. An average whose
-names lost their dots (`model_ema.outweight`, `ema_out_weight`) is noted with a model, too. Another note names what is
-beside the weights in fewer tensors: a smaller network, or other parts of a model whose state_dict is nested, as of
-Megatron-LM; and an average that is a list, as of `torch_ema` (`ema.shadow_params`). A warning if most tensors of the
-file are in no set of weights and in no optimizer: these were not checked.
+A note if both sets are in one state_dict (keys with `student.` and `teacher.`, `encoder_q.` and `encoder_k.`, or
+without a prefix and with `ema_model.`) and no model is named, because a model may well have both. An average whose
+names lost their dots (`model_ema.outweight`, `ema_out_weight`) is noted even with a model. Another note lists smaller
+groups of tensors outside the weights: a smaller network, other parts of a nested state_dict (Megatron-LM), or an
+average that is a list, as in `torch_ema` (`ema.shadow_params`). A warning if most tensors in the file belong to no set
+of weights and no optimizer: these were not checked.
 
 ## Why it matters
 The wrong set loads without an error and gives poor results (MeanFlow#12). Nothing in the file says which one the
 authors evaluated.
 
 ## Fix safety
-The choice is yours. Without `--weights`, the raw set under the most usual name of the container is taken, and the
-finding remains. If that does not fit the model and another set does, the other is taken; if only one set fits, the
-finding is a note. Of two sets in one state_dict, neither is taken.
+The choice is yours. Without `--weights`, the raw set under the most common name is used, and the finding remains. If it
+does not fit the model and another set does, the other is used; if only one set fits, the finding is a note. Of two sets
+in one state_dict, neither is chosen.
 
-`--weights PREFIX` takes only the keys under a prefix, without it, and leaves all others out; a prefix of nearly all
-keys (`module.`) may be left out. In a file of Stable Diffusion the average replaces its network, and the other parts
-stay. `--weights plain` takes the keys without a prefix beside a set that has one.
+`--weights PREFIX` keeps only the keys under a prefix, and removes the prefix; you may omit a prefix of nearly all keys
+(`module.`). In a Stable Diffusion file, the average replaces its network, and the other parts stay. `--weights plain`
+keeps the keys without a prefix if another set has one.
 
-A list of tensors that `--weights` names gets the names of the state_dict beside it. Without one it gets those of the
-model's parameters, in the order of `model.parameters()`, if the shapes leave only one way. Layers of one shape that
-have changed places in the code since then get each other's weights: compare the model's outputs.
+A list of tensors chosen with `--weights` gets its names from the file's state_dict or, without one, from the model's
+parameters in the order of `model.parameters()`, if the shapes allow only one assignment. Layers of the same shape that
+swapped places in the code since then would get each other's weights: compare the model's outputs.
 
 ## Example
 `{state_dict, state_dict_ema}`: repair with `--weights state_dict_ema` for the averaged weights.

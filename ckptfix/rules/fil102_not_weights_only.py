@@ -1,37 +1,38 @@
-"""FIL102 not-weights-only: the file holds things that `torch.load` refuses since 2.6.
+"""FIL102 not-weights-only: the file contains objects that `torch.load` refuses since 2.6.
 
 ## What it finds
-- Objects of classes beside the weights: argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole
-  modules, classes of a project that is gone.
+- Objects other than weights: argparse.Namespace, pathlib paths, numpy scalars and arrays, OmegaConf, whole modules,
+  classes of a project that no longer exists.
 - Pickle protocols other than 2, plain pickles, and text of Python 2 that is not UTF-8.
-- TorchScript and torch.package archives, the tar format of torch 0.1, and zip archives that torch refuses: they
-  were packed again in another layout, without their version, or by a method that torch does not unpack.
+- TorchScript and torch.package archives, the tar format of torch 0.1, and zip archives that torch refuses because they
+  were repacked in another layout, without their version, or with a compression that torch does not support.
 - fp8 tensors saved with `requires_grad` that are not Parameters: `torch.load` fails on them with `a leaf Variable that
   requires grad is being used in an in-place operation`.
 
 ## Why it matters
-`torch.load` has `weights_only=True` as its default since 2.6 and stops with `Weights only load failed … Unsupported
-global`; its message sends people to turn the safety off. A class that has moved or vanished fails even then: `No module
-named 'models'`.
+`torch.load` has `weights_only=True` as its default since 2.6 and stops with
+`Weights only load failed … Unsupported global`; its message suggests turning the safety off. A class that moved or
+disappeared fails even then: `No module named 'models'`.
 
 ## Fix safety
 Safe: every tensor stays bit for bit. Plain data of known classes takes its natural form (Namespace → dict, Path → str,
 numpy scalar → number, numpy array → tensor, module or TorchScript → state_dict); an object of an unknown class becomes
-a dict of what it held. Each is listed. Code that reads `checkpoint["args"].lr` has to say `checkpoint["args"]["lr"]`
-afterwards. Text of Python 2 that torch refuses is read as Latin-1. Keys of the state_dict that are bytes become text if
-there is a model, which has text, or if they are the names of parameters (`layer.weight`).
+a dict of its contents. All are listed. Code that reads `checkpoint["args"].lr` has to use `checkpoint["args"]["lr"]`
+afterwards. Python 2 text that torch refuses is read as Latin-1. Keys that are bytes become strings if there is a model
+or if they are parameter names (`layer.weight`).
 
-Some things cannot be carried, and stay a finding:
+Some things cannot be carried over, and the finding remains:
 
-- The packed weights of quantised recurrent layers (`torch.ScriptObject`), and tensors that a class makes of others
-  (torchao's quantised weights). Nothing is written: torch.load reads the file as it is, the latter after `import
-  torchao`. `--ignore FIL102` writes their parts as data, which no module loads; a file in which that was done says so.
-- Tensors that an unknown function makes of a storage, which are kept as such data.
-- The parameters of lazy modules that never ran, which hold nothing.
+- Packed weights of quantised recurrent layers (`torch.ScriptObject`), and tensors that a class builds from others
+  (torchao's quantised weights). Nothing is written: torch.load reads the file as it is (the latter after
+  `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads; checking such a file reports
+  that.
+- Tensors that an unknown function builds from a storage, which are kept as such data. - Parameters of lazy modules that
+  never ran, which are empty.
 
-Notes name the attributes that the user's class keeps in a module (class names, strides, a configuration), which are in
-no state_dict; keys that are numbers or tuples, and storages without a tensor, which torch.load reads; and nested
-tensors, which torch.load reads and ckptfix cannot write, so that it leaves the file alone.
+Notes list attributes that your class stores in a module (class names, strides, a configuration), which no state_dict
+holds; keys that are numbers or tuples, and storages without a tensor, which torch.load reads; and nested tensors, which
+torch.load reads but ckptfix cannot write, so it leaves the file unchanged.
 
 ## Example
 `{"state_dict": …, "args": Namespace(lr=0.1)}` becomes `{"state_dict": …, "args": {"lr": 0.1}}`.

@@ -4,12 +4,13 @@
 Location tags other than `cpu` on the file's storages: `cuda:3`, `mps`, `xla:0`, `npu:0`, `hpu` and the like.
 
 ## Why it matters
-Without `map_location`, torch.load wants that very device: `Attempting to deserialize object on a CUDA device`,
-`Attempting to deserialize object on CUDA device 3 but torch.cuda.device_count() is 1`, `don't know how to restore data
-location … (tagged with xla:0)`. Where it exists, the weights fill its memory a second time.
+Without `map_location`, torch.load needs exactly that device: `Attempting to deserialize object on a CUDA device`,
+`Attempting to deserialize object on CUDA device 3 but torch.cuda.device_count() is 1`,
+`don't know how to restore data location … (tagged with xla:0)`. If it exists, the weights fill its memory a second
+time.
 
 ## Fix safety
-Safe: only the tag changes; the bytes of every tensor stay. A note: it never makes a healthy file count as broken.
+Safe: only the tag changes, never the bytes of a tensor. This is a note, so a healthy file never counts as broken.
 
 ## Example
 Tensors tagged `cuda:3` are written with the tag `cpu`; `model.to(device)` moves them where they are used.

@@ -1,25 +1,23 @@
-"""FIL104 lost-extras: what is beside the weights and does not fit into the format to be written.
+"""FIL104 lost-extras: data besides the weights that the output format cannot hold.
 
 ## What it finds
-Members of the container that safetensors cannot carry: tensors outside of the state_dict, such as those of an optimizer
-or of a second set of weights. Numbers, texts, lists and dicts are carried in the header, and ckptfix restores them.
-Entries of the state_dict itself that are not tensors but hold some: the packed weight and bias of a quantised layer, an
-`_extra_state`.
+Members of the container that safetensors cannot hold: tensors outside the state_dict, for example those of an optimizer
+or a second set of weights. Numbers, strings, lists and dicts are stored in the header, and ckptfix restores them. Also
+entries of the state_dict that contain tensors: the packed weight and bias of a quantised layer, an `_extra_state`.
 
 ## Why it matters
-The new file is whole as far as the weights go, but training cannot be resumed from it: momentum and second moments
-would begin anew. Without an entry of the state_dict it is not whole: a strict load fails. That is an error, and no file
-is written.
+The new file has all weights, but training cannot be resumed from it: momentum and second moments would start from zero.
+Without an entry of the state_dict, a strict load fails. That is an error, and no file is written.
 
 ## Fix safety
-There is no fix, and nothing in the source changes: `--format pth` keeps everything. A note: leaving the optimizer
-out is what most conversions want.
+There is no fix, and the source is unchanged; `--format pth` keeps everything. This is only a note, because most
+conversions drop the optimizer on purpose.
 
 ## Example
-`{"state_dict": …, "optimizer": …, "epoch": 90}` written as safetensors keeps `epoch` and leaves `optimizer` out.
+`{"state_dict": …, "optimizer": …, "epoch": 90}` written as safetensors keeps `epoch` and drops `optimizer`.
 
 ## Sources
-https://github.com/huggingface/safetensors#format: one flat table of tensors, and text beside it."""
+https://github.com/huggingface/safetensors#format: one flat table of tensors, plus text."""
 
 from __future__ import annotations
 

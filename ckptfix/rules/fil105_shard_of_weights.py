@@ -1,33 +1,31 @@
 """FIL105 shard-of-weights: the file is one part of a checkpoint of several files.
 
 ## What it finds
-An error: a file that a single rank wrote. It has many weights of shape `(0,)` (the model states of DeepSpeed's ZeRO
-stage 3, or `save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, tensors that are one rank's part
-of a larger one (ShardedTensor, DTensor), or it is one rank of a Megatron model. A file of plain tensors is one rank's
-if vLLM, TensorRT-LLM or NeMo named it so, and wrote others beside it. So are tensors of the meta device, which have no
-values. A single empty tensor, and the empty ranges of quantisation observers, are not reported.
+An error: a file written by a single rank. It has many weights of shape `(0,)` (the model states of DeepSpeed's ZeRO
+stage 3, or `save_pretrained` under it), flattened parameters (`_flat_param`) of FSDP, one rank's parts of larger
+tensors (ShardedTensor, DTensor), or it is one rank of a Megatron model. A file of plain tensors counts if it has a rank
+name of vLLM, TensorRT-LLM or NeMo and other ranks are next to it. Tensors on the meta device, which have no values, are
+an error too. A single empty tensor and the empty ranges of quantisation observers are not reported.
 
-Notes: a file with the name of one of several numbered shards (`model-00002-of-00005.safetensors`) that was given
-alone, whose tensors are sound and few; and weights beside the ranks of the training that wrote them, as the trainer of
-transformers leaves them under DeepSpeed (`checkpoint-100/model.safetensors`, `checkpoint-100/global_step100`).
+Notes: a single file named like one of several numbered shards (`model-00002-of-00005.safetensors`), whose tensors are
+intact but few; and weights next to the ranks that wrote them, as saved by the transformers Trainer under DeepSpeed
+(`checkpoint-100/model.safetensors`, `checkpoint-100/global_step100`).
 
-Of a folder whose ranks were merged, notes say what was chosen: that the weights are fp32 masters, which copies differ
-between ranks, what was computed of several ranks (the biases that GPT-NeoX adds up, and norms that differ), and what
-was left out. Warnings name
+For a folder of merged ranks, notes say that the weights are fp32 masters, which copies differ between ranks, what was
+computed from several ranks (biases that GPT-NeoX sums, norms that differ), and what was left out. Warnings name
 
-- fp32 masters that are not the weights of the training when they are rounded to its dtype;
-- files of two ranks that hold the same values, and files with the name of another rank than saved them: `repair` writes
-  nothing then, since the weights made of them are wrong;
-- ranks of another run, whose settings, or copies of norms and biases, differ from those of most ranks.
+- fp32 masters that, rounded to the training's dtype, differ from its weights; - files of two ranks with the same
+  values, and files named after another rank: `repair` then writes nothing, because the merged weights would be wrong; -
+  ranks from another run, whose settings, norms or biases differ from those of most ranks.
 
 ## Why it matters
-The other values are in the files of the other ranks, or in the optimizer states. Such a file fails to load on every
-shape, or with `strict=False` silently leaves the model with its initial weights. So does one shard of five, in the
-layers of the other four.
+The other values are in the files of the other ranks, or in the optimizer states. Such a file fails to load because of
+its shapes, or with `strict=False` silently leaves the model with its initial weights. One shard of five does the same
+for the layers of the other four.
 
 ## Fix safety
-There is no fix: what is not in the file cannot be repaired. Put the files of all ranks into one folder and name it: the
-folder is read as one checkpoint, and `ckptfix repair FOLDER -o model.pth` writes it.
+There is no fix: data that is not in the file cannot be restored. Put the files of all ranks into one folder:
+`ckptfix repair FOLDER -o model.pth` reads it as one checkpoint.
 
 ## Example
 `{'module': {'lm_head.weight': (0,), 'norm.weight': (0,)}, 'ds_version': …}`: `ckptfix repair global_step100 -o

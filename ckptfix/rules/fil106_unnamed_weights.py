@@ -1,21 +1,21 @@
-"""FIL106 unnamed-weights: tensors of a module that its state_dict has no names for.
+"""FIL106 unnamed-weights: tensors of a module without a name in its state_dict.
 
 ## What it finds
-In a whole model and in TorchScript: tensors in plain attributes, neither parameter nor buffer (`self.anchors =
-torch.…`, `stride` of YOLO's head, lists and dicts of tensors, modules in a plain list). In TorchScript also constants
-of the code: what `torch.jit.freeze` and `optimize_for_inference` make of the weights, and `torch.jit.trace` of tensors
-made on the way.
+In a whole model and in TorchScript: tensors in plain attributes, neither parameter nor buffer
+(`self.anchors = torch.…`, `stride` of YOLO's head, lists and dicts of tensors, modules in a plain list). In TorchScript
+also constants of the code, which `torch.jit.freeze` and `optimize_for_inference` make from the weights, and
+`torch.jit.trace` from intermediate tensors.
 
-Not named are non-persistent buffers, what shares the storage of a parameter (`_flat_weights` of an LSTM), what a hook
-works out of one (`weight` of weight_norm, spectral_norm and pruning), caches, gradients, metrics and optimizers.
+Not reported are non-persistent buffers, tensors that share a parameter's storage (`_flat_weights` of an LSTM) or that a
+hook computes from one (`weight` of weight_norm, spectral_norm and pruning), caches, gradients, metrics and optimizers.
 
 ## Why it matters
-`state_dict()` passes them over, so that the file that is written does not have them: what loads it has to make them
-again, as the model's own code does or does not.
+`state_dict()` skips them, so the output lacks them. The code that loads it has to create them again, which the model's
+own code may or may not do.
 
 ## Fix safety
-There is no fix: a key that no module has would fail every strict load. A warning where these tensors hold more numbers
-than the state_dict, since then it is the smaller part of the module; else a note.
+There is no fix: a key that no module has would fail every strict load. A warning if these tensors hold more numbers
+than the state_dict, else a note.
 
 ## Example
 A detector whose backbone was frozen: 53 tensors of 23.5 M elements are constants, and the state_dict has the head.

@@ -1,19 +1,18 @@
-"""FIL107 wrong-name-hash: the file's name has a hash, and its content another one.
+"""FIL107 wrong-name-hash: the hash in the file's name does not match its content.
 
 ## What it finds
-`ckptfix migrate` hashes every file. Where a name ends as those of torch.hub, torchvision and timm do, with `-` and 8 or
-more digits in hex before the suffix, these are the first digits of the content's sha256. The finding is that they
-are not. What hardly is a hash is passed over: numbers (dates, steps), words, and 32 or 40 digits, as md5, uuids and
-commits have.
+`ckptfix migrate` hashes every file. If a name has `-` and 8 or more hex digits before the suffix, as in torch.hub,
+torchvision and timm, these should be the first digits of the content's sha256. The finding is that they are not.
+Numbers (dates, steps), words, and 32 or 40 digits (md5, uuids, commits) are ignored.
 
-`check` and `repair` do not look, since it takes a pass over the whole file; `sha256sum FILE` says the same.
+`check` and `repair` skip this, because it takes a pass over the whole file; use `sha256sum FILE` instead.
 
 ## Why it matters
-The file was changed since it was named, was damaged on its way, or was given the name of another. What it holds may be
-whole all the same. `torch.hub.load_state_dict_from_url(check_hash=True)` and timm refuse it.
+The file was changed after it was named, was damaged in transfer, or got another file's name. Its content may still be
+intact. `torch.hub.load_state_dict_from_url(check_hash=True)` and timm refuse it.
 
 ## Fix safety
-There is no fix for the content. `migrate` gives each file that it writes the hash of what is in it, in the same length,
+There is no fix for the content. `migrate` gives each file that it writes the hash of its content, in the same length,
 and `renames.json` maps old names to new ones.
 
 ## Example

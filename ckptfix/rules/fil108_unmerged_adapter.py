@@ -1,29 +1,28 @@
-"""FIL108 unmerged-adapter: weights that an adapter has still to change.
+"""FIL108 unmerged-adapter: weights with an adapter that is not merged yet.
 
 ## What it finds
 With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it:
 
-- a model that was saved with an adapter inside of it: its layers have names like `q_proj.base_layer.weight`, and beside
-  them are `lora_A` and `lora_B`;
-- a file that is an adapter and nothing else: of what type and rank it is, and which layers it changes. An error if no
-  base can take it: a matrix is missing, or the configuration does not fit.
+- a model saved with an adapter inside: its layers have names like `q_proj.base_layer.weight`, with `lora_A` and
+  `lora_B`; - a file that is only an adapter: its type, its rank, and the layers that it changes. An error if it fits no
+  base: a matrix is missing, or the configuration does not fit.
 
-An adapter of which every layer is as it began (a matrix of zeros, scales of one) changes nothing: a note if it is
-fresh, a warning if the file says that it was trained.
+An adapter with only initial values (a matrix of zeros, scales of one) changes nothing: a note if it is fresh, a warning
+if the file says that it was trained.
 
 ## Why it matters
-The weights of the file are those from before the fine-tuning. A strict load fails over the names, and one that is not
-strict silently gives the base model. An adapter by itself is not a model.
+The file's weights are from before the fine-tuning. A strict load fails because of the names, and a non-strict one
+silently gives the base model. An adapter alone is not a model.
 
 ## Fix safety
-Unsafe, and only on request: `--adapter` changes stored values. The result has the same bits as that of peft's
-`merge_and_unload()`, without the model and its memory (on processors of AMD, and of Intel with AVX-512; on others the
-last bit can differ). The names, ranks and shapes of all layers are compared before anything is written, and an adapter
-that lacks what its configuration names is refused.
+Unsafe, and only on request: `--adapter` changes stored values. The result is bit-identical to peft's
+`merge_and_unload()` on AMD processors and Intel processors with AVX-512 (on others the last bit can differ), without
+the model and its memory. The names, ranks and shapes of all layers are checked before anything is written, and an
+incomplete adapter is refused.
 
-If the base is in a hub's cache under another name than the one that the adapter was trained on, nothing is written
-without `--accept FIL108`. A `config.json` with another name is a warning, as it may name the model from which the base
-was trained. Without `--adapter` nothing is merged: the factor of the matrices' product is not in the file but in
+If the base's name in a hub's cache differs from the one that the adapter was trained on, nothing is written without
+`--accept FIL108`. A `config.json` with another name is only a warning, because it may name the model that the base was
+trained from. Without `--adapter` nothing is merged: the scale of the matrices' product is not in the file but in
 `adapter_config.json`.
 
 ## Example

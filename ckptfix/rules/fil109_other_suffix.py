@@ -6,14 +6,14 @@ A safetensors file whose name ends in `.pth`, `.pt`, `.ckpt`, `.bin` or `.pkl`, 
 ordinary zip or a tar. Names with any other suffix, or with none, say nothing about the format.
 
 ## Why it matters
-ckptfix looks at the content; many programs choose the reader by the suffix. `torch.load` refuses a safetensors file
-with `invalid load key`, and safetensors a torch file with `HeaderTooLarge`, as if either were damaged. Neither unpacks
-anything.
+ckptfix looks at the content, but many programs choose the reader by the suffix. `torch.load` refuses a safetensors file
+with `invalid load key`, and safetensors refuses a torch file with `HeaderTooLarge`, as if the file were damaged.
+Neither unpacks anything.
 
 ## Fix safety
-Safe: every tensor stays bit for bit. The file is written in the format that its name promises, and not packed. What a
-safetensors file cannot hold, such as an optimizer, stays with the weights in a `.pth`. If only the name is wrong,
-renaming the file does as well.
+Safe: every tensor stays bit for bit. The file is written in the format that its name promises, uncompressed. Data that
+safetensors cannot hold, such as an optimizer, stays with the weights in a `.pth`. If only the name is wrong, you can
+rename the file instead.
 
 ## Example
     FIL109 a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge)

@@ -1,12 +1,12 @@
 """FIL110 paddle-weights: the file was written by PaddlePaddle, for another layout of linear layers.
 
 ## What it finds
-The entry `StructuredToParameterName@@`, which `paddle.save` puts beside the weights of a state_dict.
+The entry `StructuredToParameterName@@`, which `paddle.save` adds to a state_dict.
 
 ## Why it matters
-The weights are numpy arrays in a plain pickle, under the names that the same model often has in torch. Paddle keeps the
-matrix of a linear layer as [in, out], torch as [out, in]: where it is square, it loads without an error, and the model
-is wrong.
+The weights are numpy arrays in a plain pickle, under the names that the same model often has in torch. Paddle stores
+the matrix of a linear layer as [in, out], torch as [out, in]: a square one loads without an error, and the model is
+wrong.
 
 ## Fix safety
 There is no fix, and nothing is written: only the model knows which matrices belong to linear layers. Embeddings and

@@ -1,23 +1,22 @@
-"""FIL201 storage-damage: a storage whose bytes are not those that were saved.
+"""FIL201 storage-damage: a storage with wrong bytes.
 
 ## What it finds
-Tensors of a zip file in a storage that does not have the CRC-32 that the archive gives for it: bits flipped on a disk,
-in memory or on the way. A checksum of zero means that none was computed
-(`torch.serialization.set_crc32_options(False)`), and such a storage cannot be checked. Other parts
-of the file, such as an optimizer, are a finding of their own.
+Tensors of a zip file whose storage fails its CRC-32: bits flipped on disk, in memory or in transfer. A checksum of zero
+means that none was computed (`torch.serialization.set_crc32_options(False)`), so the storage cannot be checked. Other
+parts of the file, such as an optimizer, are a separate finding.
 
 ## Why it matters
-torch.load does not look at the checksum: the file loads, and the values are wrong. One flipped exponent bit makes a
-weight 2¹²⁸ times too large; a flipped bit of the mantissa is never noticed. ckptfix proves the checksum of a storage at
-its first read: a state_dict with damage in it is loaded into no model, and a single tensor is read with a warning.
+torch.load does not verify the checksum: the file loads with wrong values. One flipped exponent bit makes a weight 2¹²⁸
+times too large; a flipped mantissa bit is never noticed. ckptfix verifies the checksum of a storage when it first reads
+it: a damaged state_dict is never loaded into a model, and reading a single tensor gives a warning.
 
 ## Fix safety
-Unsafe, and done only on request: `--salvage` leaves these tensors out, and `--fill FILE` puts those of another copy or
-an earlier checkpoint in their place. Fetching the file again is better. `--ignore FIL201` beside `--salvage` accepts
-the loss; without it, it accepts the bytes as they are. `--drop-optimizer` leaves out a damaged optimizer.
+Unsafe, and only on request: `--salvage` drops these tensors, and `--fill FILE` replaces them from another copy or an
+earlier checkpoint. Fetching the file again is better. `--ignore FIL201` with `--salvage` accepts the loss; without
+`--salvage` it accepts the bytes as they are. `--drop-optimizer` drops a damaged optimizer.
 
 ## Example
-`fc.weight` with one flipped bit: checksum 3a5c1d20 where the archive says 98bdda3b.
+`fc.weight` with one flipped bit: checksum 3a5c1d20, but the archive says 98bdda3b.
 
 ## Sources
 APPNOTE.TXT 4.4.7 (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT), `torch/serialization.py`."""

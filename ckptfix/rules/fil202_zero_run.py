@@ -1,18 +1,17 @@
-"""FIL202 zero-run: a long run of zeros inside of a tensor that is dense elsewhere.
+"""FIL202 zero-run: a long run of zeros inside a tensor that is dense elsewhere.
 
 ## What it finds
-A run of zero bytes of the size of a disk's sector (512) or more, in a matrix of floating-point numbers of which
-elsewhere hardly one in a hundred is zero: a warning if it begins and ends where sectors of the file do, perhaps in
-tensors before and after it, or if it is whole sectors long in a file with checksums, which was saved with the hole;
-else a note. Runs of whole rows are not reported (padding of a vocabulary, pruned channels), unless they are blocks of
-the file of several rows.
+A run of at least 512 zero bytes (a disk sector) in a floating-point matrix with hardly one zero in a hundred elsewhere.
+It is a warning if it begins and ends on sector boundaries of the file, possibly in neighbouring tensors, or if it is
+whole sectors long in a file with checksums, which was saved with the hole; else a note. Runs of whole rows (padding of
+a vocabulary, pruned channels) are not reported, unless they are file blocks of several rows.
 
 ## Why it matters
 Files of torch before 1.6, and safetensors, have no checksum. A block that a disk lost or a download skipped reads as
-zeros, the file loads, and the layer is partly dead. A file that was saved from such weights has checksums that agree.
+zeros, the file loads, and the layer is partly dead. If such weights are saved again, the new checksums are correct.
 
 ## Fix safety
-There is no fix: the zeros may be meant. Compare the file with another copy of it.
+There is no fix, because the zeros may be intended. Compare the file with another copy.
 
 ## Example
 `layer1.0.weight` has zeros from byte 512 to 1024 of 2304.

@@ -1,30 +1,28 @@
-"""FIL203 damaged-file: the file is cut short, unfinished, mangled, or has something before or after it.
+"""FIL203 damaged-file: the file is cut short, unfinished, mangled, or has extra bytes before or after it.
 
 ## What it finds
-What `--salvage` had to get past to open the file: an end that is missing, space that was reserved and never filled, a
-missing shard, a transfer in text mode, bytes before or after the checkpoint. The keys are the lost tensors, with their
-share of all numbers if that is known. Without `--salvage` such a file is refused, for the same reason. A stale index,
-and a `__metadata__` of safetensors with values that are not texts, leave all tensors whole: such files are read as they
-are. In a file without checksums, a name of one other bit than the names around it ask for (`layer1.0.biaw`), and the
-tag of a device that does not exist, are signs of damage as well.
+Damage that `--salvage` had to work around: a missing end, space that was reserved but never filled, a missing shard, a
+transfer in text mode, bytes before or after the checkpoint. The keys are the lost tensors, with their share of all
+numbers if it is known. Without `--salvage`, such a file is refused. A stale index, or a safetensors `__metadata__` with
+values other than strings, leaves all tensors intact: such files are read anyway. In a file without checksums, a name
+that one flipped bit explains (`layer1.0.biaw`) and the tag of a device that does not exist are signs of damage too.
 
 ## Why it matters
-A load of the whole file fails, and the messages of torch (`failed finding central directory`, `unexpected EOF`,
-`invalid load key`) do not say that most of the weights are still there.
+Loading the file fails, and torch's messages (`failed finding central directory`, `unexpected EOF`, `invalid load key`)
+do not say that most of the weights are still there.
 
 ## Fix safety
-Safe: the file is written again without the damage, and every tensor that is kept is bit for bit what was saved. Lost
-tensors stay lost, and the exit code is 1, unless `--fill FILE` supplies them from another checkpoint under the same key
-and with the same shape (with `--model` or `--like`, FIT101 does that).
+Safe: the file is written without the damage, and every tensor that is kept is bit for bit what was saved. Lost tensors
+stay lost, with exit code 1, unless `--fill FILE` supplies them from another checkpoint with the same key and shape
+(with `--model` or `--like`, FIT101 does that).
 
 Three kinds of doubt stay a warning:
 
-- A file may have lost or gained bytes elsewhere than at its end. If its values tell the place, what comes after it is
-  read from there. Tensors whose place they do not tell, and those of a packed file that fails its checksum, are kept
-  and named.
-- If the list of the tensors (`data.pkl`) fails its checksum, a key may be misspelt. Then no fix that adds, drops or
-  changes a tensor counts as safe: what seems to be missing may be there under another name.
-- If ranks hold different values of a tensor of which each should have a copy, those of the first are kept.
+- A file may have lost or gained bytes before its end. If its values show where, the rest is read from the right place.
+  Tensors whose position remains unclear, and those of a packed file that fails its checksum, are kept and listed.
+- If the list of tensors (`data.pkl`) fails its checksum, a key may be misspelt. Then no fix that adds, drops or changes
+  a tensor counts as safe, because a key that seems missing may exist under another name.
+- If ranks have different values for a tensor that each should have a copy of, the first rank's are kept.
 
 ## Example
     ckptfix repair half.pth --salvage --fill yesterday.pth

@@ -1,18 +1,18 @@
-"""FIL204 copied-block: a part of a weight matrix that is a part of another place, too.
+"""FIL204 copied-block: a part of a weight matrix that also appears elsewhere in the file.
 
 ## What it finds
-Runs of 512 bytes or more inside of weight matrices whose bytes are also at another place of the file, where the bytes
-before and after are different. Of small files hardly a run of 4 KiB is missed, and of any file hardly one of 64 KiB;
-blocks of 4 KiB that were put where another block of a file without checksums was are always found. What is equal by
-design is not reported: whole matrices, rows and kernels, the same place of two matrices of one shape, rows that differ
-in their last bits only, and whatever two matrices have in common many times.
+Runs of 512 bytes or more inside weight matrices that also occur elsewhere in the file, with different bytes before and
+after. It hardly misses a run of 4 KiB in small files, or of 64 KiB in any file; a 4 KiB block that replaced another
+block of a file without checksums is always found. Equality by design is not reported: whole matrices, rows and kernels,
+the same place in two matrices of the same shape, rows that differ only in their last bits, and anything that two
+matrices share many times.
 
 ## Why it matters
-A block that a disk, a cache or a download put in the wrong place, or that a program copied before the file was saved,
-is full of ordinary numbers: the file loads, no figure is odd, and a part of a layer is another one's.
+A block that a disk, cache or download misplaced, or that a program copied before saving, is full of ordinary numbers:
+the file loads, no statistic looks odd, and part of a layer belongs to another one.
 
 ## Fix safety
-There is no fix: which of the two is the copy is not in the file. Compare the file with another copy of it.
+There is no fix, because the file does not show which of the two is the copy. Compare it with another copy of the file.
 
 ## Example
 Byte 40960 to 45056 of the file, in `layers.0.weight`, are also at byte 81920, in `layers.3.weight`.

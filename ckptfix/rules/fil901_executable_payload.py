@@ -2,25 +2,24 @@
 
 ## What it finds
 Globals such as `os.system`, `builtins.eval`, `runpy`, `subprocess`, `torch.load` in a pickle of the file, however they
-are spelled. Beside these, which no checkpoint even names, what is *called*: a healthy pickle calls classes and the few
-functions that pickle, torch and numpy write values with; a call of any other function of the standard library or of a
-package that everybody has (`pathlib.Path.write_text`), and a call of what a call gave (`functools.partial()`), is there
-to do something. Further pickles in the archive that torch.load never reads, where a scanner or another reader might,
-are a warning. The files of a trainer beside a model (`optimizer.pt`, `rng_state.pth`, `training_args.bin`) are read for
-this too, because a resumed training loads them.
+are spelled: no checkpoint even names these. It also looks at what is *called*. A healthy pickle calls only classes and
+the few functions that pickle, torch and numpy use to write values. A call of any other function of the standard library
+or a common package (`pathlib.Path.write_text`), or of the result of a call (`functools.partial()`), is an attack. More
+pickles in the archive that torch.load never reads, but a scanner or another reader might, are a warning. A trainer's
+files next to a model (`optimizer.pt`, `rng_state.pth`, `training_args.bin`) are checked too, because resuming loads
+them.
 
-So is the code that a `torch.fx.GraphModule` brings along as text, as long as it is what torch.fx writes: calls of
-submodules and of operations on tensors. Code that does more is an error like the rest.
+The code that a `torch.fx.GraphModule` stores as text is a warning if it is what torch.fx writes: calls of submodules
+and tensor operations. Code that does more is an error like the rest.
 
 ## Why it matters
 A pickle runs what it names. Loading such a file with `weights_only=False`, with an old torch (CVE-2025-32434) or with
 plain `pickle` gives its author control of the machine. ckptfix reads it without running anything.
 
 ## Fix safety
-A graph of torch.fx becomes its state_dict, without the code, which is safe. Otherwise there is no fix, and `repair`
-writes nothing: a file that was built as an attack is not a damaged checkpoint. Get it
-from somewhere else. Where the weights are all that you have, `--disarm` writes only the tensors of the state_dict, and
-nothing beside them; judge for yourself whether they are the right ones.
+A torch.fx graph becomes its state_dict, without the code, which is safe. Otherwise there is no fix, and `repair` writes
+nothing: a file built as an attack is not a damaged checkpoint. Get it from somewhere else. If you have no other copy of
+the weights, `--disarm` writes only the tensors of the state_dict; judge for yourself whether they are right.
 
 ## Example
 `posix.system('touch …')` in `data.pkl`.

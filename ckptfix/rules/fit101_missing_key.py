@@ -1,25 +1,25 @@
-"""FIT101 missing-key: a key that the target wants and the file does not have.
+"""FIT101 missing-key: a key that the target wants but the file lacks.
 
 ## What it finds
-Keys that are still missing after every other rule: a head that was left out, a part that the file's model did not
-have, or the wrong file. The message states their share of the target by number of elements, and names a tensor of the
-same module that may be the missing one under another name.
+Keys that are still missing after every other rule: a head that was left out, a part that the file's model did not have,
+or the wrong file. The message gives their share of the target by number of elements, and a tensor of the same module
+that may be the missing one under another name.
 
 ## Why it matters
-A strict load fails with `Missing key(s) in state_dict`. A load that is not strict leaves them at random values and
-says so only in its return value, and the results are wrong without any error.
+A strict load fails with `Missing key(s) in state_dict`. A non-strict load leaves them at random values and says so only
+in its return value, so the results are wrong without any error.
 
 ## Fix safety
-Safe if the file has all of a module in a set of weights of its own (`generator` beside `model`): the set is joined with
-the rest under the model's names, and stays where it is, too.
+Safe if the file has the whole module as a separate set of weights (`generator` next to `model`): the set is joined with
+the rest under the model's names, and also stays where it is.
 
 Unsafe otherwise, and only on request. `--fill target` takes the model's own initial values (random, from `--seed`),
 `--fill FILE` takes those of another checkpoint under the same key with the same shape. The report lists what was filled
 with its numel, and does not count it as coverage. Initial values are untrained, and the exit code is 1; it is 0 with
 those of another checkpoint.
 
-Nothing is filled if no key of the file belongs to the target. Nor is the vector `weight_v` of spectral_norm beside a
-stored `weight_u`: the two belong together, and scale the weights.
+Nothing is filled if no key of the file belongs to the target. The vector `weight_v` of spectral_norm is not filled
+either if `weight_u` is stored: they belong together and scale the weights.
 
 ## Example
     ckptfix repair backbone.pth --model my_models:classifier --fill target

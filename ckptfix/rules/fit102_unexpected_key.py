@@ -4,17 +4,16 @@
 Keys of the file that the target does not want, after the rules on names and buffers.
 
 ## Why it matters
-A strict load fails with `Unexpected key(s) in state_dict`. Such keys are a part that the target lacks, such as a
-decoder or an auxiliary head, or the file is of another model.
+A strict load fails with `Unexpected key(s) in state_dict`. Such keys belong to a part that the target lacks, such as a
+decoder or an auxiliary head, or the file belongs to another model.
 
 ## Fix safety
 Unsafe: `--unsafe-fixes` drops learned values. It is not suggested, and the report says what to do instead, if
 
-- the keys may hold what the target misses in another layout (fused or split projections, stacked experts,
-  `weight_norm` on only one side);
-- they are a LoRA that was never merged: they are what was trained, and have to be merged first;
-- they are the figures that a policy normalises its inputs with: without them it runs, and does something else;
-- no key of the file fits the target: then it is the wrong model, or the wrong state_dict of the file.
+- the keys may be the missing ones in another layout (fused or split projections, stacked experts, `weight_norm` on only
+  one side); - they are a LoRA that was never merged: they are the trained part, and have to be merged first; - they are
+  the statistics that a policy normalises its inputs with: without them it runs but behaves differently; - no key of the
+  file fits the target: it is the wrong model, or the wrong state_dict of the file.
 
 ## Example
     ckptfix repair googlenet.pth --model my_models:googlenet_without_aux --unsafe-fixes

@@ -1,46 +1,44 @@
-"""FIT103 shape-mismatch: a key of the right name and another shape.
+"""FIT103 shape-mismatch: a key with the right name but another shape.
 
 ## What it finds
-Keys that the file and the target both have, with different shapes, and keys under which the file holds no tensor at
-all.
+Keys that the file and the target both have, with different shapes, and keys that are not tensors in the file.
 
 ## Why it matters
-`size mismatch for fc.weight: copying a param with shape …`; `strict=False` does not help. The model is another one:
-another number of classes, vocabulary, resolution or number of input channels. Or one side has layers that the other
-lacks, which moves the numbers of a Sequential: then the advice names the missing key that has the shape.
+`size mismatch for fc.weight: copying a param with shape …`; `strict=False` does not help. The model differs in its
+number of classes, vocabulary, resolution or input channels. Or one side has layers that the other lacks, which shifts
+the numbers of a Sequential: then the advice names the missing key with that shape.
 
 ## Fix safety
-Nothing is changed unless it is asked for, except axes of one element at the end or in front: they are put on or taken
-off, safely, as no value changes its place. That makes a 1x1 convolution `[64, 16, 1, 1]` of a linear layer `[64, 16]`,
-`[1]` of `[]`, and the reverse.
+Changes are made only on request, except that leading or trailing axes of one element are added or removed, safely,
+because no value moves. That turns a linear layer `[64, 16]` into a 1x1 convolution `[64, 16, 1, 1]`, `[]` into `[1]`,
+and the reverse.
 
-`--adapt NAME=RECIPE` makes a tensor of the model's shape from the file's, by the formula of a library. It is unsafe:
-the values are not those that were trained, and the model should be fine-tuned. The message names the recipes that fit,
-that of the model's own library first.
+`--adapt NAME=RECIPE` resizes a tensor to the model's shape by a library's formula. This is unsafe: the new values were
+not trained, so fine-tune the model. The message names the recipes that fit, that of the model's own library first.
 
 - `pos_embed=timm`, `plain`, `dinov2`, `siglip2`, `dpt`, `radio`, `vilt`, `nearest` or `torchvision` resamples the
-  position embeddings of images. The grid of patches and the number of tokens beside it come from the model, or from the
-  config.json beside `--like`, or else from the tokens that the file has. The file's grid is that of its own
-  config.json, or a square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for
-  `--like`). No recipe is for positions of patches at several moments (ViViT).
-- `pos_embed=linear` or `cut` stretches or cuts the positions of texts, of rows or columns, and of moments; of 514, as
-  in RoBERTa, the first two rows stay.
-- `window_bias=swin`, `beit` or `bilinear` resamples tables of relative positions; the index tables beside them are the
-  model's. For windows over time, `swin` repeats the table of images. `window_bias=levit` is for `attention_biases`
-  (TinyViT, LeViT).
+  position embeddings of images. The grid of patches and the number of extra tokens come from the model, from the
+  config.json next to `--like`, or else from the tokens in the file. The file's grid comes from its own config.json, or
+  is assumed to be square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for
+  `--like`). There is no recipe for patches of several frames (ViViT).
+- `pos_embed=linear` or `cut` stretches or cuts the positions of texts, rows or columns, and frames; of 514, as in
+  RoBERTa, the first two rows stay.
+- `window_bias=swin`, `beit` or `bilinear` resamples tables of relative positions; their index tables are taken from the
+  model. For windows over time, `swin` repeats the image table. `window_bias=levit` is for `attention_biases` (TinyViT,
+  LeViT).
 - `patch_embed=timm` is for patches of another size, in convolutions over images or videos and in linear layers.
 - `in_chans=timm` or `mean` is for images with other channels.
 - `vocab=cut`, `pad:mean`, `pad:zeros` or `pad:target` changes embeddings, output layers and their biases together.
-- `inflate=mean` or `centre` makes convolutions over images and time of those over images.
+- `inflate=mean` or `centre` turns image convolutions into video convolutions.
 
-`pos_embed@visual.*=timm` is for the keys of that pattern only, and says what they are if their names do not.
-Grids that cannot be right and recipes that do not fit are refused.
+`pos_embed@visual.*=timm` applies only to keys that match the pattern, and says what they are if their names do not.
+Impossible grids and recipes that do not fit are refused.
 
-`--drop-mismatched` takes the other keys out, and `--fill target` or `--fill FILE` puts others in their place, which the
-report lists with their numel. Where both shapes are those of a matrix and its transpose, the message says so.
-Where the axes of all such tensors are in another order, and only one order gives the target's shapes (spconv 1 has
-`[3, 3, 3, 16, 32]` where spconv 2 has `[32, 3, 3, 3, 16]`), `--unsafe-fixes` puts them in that order. Where other
-tensors have a shape that fits in either order, such as square matrices beside transposed ones, it is only reported.
+`--drop-mismatched` drops the other keys, and `--fill target` or `--fill FILE` replaces them; the report lists these
+with their numel. The message says if the shapes are those of a matrix and its transpose. If the axes of all such
+tensors are in another order, and only one order gives the target's shapes (spconv 1 has `[3, 3, 3, 16, 32]`, spconv 2
+`[32, 3, 3, 3, 16]`), `--unsafe-fixes` reorders them. If other tensors fit in either order, like square matrices among
+transposed ones, it is only reported.
 
 ## Example
     ckptfix repair imagenet.pth --model my_models:resnet18_10_classes --drop-mismatched --fill target

@@ -1,20 +1,20 @@
-"""FIT104 dtype-mismatch: a tensor of another dtype than the target's.
+"""FIT104 dtype-mismatch: a tensor whose dtype differs from the target's.
 
 ## What it finds
 Tensors whose dtype differs from the target's in kind (a float where the target has integers), or floats of another
-width, such as a file in float16 for a model in float32. Integers of another width are not worth a word; integers in the
-place of a model's float parameters are a warning.
+width, such as a file in float16 for a model in float32. Integers of another width are not reported; integers instead of
+a model's float parameters are a warning.
 
 ## Why it matters
-`load_state_dict` converts silently, so that the load works; but the precision is the file's, or the model's,
-whichever is lower. Into a narrower dtype, values overflow: from 65520 on float16 has infinity, and casting back does
-not restore it. A quantised tensor cannot be copied into any other. Parameters that are integers were rounded, most of
-them to zero, or are quantised by a scheme that the model does not know.
+`load_state_dict` converts silently, so the load works, but with the lower precision of file and model. In a narrower
+dtype, values overflow: float16 turns values from 65520 on into infinity, and casting back does not restore them. A
+quantised tensor cannot be copied into any other. Integer parameters were rounded, most of them to zero, or are
+quantised by a scheme that the model does not know.
 
 ## Fix safety
-Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. Nothing is offered where a value
-would overflow, which is looked up in the figures of the values, where a fraction or an imaginary part would be lost,
-or where the tensor is quantised or was rounded.
+Unsafe: a cast changes stored bytes. `--unsafe-fixes` casts to the target's dtype. There is no fix if a value would
+overflow (according to the tensor's statistics), if a fraction or an imaginary part would be lost, or if the tensor is
+quantised or was rounded.
 
 ## Example
     ckptfix repair half.pth --model my_models:net --unsafe-fixes

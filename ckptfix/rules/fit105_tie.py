@@ -1,20 +1,19 @@
-"""FIT105 tie: one tensor under two names, of which the file has only one.
+"""FIT105 tie: one tensor with two names, only one of which is in the file.
 
 ## What it finds
-Keys that the target ties to another key, such as `lm_head.weight` to `embed_tokens.weight`, where the file has the
-one and not the other, or has both with different values. The values are compared unless `--no-values` is given, and
-only those of equal dtype.
+Keys that the target ties to another key, such as `lm_head.weight` to `embed_tokens.weight`, if the file has only one of
+them, or both with different values. Values are compared only for equal dtypes, and not with `--no-values`.
 
 ## Why it matters
-Some writers leave the twin out, as safetensors refuses to store a tensor twice. A strict load calls it a missing
-key, and a load that is not strict may leave the head at its random values if the tie is broken. Where the file has two
-different tensors for the one of the model, a load copies one over the other without a word: the model was trained
-untied, or one of the two is stale.
+Some writers omit the twin, because safetensors refuses to store a tensor twice. A strict load reports a missing key,
+and a non-strict load may leave the head at random values if the tie is broken. If the file has two different tensors
+for the model's one, a load silently overwrites one with the other: the model was trained untied, or one of them is
+stale.
 
 ## Fix safety
-Safe: in the target both names are one tensor, so that the stored one holds the values of both. The two share their
-storage in the result. Keys that are both in the file are left as they are, equal or not: which of two different ones
-is the right one, nothing in the file says.
+Safe: both names are one tensor in the target, so the stored one has the values of both. They share their storage in the
+result. If both keys are in the file, they are left unchanged: nothing in the file shows which of two different ones is
+right.
 
 ## Example
     ckptfix repair gpt2.safetensors --model my_models:gpt2

@@ -1,19 +1,18 @@
-"""FIT106 flat-parameters: weights that FSDP flattened, of which the target knows the names and shapes.
+"""FIT106 flat-parameters: weights that FSDP flattened; the target has their names and shapes.
 
 ## What it finds
 The flat parameters (`_flat_param`) of FSDP 1 after the ranks of a `LOCAL_STATE_DICT` were merged, and, with
-`use_orig_params`, weights that have their names and one dimension. Each flat parameter holds all parameters of the
-modules below it that are not in a deeper one, one after another in the order of `named_parameters()`, tied ones once.
+`use_orig_params`, named weights with one dimension. Each flat parameter holds all parameters of the modules below it
+that are not in a deeper flat parameter, in the order of `named_parameters()`, tied ones once.
 
 ## Why it matters
-No code but FSDP with the same wrapping and number of GPUs loads such weights.
+Only FSDP with the same wrapping and number of GPUs loads such weights.
 
 ## Fix safety
-With `--model`, safe: the numbers of elements have to agree for each flat parameter, and no value is changed. With
-`--like FILE` it takes `--unsafe-fixes`: keys of a file are not always in the order of the model. If they are sorted, as
-in safetensors files, there is no fix: nearly every weight would get the values of others. Weights that have their names
-are reshaped with either. If the numbers do not agree, there is no fix: the target is another model, or is wrapped in
-another way.
+Safe with `--model`: the number of elements has to match for each flat parameter, and no value changes. `--like FILE`
+needs `--unsafe-fixes`, because a file's keys are not always in model order. If they are sorted, as in safetensors
+files, there is no fix: nearly every weight would get another one's values. Named weights are reshaped in both cases. If
+the numbers do not match, there is no fix: the target is another model, or is wrapped differently.
 
 ## Example
     ckptfix repair output/model_final.rank_0.pth --model my_models:dinov2 -o model.pth

@@ -1,17 +1,17 @@
-"""FIT107 quantised-weights: codes of quantised weights where the model wants the weights.
+"""FIT107 quantised-weights: codes of quantised weights instead of the weights that the model wants.
 
 ## What it finds
-Weights that another library keeps as integers or 8-bit floats beside their scales, by the names that it gives them:
-bitsandbytes (`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`),
-compressed-tensors (`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), Quanto
-(`weight._data`), MLX (whole numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of
-gpt-oss (`…_blocks`, `…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and
-8-bit weights beside any other key that is called a scale. An error if the model wants plain floats there, or `--dtype`
-does and the formula is known; else a note without a model.
+Weights that another library stores as integers or 8-bit floats with scales, recognised by their names: bitsandbytes
+(`SCB`, `weight.absmax`, `weight.quant_state…`), GPTQ and AWQ (`qweight`, `qzeros`, `scales`), compressed-tensors
+(`weight_packed`, `weight_scale`), HQQ (`W_q`), EXL2 and EXL3 (`q_weight`, `trellis`), Quanto (`weight._data`), MLX
+(whole numbers with `scales` and `biases`), torchao in safetensors (`_weight_qdata`), MXFP4 of gpt-oss (`…_blocks`,
+`…_scales`), 8-bit weights with `weight_scale`, `weight_scale_inv` or ComfyUI's `scale_weight`, and 8-bit weights with
+any other key called a scale. An error if the model wants plain floats, or if `--dtype` does and the formula is known;
+otherwise, without a model, a note.
 
 ## Why it matters
-The codes often have the shape of the weights: `load_state_dict` converts them to floats without a word, and the layer
-is off by its scale. Dropping the scales as unexpected keys makes that final.
+The codes often have the shape of the weights: `load_state_dict` silently converts them to floats, and the layer is off
+by its scale. Dropping the scales as unexpected keys makes that permanent.
 
 ## Fix safety
 Unsafe: `--unsafe-fixes` multiplies codes by their scales if the formula is known:
@@ -19,12 +19,12 @@ Unsafe: `--unsafe-fixes` multiplies codes by their scales if the formula is know
 - bitsandbytes int8, in row order;
 - bitsandbytes NF4 and FP4, also with double quantisation, bit for bit as its `dequantize_4bit` does;
 - 8-bit codes with one scale for the matrix, for each row, or for each square of 128;
-- MXFP4, bit for bit as transformers does, if the shapes of the model say whether matrices are turned.
+- MXFP4, bit for bit as transformers does, if the model's shapes show whether matrices are transposed.
 
-From all other formats nothing is written, as the file lacks something that their formula needs: the order in which
-codes are packed, or whether zero points were stored less one (GPTQ). Nor is it from a layer whose scales do not fit its
-codes. Load them with the library that wrote them,
-dequantise, and save the result. Scales follow their codes to other names; nothing is written from codes that lost them.
+Nothing is written from other formats, because the file lacks something that the formula needs: the packing order of the
+codes, or whether zero points were stored less one (GPTQ). The same goes for layers whose scales do not fit their codes,
+and codes without scales. Load them with the library that wrote them, dequantise, and save the result. Scales follow
+their codes if these are renamed.
 
 ## Example
     ckptfix repair int8.pth --model my_models:net --unsafe-fixes

@@ -1,20 +1,20 @@
-"""FIT108 layer-count: a stack of equal layers, of which the file has another number than the target.
+"""FIT108 layer-count: a stack of equal layers whose number differs between file and target.
 
 ## What it finds
 Layers with the same tensors of the same shapes, numbered from 0 (`encoder.layer.0.…`, `blocks.11.…`), of which the file
-has more or fewer than the target. Stacks whose layers differ from each other, as the stages of a ResNet, are left to
-the rules on missing and unexpected keys.
+has more or fewer than the target. Stacks of unequal layers, like the stages of a ResNet, are left to the rules on
+missing and unexpected keys.
 
 ## Why it matters
-A strict load fails with `Missing key(s)` or `Unexpected key(s)`. The model is another variant, or one that was made
-shallower (distillation, pruning) or deeper (layers that are repeated), which starts from chosen layers of the file.
+A strict load fails with `Missing key(s)` or `Unexpected key(s)`. The model is another variant, or was made shallower
+(distillation, pruning) or deeper (repeated layers), starting from chosen layers of the file.
 
 ## Fix safety
-Unsafe, and only with `--adapt depth=LAYERS`: the layers of the file in the order of the model, one for each of its
-layers, such as `depth=0-5,8-11` or `depth=0,0,1,1,2,2`. Each keeps its values bit for bit, with the rest of the model
-they were not trained like this. A layer that is named twice is copied, and one that is not named is dropped.
-`depth@encoder.*=0-5` is for the stacks below that path only. Without it, `--unsafe-fixes` drops the last layers that
-the model does not have, and `--fill` fills those that the file does not have: that is a note.
+Unsafe, and only with `--adapt depth=LAYERS`, which lists the file's layer for each layer of the model, such as
+`depth=0-5,8-11` or `depth=0,0,1,1,2,2`. Values stay bit for bit, but the layers were not trained in this combination. A
+layer listed twice is copied, and one that is not listed is dropped. `depth@encoder.*=0-5` applies only to stacks below
+that path. Without `--adapt`, `--unsafe-fixes` drops the last layers that the model lacks, and `--fill` fills those that
+the file lacks: that is a note.
 
 ## Example
     ckptfix repair bert.pth --model my_models:bert_6_layers --adapt depth=0,2,4,6,8,10

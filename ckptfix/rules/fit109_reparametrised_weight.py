@@ -1,25 +1,25 @@
-"""FIT109 reparametrised-weight: the parts of a weight where the model wants the weight, and the reverse.
+"""FIT109 reparametrised-weight: the parts of a weight instead of the weight, or the reverse.
 
 ## What it finds
 Weights that `weight_norm` (`weight_g`, `weight_v`), `spectral_norm` (`weight_orig`, `weight_u`, `weight_v`) or pruning
-(`weight_orig`, `weight_mask`) keeps in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
-wants the plain weight; and those of AWD-LSTM, where `weight_hh_l0_raw` was trained, and `weight_hh_l0` is a copy of it
-after a dropout. Also plain weights, as of a vocoder whose weight_norm was removed, if the target has them under
-`weight_norm`.
+(`weight_orig`, `weight_mask`) stores in parts, also under the names of `torch.nn.utils.parametrizations`, if the target
+wants the plain weight; and those of AWD-LSTM, which trains `weight_hh_l0_raw` and keeps a copy after dropout in
+`weight_hh_l0`. Also plain weights, for example of a vocoder whose weight_norm was removed, if the target applies
+`weight_norm` to them.
 
 ## Why it matters
-A strict load misses the weight. Taking a part for it, such as `weight_v` or `weight_orig`, gives a layer of another
-scale, or one that is not pruned, without any error.
+A strict load misses the weight. Using a part instead, such as `weight_v` or `weight_orig`, silently gives a layer with
+the wrong scale, or an unpruned one.
 
 ## Fix safety
-Safe for a plain weight that the target has under `weight_norm`: it stays bit for bit as `weight_v`, and `weight_g` is
-its norm, as when torch applies `weight_norm`. A weight with rows of zeros is refused, as it would become NaN.
+Safe for a plain weight if the target applies `weight_norm`: it stays bit for bit as `weight_v`, and `weight_g` is its
+norm, as when torch applies `weight_norm`. A weight with rows of zeros is refused, because it would become NaN.
 
 Unsafe otherwise: `--unsafe-fixes` computes the weight with torch's own function, as `remove_weight_norm`,
 `remove_spectral_norm`, `prune.remove` and `remove_parametrizations` do for a model in eval mode, and drops the parts; a
-`_raw` weight takes the place of its copy. Training cannot go on with the parts afterwards. Nothing is offered if the
-file lacks a part (`weight_v` of spectral_norm), or if the shapes do not show which axis the norm is for: a square
-kernel, without a model that says whether it is of a transposed convolution.
+`_raw` weight replaces its copy. Training cannot continue with the parts afterwards. There is no fix if the file lacks a
+part (`weight_v` of spectral_norm), or if the shapes do not show the axis of the norm: a square kernel, without a model
+to tell whether it belongs to a transposed convolution.
 
 ## Example
     ckptfix repair hifigan.pth --model my_models:generator_without_norm --unsafe-fixes
