@@ -39,6 +39,7 @@ def doubt_what_may_differ(inference: Inference, sorted_sides: Sequence[int]) -> 
     their keys sorted by name, which says nothing about the order of their layers."""
     _doubt_orientation(inference)
     _doubt_rotary(inference)
+    _doubt_merged_patches(inference)
     _doubt_torn_layers(inference)
     _doubt_norms(inference, sorted_sides)
     _doubt_torn_norms(inference, sorted_sides)
@@ -80,6 +81,16 @@ def _doubt_rotary(inference: Inference) -> None:
 def is_metas(keys: Iterable[str]) -> bool:
     """Tell whether keys are those of Meta's Llama, or of what took over its tables and its rotary embeddings."""
     return any("tok_embeddings" in path or module(path) in ("wq", "wk") for path in map(segments, keys))
+
+
+def _doubt_merged_patches(inference: Inference) -> None:
+    """Call the layers that merge four patches ambiguous if only one side has them in ``stages``, as mmpretrain has:
+    there the patches of a channel are beside each other, elsewhere the channels of a patch."""
+    for key, match in inference.matches.items():
+        ours, theirs = segments(match.parts[0].source), segments(key)
+        is_merging = "downsample" in theirs and f"{'.'.join(parent(theirs))}.reduction.weight" in inference.target
+        if is_merging and ("stages" in ours) is not ("stages" in theirs):
+            inference.doubt([key])
 
 
 def _doubt_torn_layers(inference: Inference) -> None:

@@ -60,8 +60,9 @@ BY_HEAD = frozenset({"query_key_value", "linear_qkv", "wqkv", "attn"})
 
 CHATGLM = ("transformer", "encoder")  # where ChatGLM has its layers; it uses such a name with all queries first
 
-KEY_FIRST = ("qkv_proj", "self_attn_layer_norm")
-"""Modules that metaseq's OPT has beside each other: keys, values, queries. Those of vLLM have the queries first."""
+OTHER_ORDER = ("qkv_proj", ("self_attn_layer_norm", "mlp.fc_in"))
+"""A module of vLLM with the queries first, and what is beside it where it has another order: metaseq's OPT has the keys
+first, and CodeGen a row of queries, values and keys for each of four devices."""
 
 
 def infer(source: Shapes, target: Shapes, without: frozenset[Choice] = frozenset()) -> Inference:
@@ -265,10 +266,14 @@ def _is_unnamed_gate(source: str, key: str) -> bool:
 def _is_unordered(names: Mapping[str, Shapes]) -> bool:
     """Tell whether query, key and value are fused under a name that some libraries use for one after the other, and
     others for a row of the three of each head or group, or for another order: no shape says which."""
-    fused, beside = KEY_FIRST
+    fused, signs = OTHER_ORDER
     paths = {name: segments(name) for name in names}
     if fused in map(module, paths.values()):
-        return any(".".join((*parent(paths[name])[:-1], beside, "weight")) in specs for name, specs in names.items())
+        return any(
+            ".".join((*parent(paths[name])[:-1], sign, "weight")) in specs
+            for name, specs in names.items()
+            for sign in signs
+        )
     return any(module(path) in BY_HEAD and path[:2] != CHATGLM for path in paths.values())
 
 

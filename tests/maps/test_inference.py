@@ -1152,3 +1152,22 @@ def test_a_fused_layer_of_the_old_litgpt_has_a_row_of_queries_keys_and_values_fo
         sure = {key.split(".")[-2] for key, label in labels.items() if label > Label.AMBIGUOUS}
         assert sure == {"o_proj" if sides[0] is source else "proj"}
         assert labels.keys() == sides[1].keys()
+
+
+def test_the_layers_that_merge_patches_have_their_columns_in_another_order_in_mmpretrain():
+    merge: Specs = {"downsample.reduction.weight": (16, 32), **norm("downsample.norm", 32)}
+    layers = [timm_block(8) | merge, timm_block(16)]
+    source, target = stack("stages", layers), stack("layers", layers)
+    for sides in ((source, target), (target, source)):
+        for key, match in infer(*sides).matches.items():
+            assert (match.label is Label.AMBIGUOUS) is ("downsample" in key), key
+
+
+def test_the_fused_attention_of_codegen_is_not_that_of_others():
+    source: Specs = {"attn.qkv_proj.weight": (24, 8), "attn.out_proj.weight": (8, 8), **linear("mlp.fc_in", 32, 8)}
+    target = {key: shape for key, shape in source.items() if "qkv" not in key}
+    target |= {f"attn.{name}_proj.weight": (8, 8) for name in "kvq"}
+    for sides in ((source, target), (target, source)):
+        matches = infer(*(stack("transformer.h", [side] * 3) for side in sides)).matches
+        fused = {key: match.label for key, match in matches.items() if "qkv" in key + match.parts[0].source}
+        assert set(fused.values()) == {Label.AMBIGUOUS}

@@ -355,6 +355,27 @@ def test_stable_diffusion(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+@proves("mmpretrain-swin_timm")
+def test_swin_of_mmpretrain_has_the_patches_of_a_channel_beside_each_other():
+    """Its ``PatchMerging`` unfolds an image, and timm's puts four slices of it one after another."""
+    source = randomised(timm_swin())
+    head = {key: value for key, value in source.state_dict().items() if key.startswith("head.")}
+    original = moved(
+        {key: source.state_dict()[key] for key in source.state_dict() if key not in head}, "mmpretrain-swin_timm"
+    )
+    image = torch.randn(2, 24, 4, 4, dtype=torch.float64)
+    patches = nn.functional.unfold(image, 2, stride=2).transpose(1, 2)
+    merged = {key.rpartition("downsample.")[2]: value for key, value in original.items() if "stages.0.down" in key}
+    normed = nn.functional.layer_norm(patches, (96,), merged["norm.weight"], merged["norm.bias"])
+    wanted = output(source.layers[1].downsample, image.permute(0, 2, 3, 1)).flatten(1, 2)
+    assert torch.allclose(normed @ merged["reduction.weight"].T, wanted)
+    for file in ({f"backbone.{key}": value for key, value in original.items()} | head, original | head):
+        done, report = repair_state_dict(file, source, values=False)
+        assert report.exit_code == 0
+        assert_equal(done, source.state_dict())
+
+
+@pytest.mark.slow
 @proves("flux_diffusers", "hunyuanvideo_diffusers")
 @pytest.mark.parametrize("name", ["flux_diffusers", "hunyuanvideo_diffusers"])
 def test_diffusion_transformers(name: str):

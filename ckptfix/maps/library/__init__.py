@@ -28,6 +28,7 @@ FOLDER = Path(__file__).parent
 _ENDS = "{encoder,decoder}.{conv_in,conv_out}.{weight,bias}"
 _QUANT = "{quant_conv,post_quant_conv}.{weight,bias}"
 _PATCHES = "patch_embedding.{weight,bias}"
+_PATCH_NORM = "patch_embed.norm.{weight,bias}"
 _CONTEXT = "context_embedder.{weight,bias}"
 _Z_IMAGE = (
     "{layers,noise_refiner,context_refiner}.{n}.{attention_norm1,attention_norm2,ffn_norm1,ffn_norm2}.weight",
@@ -45,12 +46,14 @@ WITHIN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("wan_diffusers", "z-image_diffusers"), ("model.diffusion_model.",)),
     **dict.fromkeys(("open-clip-text_transformers", "open-clip-text_transformers-4"), _TEXT),
     "ldm-vae_diffusers": ("first_stage_model.",),
+    "mmpretrain-swin_timm": ("backbone.",),
 }
 # What keeps its name there.
 _KEPT = {
     "ldm-vae_diffusers": (MapRule(_ENDS, _ENDS), MapRule(_QUANT, _QUANT, optional=True)),
     **dict.fromkeys(_SD3, (MapRule(_CONTEXT, _CONTEXT),)),
     "wan_diffusers": (MapRule(_PATCHES, _PATCHES),),
+    "mmpretrain-swin_timm": (MapRule(_PATCH_NORM, _PATCH_NORM, optional=True),),
     "z-image_diffusers": tuple(MapRule(name, name, optional=True) for name in _Z_IMAGE),
 }
 
