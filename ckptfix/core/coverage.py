@@ -13,8 +13,8 @@ from ckptfix.core.edits import Adapt, Fill, Replace
 from ckptfix.core.target import PARAMETER, Target
 
 # Origins of values that were trained: a checkpoint that `--fill` names, the other set of weights of the file, an
-# adapter, and the tensor to which a filled one was tied.
-TRAINED = frozenset({"donor", "twin", "adapter", "tie"})
+# adapter, and the tensor to which a filled one was tied. Those of a formula need no training.
+TRAINED = frozenset({"donor", "twin", "adapter", "tie", "formula"})
 
 
 class Coverage(Struct, frozen=True):

@@ -75,15 +75,16 @@ class Drop(Edit, frozen=True, tag="drop"):
 class Fill(Edit, frozen=True, tag="fill"):
     """Put a tensor in that the file does not have.
 
-    ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), or ``donor``
-    (the file of ``--fill FILE``, under ``donor_key``), or ``adapter`` (``donor_key`` is its path, a colon, and the
-    key), or ``tie`` (the old values of the file's tensor that it was tied to; ``donor_key`` is a colon and its key), or
-    ``part`` (another set of weights of the file; ``donor_key`` is its name, a colon, and the key)."""
+    ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), ``formula`` (the
+    same, if it is one and not random), ``donor`` (the file of ``--fill FILE``, under ``donor_key``), ``adapter``
+    (``donor_key`` is its path, a colon, and the key), ``tie`` (the old values of the file's tensor that it was tied to;
+    ``donor_key`` is a colon and its key), or ``part`` (another set of weights of the file; ``donor_key`` is its name, a
+    colon, and the key)."""
 
     key: str
     dtype: DTypeName
     shape: Shape
-    origin: Annotated[str, _one_of("zeros", "target", "donor", "adapter", "tie", "part")]
+    origin: Annotated[str, _one_of("zeros", "target", "donor", "adapter", "tie", "part", "formula")]
     donor_key: str | None = None
 
     def __post_init__(self) -> None:

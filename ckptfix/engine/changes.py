@@ -194,7 +194,7 @@ def filled(checkpoint: Checkpoint, fill: Fill, value_sources: ValueSources) -> T
         spec = TensorSpec(fill.dtype, fill.shape)
         storage = Storage("zeros", MemoryBytes(bytes(spec.nbytes)))
         return replace(spec, strides=contiguous_strides(fill.shape), storage=storage)
-    if fill.origin == "target":
+    if fill.origin in ("target", "formula"):
         target = value_sources.target
         if target is None or (target.initial is None and target.reference is None):
             raise PlanError(

@@ -191,6 +191,7 @@ def _supplied_lines(verb: str, origin: str, fills: Sequence[Fill | Replace], lim
     source = {
         "zeros": "with zeros",
         "target": "from the initial values of the target (not trained)",
+        "formula": "by the formula of the target",
         "donor": "from the donor file",
         "adapter": "from the adapter",
         "tie": "from the old values of the tensor it was tied to",

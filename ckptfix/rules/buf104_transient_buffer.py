@@ -161,4 +161,4 @@ def _known(target: Target) -> Iterator[Fill]:
     for key, slot in target.slots.items():
         has_values = target.initial is not None or (key in stored and stored[key].has_data)
         if has_values and slot.kind == BUFFER and slot.shape is not None and is_transient(key, slot.shape):
-            yield Fill(key, slot.dtype, slot.shape, "target")
+            yield Fill(key, slot.dtype, slot.shape, "formula")

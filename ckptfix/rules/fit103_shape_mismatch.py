@@ -22,7 +22,8 @@ not trained, so fine-tune the model. The message names the recipes that fit, tha
   is assumed to be square, or given by hand: `pos_embed=timm:12x24` (`pos_embed=timm:12x24:24x48` with the model's, for
   `--like`). There is no recipe for patches of several frames (ViViT).
 - `pos_embed=linear` or `cut` stretches or cuts the positions of texts, rows or columns, and frames; of 514, as in
-  RoBERTa, the first two rows stay.
+  RoBERTa, the first two rows stay. A table of sinusoids is not stretched: if the model has a longer one that begins
+  with the same rows, that one is taken, which is safe.
 - `window_bias=swin`, `beit` or `bilinear` resamples tables of relative positions; their index tables are taken from the
   model. For windows over time, `swin` repeats the image table. `window_bias=levit` is for `attention_biases` (TinyViT,
   LeViT).
@@ -53,17 +54,19 @@ transposed ones, it is only reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
 from ckptfix.core.adaptations import DEPTH, HEAD, IDLE, VOCAB, adaptation
 from ckptfix.core.checkpoint import Checkpoint
-from ckptfix.core.edits import Adapt, Assemble, Drop
+from ckptfix.core.edits import Adapt, Assemble, Drop, Fill
 from ckptfix.core.finding import Blocks, Finding, Fix, Level, Remedy, advise, counted
+from ckptfix.core.lazy import torch
 from ckptfix.core.parts import Part, Shape, extent, full
 from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target, grid_of_config
+from ckptfix.errors import TargetError
 from ckptfix.reading.adapters import model_config
 from ckptfix.rules.adapting import adapt_edits, of_use, recipes_of
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, fillings, is_of_another_model, untrained
@@ -127,6 +130,20 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     tensors = {key: spec.shape for key, spec in specs.items()}
     stored = grid_of_config(model_config(checkpoint), tensors) if shapes else None
     fixed = [key for key in shapes if context.settings.values and _is_of_sinusoids(checkpoint, key)]
+    if shorter := _of_same_formula(fixed, shapes, checkpoint, target):
+        yield rule.finding(
+            Level.ERROR,
+            f"{counted(len(shorter), 'table')} of sinusoids shorter than the target's, which begins with the same rows",
+            keys=shorter,
+            evidence=_shown({key: shapes[key] for key in shorter}),
+            fix=Fix.safe(
+                edit
+                for key in shorter
+                for edit in (Drop(key), Fill(key, target.slots[key].dtype, shapes[key][1], "formula"))
+            ),
+        )
+        for key in shorter:
+            del pairs[key], shapes[key]
     known = Misfits(shapes, Pairing(target, tensors, stored, fixed), given).cases()
     known_keys = {key for case in known for key in case.shapes if case.name != HEAD}
     if (parts := parts_of_ranks(shapes)) and VOCAB in {case.name for case in known}:
@@ -175,6 +192,29 @@ def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
     inner, sums = table[1:-1], table[:-2] + table[2:]
     factors = (inner * sums).sum(0) / (inner * inner).sum(0).clamp_min(1e-12)
     return bool((sums - factors * inner).square().mean() < 5e-5 * table.var(0).mean())
+
+
+def _of_same_formula(
+    fixed: Sequence[str], shapes: Mapping[str, tuple[Shape, Shape]], checkpoint: Checkpoint, target: Target
+) -> list[str]:
+    """Return the tables of sinusoids that the target has with more rows, of which the first are those of the file."""
+    longer = [
+        key for key in fixed if shapes[key][0][0] < shapes[key][1][0] and shapes[key][0][1:] == shapes[key][1][1:]
+    ]
+    try:
+        initial = target.initial() if longer and target.initial is not None else {}
+    except TargetError:  # the factory works on the meta device only: there is nothing to compare with
+        return []
+    found = []
+    for key in longer:
+        own = target.reference.read(key) if target.reference is not None else initial.get(key)
+        table = checkpoint.read(key)
+        if own is None:
+            continue
+        tolerance = 4 * max(torch.finfo(each.dtype).eps for each in (table, own))
+        if torch.allclose(table.double(), own[: len(table)].double(), rtol=0, atol=tolerance):
+            found.append(key)
+    return found
 
 
 _FEWEST_ROWS = 8  # of a table that can be known to be of sinusoids

@@ -218,9 +218,29 @@ def test_sinusoids_are_cut_and_never_stretched():
     assert offered(short, long) == []
     after = repaired(shape_mismatch, long.state_dict(), short, adapt=("pos_embed=cut",))
     assert torch.equal(after[key], short.state_dict()[key])
-    found = propose(shape_mismatch, short.state_dict(), target_from_checkpoint(open_state_dict(long.state_dict())))
-    assert found
-    assert not any("adapt" in dict(r.options) for f in found for r in f.remedies)
+    reference = target_from_checkpoint(open_state_dict(long.state_dict()))
+    for target in (long, reference):
+        after = repaired(shape_mismatch, short.state_dict(), target)
+        assert torch.equal(after[key], long.state_dict()[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_longer_table_of_sinusoids_counts_as_trained(dtype: torch.dtype):
+    short, long = whisper_of(32).state_dict(), whisper_of(64)
+    done, report = ckptfix.repair_state_dict({key: value.to(dtype) for key, value in short.items()}, long)
+    key = "encoder.embed_positions.weight"
+    assert torch.equal(done[key].float(), long.state_dict()[key].to(done[key].dtype).float())
+    assert report.coverage is not None
+    assert report.coverage.untrained == 0
+
+
+def test_sinusoids_of_another_formula_are_not_replaced():
+    """With the same frequencies and another first position, or other frequencies."""
+    long = whisper_of(64)
+    table = long.state_dict()["encoder.embed_positions.weight"]
+    for other in (table[1:33], torch.sin(1.5 * torch.arange(32)[:, None] / torch.arange(1, 1 + table.shape[1]))):
+        state = {**whisper_of(32).state_dict(), "encoder.embed_positions.weight": other.clone()}
+        assert not any(finding.fix and finding.fix.edits for finding in propose(shape_mismatch, state, long))
 
 
 def test_the_rows_before_the_positions_of_a_text_stay():
