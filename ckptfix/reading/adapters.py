@@ -66,7 +66,7 @@ _FOREIGN = re.compile(
     r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
     # Short names, which a model may have for layers of its own, in what peft saves only.
-    r"|^base_model\.model\.(?:.+\.)?(?<!\.token_adapter\.)(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
+    r"|^base_model\.(?:.+\.)?(?<!\.token_adapter\.)(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
     r"|ln_tuning|miss|osf|peanut|poly|psoft|pvera|road|shadow|supertuning|tinylora|trainable_tokens|unilora)_\w+(?:\.|$)"
     r"|^(?P<prompt>prompt_embeddings|prefix_task_\w+)$|(?:^|\.)internal_(?P<xlora>xlora)_classifier\."
 )
@@ -325,7 +325,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         if match is None:
             # With bias="all", peft saves the biases of the modules that modules_to_save has replaced.
             if (path and ".original_module." not in key) or ".modules_to_save." in key:
-                saved[strip_segments(_SAVED.sub("", key)).removeprefix(_BASE)] = key
+                saved[_wrapped(strip_segments(_SAVED.sub("", key)))] = key
             names.update(name for name in _SAVED.findall(key) if name)
             continue
         role = _ROLES.get(match["role"] + (match["leaf"] or "")) or _ROLES[match["role"]]
@@ -334,7 +334,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             saved.update({key: key} if path else {})
             continue
         prefix = "" if component is None else component["dotted"] or component["kohya"]
-        module = strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :].removeprefix(_BASE)
+        module = _wrapped(strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :])
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         found.setdefault((prefix, module), {})[role] = key
         if match["name"]:
@@ -350,6 +350,11 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         if keys.keys() != {"alpha"}  # else a parameter of the model with this name
     )
     return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft)
+
+
+def _wrapped(name: str) -> str:
+    """Return a name in the model that peft wrapped, which may be a part of another."""
+    return f".{name}".rpartition(f".{_BASE}")[2].removeprefix(".")
 
 
 def adapter_paths(texts: Iterable[str]) -> tuple[str, ...]:
@@ -452,7 +457,7 @@ def foreign_type(adapter: Adapter) -> str:
 def is_foreign(adapter: Adapter, key: str) -> bool:
     """Return whether a tensor is one of an adapter that cannot be merged, and of no model."""
     found = _FOREIGN.search(key)
-    is_of_adapter = key.endswith(".alpha") or (bool(adapter.config) and key.startswith(_BASE))
+    is_of_adapter = key.endswith(".alpha") or (bool(adapter.config) and key.startswith("base_model."))
     return found["scalar"] is None if found else is_of_adapter
 
 

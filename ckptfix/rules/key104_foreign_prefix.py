@@ -32,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
+from ckptfix.core.buffers import modules_of
 from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import renames
 from ckptfix.core.finding import Applicability, Blocks, Finding, Fix, Level, Remedy, advise, counted
@@ -180,14 +181,15 @@ def _with_followers(
     prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: AbstractSet[str]
 ) -> dict[str, str]:
     """Return the renames, with those of keys that the target has under the same prefix in another form: as a tensor of
-    another shape, or of a module that lacks one under another name, such as the `gamma` of a LayerNorm."""
+    another shape, or of a module that lacks one under another name, such as the `gamma` of a LayerNorm and the
+    `base_layer.weight` of a module that peft wrapped."""
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
     lacking = {name.rpartition(".")[0] for name in wanted - set(matches.values())} - {""}
     return {
         key: name
         for key, name in names.items()
-        if key in matches or name in wanted or (name.rpartition(".")[0] in lacking and name not in free)
+        if key in matches or name in wanted or (not lacking.isdisjoint(modules_of(name)) and name not in free)
     }
 
 

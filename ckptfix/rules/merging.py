@@ -580,5 +580,6 @@ def edits_within(checkpoint: Checkpoint, adapter: Adapter, target: Target | None
 
 
 def plain_name(key: str) -> str:
-    """Return the name of a tensor in the model before peft wrapped it."""
-    return ".".join(part for part in key.removeprefix("base_model.model.").split(".") if part not in _WRAPPERS)
+    """Return the name of a tensor in the model before peft wrapped it; that may be a part of another module."""
+    before, _, after = f".{key}".rpartition(".base_model.model.")
+    return ".".join(part for part in f"{before}.{after}".split(".") if part and part not in _WRAPPERS)

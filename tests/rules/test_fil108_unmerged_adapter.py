@@ -281,6 +281,20 @@ def test_a_model_that_was_saved_with_its_adapter_inside(tmp_path):
     assert report.exit_code == 0
 
 
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("prefix", ["model.", "net.student."])
+def test_a_model_of_peft_may_be_a_part_of_another_module(prefix, with_model, tmp_path):
+    """As in the checkpoints of Lightning."""
+    config = LORA(r=4, target_modules=["embed", *LINEAR], modules_to_save=["head"])
+    adapter = trained(config, tmp_path / "adapter")
+    whole = peft.PeftModel.from_pretrained(net(), adapter).state_dict()
+    file, setting = {f"{prefix}{key}": value for key, value in whole.items()}, adapter / "adapter_config.json"
+    repaired, report = ckptfix.repair_state_dict(file, net() if with_model else None, adapter=setting)
+    want = {f"{'' if with_model else prefix}{key}": value for key, value in merged_by_peft([adapter]).items()}
+    assert_same(dict(sorted(repaired.items())), dict(sorted(want.items())))
+    assert report.exit_code == 0
+
+
 class Experts(nn.Module):
     def __init__(self, *, inputs_first: bool):
         super().__init__()

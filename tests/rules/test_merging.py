@@ -367,6 +367,11 @@ BARE = {
     "ROAD": ["base_model.model.fc.road_theta", "base_model.model.fc.road_alpha"],
     "OSF": ["base_model.model.fc.osf_svd_params.U_low"],
     "TRAINABLE_TOKENS": ["base_model.model.embed.trainable_tokens_delta"],
+    "FROD": ["base_model.frod_V.q_proj", "base_model.model.q_proj.frod_lambda_l"],
+    "PVERA": ["base_model.pvera_A", "base_model.model.q.pvera_lambda_b"],
+    "SHADOW": ["base_model.shadow_backbone.default.norm.weight", "base_model.model.q.shadow_up.default.weight"],
+    "TINYLORA": ["base_model.tinylora_v.2", "base_model.model.q.tinylora_A"],
+    "UNILORA": ["base_model.unilora_theta_d"],
     "XLORA": ["base_model.model.internal_xlora_classifier.layers.0.weight"],
     "prompt or prefix tuning": ["prompt_embeddings", "prefix_task_cols"],
 }
