@@ -695,7 +695,9 @@ def test_state_moves_to_the_groups_of_the_script(tmp_path: Path, names: bool) ->
     new = Layers("a", "b", "c")
     own = adamw(new, decay_first=False)
     if not names:
-        with pytest.raises(TargetError, match=r"only the order of model\.parameters\(\) tells .* unsafe_fixes=True"):
+        with pytest.raises(
+            TargetError, match=r"only the order of model\.parameters\(\) identifies .* unsafe_fixes=True"
+        ):
             ckptfix.load(new, tmp_path / "run.pth", optimizer=own)
         assert not own.state
     report = ckptfix.load(new, tmp_path / "run.pth", optimizer=own, unsafe_fixes=not names)
@@ -722,7 +724,7 @@ def test_groups_of_the_script_itself_name_their_positions(tmp_path: Path) -> Non
     assert moments_of(new, own) == moments_of(model, optimizer)
     other = own_groups(Layers("a", "b", "c", "d"))
     other.param_groups.reverse()
-    with pytest.raises(ckptfix.UsageError, match="not the model's"):
+    with pytest.raises(ckptfix.UsageError, match="from outside the model"):
         ckptfix.load(new, tmp_path / "run.pth", optimizer=other)
     own.param_groups.reverse()
     with pytest.raises(TargetError, match="has optimizerwith as many parameters as the model, but in no known order"):
@@ -750,7 +752,7 @@ def test_groups_that_a_script_makes_otherwise_are_said_and_load_in_it(tmp_path: 
         live.load_state_dict(torch.load(output, weights_only=True)["optimizer"])
     line = str(report).splitlines()[-1]
     printed = f"ckptfix.load(model, {str(path)!r}, optimizer=optimizer)"
-    made = "2 groups of 3, 2 parameters, named by Hugging Face Trainer"
+    made = "2 groups of 3, 2 parameters, identified by Hugging Face Trainer"
     assert line == f"  its optimizer: {made}; if your script uses other groups: {printed}"
     ckptfix.load(new, path, optimizer=live, **settings)
     assert {key: kept for key, kept in moments_of(new, live).items() if kept} == moments_of(old, saved)
@@ -825,7 +827,7 @@ def test_what_is_new_has_no_state_and_its_own_group(tmp_path: Path) -> None:
     [
         pytest.param({}, "has no optimizer with the model's parameters", id="none"),
         pytest.param(
-            {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "has no optimizer whose", id="of another"
+            {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "has no optimizer with", id="of another"
         ),
     ],
 )
@@ -841,7 +843,7 @@ def test_without_an_optimizer_nothing_is_loaded(tmp_path: Path, saved: dict[str,
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = Layers("a", "b")
     trained_file(tmp_path / "run.pth", model, adamw(model))
-    with pytest.raises(ckptfix.UsageError, match="not the model's"):
+    with pytest.raises(ckptfix.UsageError, match="from outside the model"):
         ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(Layers("a", "b")))
     with pytest.raises(ckptfix.UsageError, match="assign=True"):
         ckptfix.load(model, tmp_path / "run.pth", optimizer=adamw(model), assign=True)

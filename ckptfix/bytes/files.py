@@ -153,7 +153,7 @@ def _stamp(found: os.stat_result) -> tuple[int, ...]:
 def why_unopened(path: str, error: OSError | ValueError) -> str:
     """Return why a file does not open, and what to do, as a clause after its path."""
     if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
-        return f"is a link to {link.readlink()}, which is not there; fetch the file again, or correct the link"
+        return f"is a link to {link.readlink()}, which does not exist; fetch the file again, or correct the link"
     if isinstance(error, OSError) and error.errno == errno.ENXIO:
         return "is not a regular file; save its content to one first"  # a socket
     if isinstance(error, OSError) and error.errno == errno.EMFILE:

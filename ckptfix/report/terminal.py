@@ -60,7 +60,7 @@ def _result_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
     elif presentation.mode == REPAIR and (presentation.call is None or presentation.call.function == REPAIR):
         is_clean = report.exit_code == 0 and not report.edits and not report.is_refused
         way = "-o FILE" if presentation.call is None else "output=FILE"
-        reason = f"because there is nothing to repair; {way} writes it anyway" if is_clean else ""
+        reason = f", because there is nothing to repair; {way} writes it anyway" if is_clean else ""
         yield f"written: nothing{reason}"
     yield from (f"note: {remark}" for remark in report.remarks)
     if report.likeness is not None:

@@ -91,7 +91,7 @@ def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
         what = f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks have different values"
         yield Level.WARNING, what, "fetch all files of one save again", keys
     if doubts := [clause(fact) for fact in checkpoint.remarked(Kind.DOUBTFUL_NAMES)]:
-        what = f"the file {'; '.join(doubts)}: the names, shapes and positions of its tensors may be wrong"
+        what = f"the file {'; '.join(doubts)}: its names, shapes and offsets may differ from what was saved"
         cure = "fetch the file again, or name the model to compare with; nothing is added or dropped automatically"
         yield Level.WARNING, what, cure, ()
     yield from _flipped_bits(checkpoint)

@@ -1,22 +1,22 @@
-"""KEY101 wrapper-segment: keys with a segment that a wrapper put in.
+"""KEY101 wrapper-segment: keys with a segment that a wrapper added.
 
 ## What it finds
-Path segments that only wrappers make: `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP),
+Path segments that only wrappers add: `_orig_mod` (torch.compile), `_fsdp_wrapped_module` (FSDP),
 `_checkpoint_wrapped_module` (activation checkpointing) and `_forward_module` (Lightning, DeepSpeed), at any depth, in
-any order, any number of times. FSDP and activation checkpointing clean the keys that they save and leave the segments
-in the module paths of `_metadata`; that is found too, as a note.
+any order, any number of times. FSDP and activation checkpointing clean the keys that they save but leave the segments
+in the module paths of `_metadata`; that is a note.
 
 ## Why it matters
 `load_state_dict` compares whole keys. A model that is not wrapped in the same way reports every key as missing and
-every key as unexpected; with `strict=False` it loads nothing at all and says nothing. Under a stale path of `_metadata`
-torch does not find the version of a module, and takes it for one that was saved before versions were kept.
+every key as unexpected; with `strict=False` it silently loads nothing at all. Under a stale path of `_metadata`, torch
+does not find a module's version and treats it as saved before versions existed.
 
 ## Fix safety
-Safe: the names are reserved by torch, whole segments are taken out, and no value changes. Where two keys would become
-one, nothing is renamed. Where the target itself has such segments, KEY103 matches the two namings instead.
+Safe: torch reserves these names, whole segments are removed, and no value changes. If two keys would become one,
+nothing is renamed. If the target itself has such segments, KEY103 matches the two namings instead.
 
 ## Example
-`module._orig_mod.layer1.0.weight` becomes `module.layer1.0.weight`, and KEY102 takes the rest.
+`module._orig_mod.layer1.0.weight` becomes `module.layer1.0.weight`, and KEY102 removes the rest.
 
 ## Sources
 timm PR#2003, pytorch#117399, ray#43594; `torch/_dynamo/eval_frame.py`, `torch/distributed/fsdp/_common_utils.py`,

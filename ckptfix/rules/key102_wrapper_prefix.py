@@ -1,19 +1,19 @@
 """KEY102 wrapper-prefix: keys that begin with `module.`, as data-parallel wrappers save them.
 
 ## What it finds
-A leading `module.`, once or repeated, left by DataParallel, DistributedDataParallel or AveragedModel; of the latter
-also its own counter `n_averaged`, or with a target mmengine's `steps`. With a target: every key that the target wants
-without the prefix, or the cut for all keys that agrees with the target in more names and shapes. Without one: a file in
-which every key has it.
+A leading `module.`, once or repeated, left by DataParallel, DistributedDataParallel or AveragedModel; for the latter
+also its counter `n_averaged` or, with a target, mmengine's `steps`. With a target: every key that the target wants
+without the prefix, or all keys if that matches more names and shapes of the target. Without one: a file in which every
+key has the prefix.
 
 ## Why it matters
 `load_state_dict` reports every key twice, as missing and as unexpected (`Unexpected key(s) in state_dict:
 "module.conv1.weight"`).
 
 ## Fix safety
-Safe where every key has the prefix, or where the target wants the key without it in the same shape. A submodule that is
-really named `module` stays: the target has it, or other keys stand beside it. Half-prefixed files are told apart from
-such models only by a target; without one they are reported and left alone.
+Safe if every key has the prefix, or if the target wants the key without it in the same shape. A submodule that is
+really named `module` stays: the target has it, or some keys lack the prefix. Only a target can tell a half-prefixed
+file from such a model; without one, the file is reported and left unchanged.
 
 ## Example
 `module.conv1.weight` becomes `conv1.weight`; `_metadata` moves along.

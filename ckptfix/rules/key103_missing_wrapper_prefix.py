@@ -1,17 +1,17 @@
-"""KEY103 missing-wrapper-prefix: the target is wrapped, the file is not, or in another way.
+"""KEY103 missing-wrapper-prefix: the target is wrapped, and the file is not, or differently.
 
 ## What it finds
 Keys that name the same tensor as a key of the target once the segments of wrappers (`module`, `_orig_mod`,
-`_fsdp_wrapped_module`, `_checkpoint_wrapped_module`, `_forward_module`) are left out on both sides; and, where the
-target is an AveragedModel and the file is not, its missing counter `n_averaged`.
+`_fsdp_wrapped_module`, `_checkpoint_wrapped_module`, `_forward_module`) are ignored on both sides; and, if the target
+is an AveragedModel and the file is not, its missing counter `n_averaged`.
 
 ## Why it matters
 A model that was wrapped before loading (DataParallel, torch.compile, activation checkpointing) wants the wrapped names:
 `Missing key(s) in state_dict: "module.conv1.weight"`.
 
 ## Fix safety
-Safe: the target confirms name and shape of at least one key, and only keys of which both sides have exactly one are
-renamed. The counter is 0, as in a fresh AveragedModel: its next update starts the average anew. Needs a target.
+Safe: the target confirms name and shape of at least one key, and a key is renamed only if it is unique on both sides.
+The counter is 0, as in a fresh AveragedModel: its next update starts the average anew. Needs a target.
 
 ## Example
 `layer1.conv.weight` becomes `_orig_mod.layer1._checkpoint_wrapped_module.conv.weight` for a compiled, checkpointed

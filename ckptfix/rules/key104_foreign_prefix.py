@@ -1,23 +1,23 @@
-"""KEY104 foreign-prefix: the keys have a prefix that the target does not have, or lack one that it has.
+"""KEY104 foreign-prefix: the keys have a prefix that the target lacks, or the reverse.
 
 ## What it finds
 A prefix of whole segments (`model.`, `net.`, `backbone.` or any other) whose removal or addition makes keys of the file
-equal to keys of the target with the same shapes. Prefixes come from the evidence and not from a list: two keys have to
-agree, unless there is only one, and what a prefix explains has to be most of the file or of the target. Keys of another
-shape (another head) and entries that are not tensors follow the prefix that the rest confirms.
+equal to keys of the target with the same shapes. Prefixes come from the evidence, not from a list: two keys have to
+match (unless there is only one), and the prefix has to explain most of the file or the target. Keys with another shape
+(another head) and entries that are not tensors follow the prefix that the rest confirms.
 
-KEY106 handles layers whose names differ by more than a prefix. So it does lists in which one side has a layer more, if
-the other side has one of its shape beside the list: `layers.0` is then not `layers.0` but `proj_in`.
+KEY106 handles layers whose names differ by more than a prefix. It also handles lists with an extra layer on one side,
+if the other side has a layer of that shape outside the list: then `layers.0` is not `layers.0` but `proj_in`.
 
 ## Why it matters
 A trainer that keeps the network in an attribute (Lightning's `self.model`, a detector's `backbone`) saves it under that
 name; the plain network then reports every key as missing.
 
 ## Fix safety
-Needs a target. Safe for a prefix that is taken off or put on: the target confirms the renames by whole names and
-shapes, and no other prefix explains them too. If two do (`encoder_q.` and `encoder_k.` of a contrastive model), both
-are shown and nothing is renamed; only a set that fits the target in full wins over one that does not. Unsafe if more
-keys fit as they are than are renamed (an auxiliary head may look like the missing one).
+Needs a target. Safe if a prefix is removed or added: the target confirms the renames by full names and shapes, and no
+other prefix explains them. If two do (`encoder_q.` and `encoder_k.` of a contrastive model), both are shown and nothing
+is renamed, unless only one set fits the target completely. Unsafe if more keys already fit than are renamed (an
+auxiliary head may look like the missing one).
 
 ## Example
 `model.backbone.conv1.weight` becomes `conv1.weight`; `conv1.weight` becomes `backbone.conv1.weight`.

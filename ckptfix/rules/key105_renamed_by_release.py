@@ -1,7 +1,7 @@
-"""KEY105 renamed-by-release: names that a release of torch or torchvision changed, or that peft puts in.
+"""KEY105 renamed-by-release: names that a release of torch or torchvision changed, or that peft adds.
 
 ## What it finds
-Keys that a known rewrite of a module gave another name, in either direction:
+Keys that a known change of a module renamed, in either direction:
 
 | rewrite | old | new |
 |---|---|---|
@@ -13,17 +13,15 @@ Keys that a known rewrite of a module gave another name, in either direction:
 | peft, an adapter's file | `lora_A.weight`, `ia3_l` | `lora_A.default.weight`, `ia3_l.default` |
 | peft, the layer under an adapter | `q_proj.weight` | `base_model.model.….q_proj.base_layer.weight` |
 
-`weight` means any tensor name, such as `weight_hh_l0` of an LSTM. The last row works only in this direction: a
-layer with an adapter beside it is not what it was without one.
+`weight` means any tensor name, such as `weight_hh_l0` of an LSTM. The last row works only in this direction: a layer
+with an adapter is not what it was without one.
 
 ## Why it matters
-The tensors are the same, yet a strict load calls every one of them missing under the new name and unexpected under
-the old.
+The tensors are the same, but a strict load reports each as missing under the new name and unexpected under the old one.
 
 ## Fix safety
-Safe: only names change. A key is renamed only where the target lacks it, wants its new name with the same shape,
-and the file does not hold that name already. Without a target nothing is renamed: `gamma` may well be a layer
-scale.
+Safe: only names change. A key is renamed only if the target lacks it and wants the new name with the same shape, and
+the file does not already have that name. Without a target nothing is renamed: `gamma` may well be a layer scale.
 
 ## Example
     ckptfix repair vocoder.pth --model hifigan:generator

@@ -6,8 +6,8 @@ A healthy, complete file whose layers have other names, or another layout, than 
 keys to the target's comes from the first of these that explains the file:
 
 - the loader of the model's own library, for a model of transformers, diffusers, timm or open_clip. It runs on tensors
-  without values that keep track of their elements, so a file of an older release, or of the model's authors, goes where
-  the library would put it (stacked experts, fused layers, permutations for rotary embeddings). These keys are
+  without values that track their elements, so a file from an older release, or from the model's authors, is converted
+  exactly as the library would (stacked experts, fused layers, permutations for rotary embeddings). These keys are
   `certain`. `ckptfix map MODEL FILE` gives the way back;
 - a map that ships with ckptfix, if it explains each key of the target and each of the file, or those below a prefix;
 - names that are the target's with underscores or slashes for the dots, which are `certain`;
@@ -16,32 +16,31 @@ keys to the target's comes from the first of these that explains the file:
   (`qkv`, `gate_up`, experts) and those that are stored transposed; a square matrix is transposed if its siblings are. A
   map must fill three quarters of the target; if only a few layers have other names, it must leave nothing over.
 
-If the target is a file (`--like`) with the values of the same training, as of the original that was renamed and perhaps
-fine-tuned, tensors that correlate with only one tensor of the file are `certain`, whatever their names and order; those
-whose values contradict the map are `ambiguous`. `--no-values` leaves that out.
+If the target is a file (`--like`) from the same training, for example the original before renaming and fine-tuning,
+tensors that correlate with only one tensor of the file are `certain`, whatever their names and order; those whose
+values contradict the map are `ambiguous`. `--no-values` skips this.
 
 ## Why it matters
-Such a file loads into nothing: every key is missing or unexpected. The maps are usually written by hand.
+Such a file loads into no model: every key is missing or unexpected. Maps are usually written by hand.
 
 ## Fix safety
 Each key of the map has a label:
 
-- `certain`: shapes and structure leave one map, and neither side has a layer more than the other;
-- `likely`: names and order decide between layers of equal shapes, or a layer is split or fused, and no shape shows
-  whether its rows are interleaved;
-- `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, with all queries
-  first in some libraries and a row of the three for each head in others. Nothing is applied to these keys.
+- `certain`: shapes and structure allow only one map, and neither side has extra layers; - `likely`: names and order
+  decided between layers of equal shapes, or a layer is split or fused and the shapes do not show whether its rows are
+  interleaved; - `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, which
+  has all queries first in some libraries and the three interleaved by head in others. Nothing is applied to these keys.
 
 Safe if every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the
-missing one. Otherwise it needs `--rename-layers`, which leaves the ambiguous keys as they are. Every value stays bit
-for bit. Needs a target.
+missing one. Otherwise it needs `--rename-layers`, which leaves ambiguous keys unchanged. Every value stays bit for bit.
+Needs a target.
 
-`--source-model` names the model that the file was saved from, and proves the map: both models run on copies, in
-float64 and in eval mode, with the same random weights and statistics and on the same input. If the outputs are equal
-to 1e-9 of the largest, and an exchange of any two tensors of one shape (or a transposed square matrix) would show, the
-keys are `verified`, which is safe. Other possible maps are tried if the first one fails. Tensors whose exchange no
-output shows, such as the key bias of attention, are listed as unobservable; they follow the other tensors of their
-module. If the outputs differ, the map is not applied: the two are not the same architecture.
+`--source-model` names the model that the file was saved from, and proves the map: both models run on copies, in float64
+and in eval mode, with the same random weights and statistics and on the same input. If the outputs agree to 1e-9 of the
+largest, and swapping any two tensors of the same shape (or transposing a square matrix) would show, the keys are
+`verified`, which is safe. If the first map fails, other possible maps are tried. Tensors whose swap changes no output,
+such as the key bias of attention, are listed as unobservable; they follow the other tensors of their module. If the
+outputs differ, the map is not applied: the architectures differ.
 
 ## Example
     ckptfix repair vit_timm.pth --like vit_transformers.safetensors --rename-layers

@@ -1,26 +1,25 @@
-"""KEY107 renamed-by-map: the user's map gives the layers other names or another layout.
+"""KEY107 renamed-by-map: layers renamed or rearranged by the user's map.
 
 ## What it finds
 The keys that the rules of `--rename-map FILE` and the patterns of `--rename OLD=NEW` name. `ckptfix map A B` infers
-such a map and prints it; it can be edited by hand, and applies to other sizes of the same family. A map that only fits
-backwards is applied backwards, and none if the file fits the target already; a note says so. A pattern of `--rename` is
-always applied as it is written. The leading `module.` of a wrapper need not be in a map.
+such a map and prints it; it can be edited by hand, and applies to other sizes of the same family. A map that fits only
+backwards is applied backwards, and none is applied if the file already fits the target; a note says so. A pattern of
+`--rename` is always applied as written. A map may omit a wrapper's leading `module.`.
 
 A rule is `from → to` with patterns of keys: `{n}` is a number (`{n+1}`, `{2n+1}` are computed from it), `{a,b}` one of
-several texts, and `*` any text. What only one side has is joined or taken apart by the steps: `concat`, `stack`, axes
-in another order as einops writes them (`(h d t) ... -> (h t d) ... with d=64 t=2`, or `transpose`), `unstack`,
-`split 3` (or the shares: `split 4:1:1`); axes that end with `for q,k` change in these texts only. Of two rules that
-name a key, the one with fewer variables applies.
+several strings, and `*` any text. The steps join or split what only one side has: `concat`, `stack`, axes in another
+order as einops writes them (`(h d t) ... -> (h t d) ... with d=64 t=2`, or `transpose`), `unstack`, `split 3` (or the
+shares: `split 4:1:1`); axes that end with `for q,k` change only for these strings. If two rules match a key, the one
+with fewer variables applies.
 
 ## Why it matters
-Nothing else brings the layers of another implementation under the names of a model if neither names nor shapes say
-which is which.
+If neither names nor shapes match the layers of two implementations, only a map can.
 
 ## Fix safety
-The fix is what the user asks for: it is applied without another flag. Every value stays bit for bit. A rule is refused
-if it names a key that the file or the target does not have, gives two sources to one element, or splits unevenly; one
-with `"optional": true` may name keys that are not there. A rule with the label `ambiguous` is not applied: choose its
-source in the file, and remove the label.
+You asked for the fix, so it needs no other flag. Every value stays bit for bit. A rule is refused if it names a key
+that the file or the target lacks, gives two sources to one element, or splits unevenly; a rule with `"optional": true`
+may name missing keys. A rule with the label `ambiguous` is not applied: choose its source in the file, and remove the
+label.
 
 ## Example
     ckptfix map vit_timm.pth vit_transformers.safetensors --output-format json > vit.json

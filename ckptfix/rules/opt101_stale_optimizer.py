@@ -1,26 +1,26 @@
-"""OPT101 stale-optimizer: the optimizer's state no longer belongs to the weights beside it.
+"""OPT101 stale-optimizer: the optimizer's state no longer matches the weights.
 
 ## What it finds
 An optimizer in the file whose parameters this repair drops, adds, reorders, reshapes, splits, fuses, replaces or moves
 to another group, or whose stored names it changes. With `--model`, also an optimizer whose parameters are in another
-order than the model's. A rename moves nothing in an optimizer that numbers its parameters, unless a script may
-list them by name and would list the new names in another order. Buffers are not in an optimizer.
+order than the model's. A rename moves nothing in an optimizer that numbers its parameters, unless a script may list
+them by name and the new names sort differently. Buffers are not in an optimizer.
 
-A check warns of an optimizer that could not follow once the keys that do not fit are dropped or filled.
+`check` warns if the optimizer could not follow once mismatched keys are dropped or filled.
 
 ## Why it matters
-`torch.optim` knows parameters by position. After two keys are dropped, `optimizer.load_state_dict` raises `loaded state
-dict contains a parameter group that doesn't match the size of optimizer's group`. If the number is right and the order
-is not, momentum and second moments silently go to the wrong weights.
+`torch.optim` identifies parameters by position. After two keys are dropped, `optimizer.load_state_dict` raises
+`loaded state dict contains a parameter group that doesn't match the size of optimizer's group`. If the number is right
+and the order is not, momentum and second moments silently go to the wrong weights.
 
 ## Fix safety
-The state follows the weights: it moves to the new position or group, is reshaped, split, fused and permuted as they
-are, and is left out with those that are dropped. These parameters start without a state, and are listed:
+The state follows the weights: it moves to the new position or group, is reshaped, split, fused and permuted with them,
+and is dropped with them. These parameters start without a state, and are listed:
 
 - new ones, and those whose values did not come from this training;
-- those whose state cannot be cut exactly: factored (Adafactor), blockwise (8-bit), or of unequal step counts;
-- a few layers that KEY106 renamed by their shape only, to names that have nothing in common. `--rename OLD=NEW` or
-  `--rename-layers` says that they are the same layers.
+- those whose state cannot be split exactly: factored (Adafactor), blockwise (8-bit), or with unequal step counts; - a
+  few layers that KEY106 renamed only by shape, to entirely different names. Use `--rename OLD=NEW` or `--rename-layers`
+  to say that they are the same layers.
 
 Safe if the file has the names: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in the
 place of numbers (FSDP, `torch.distributed.checkpoint`).
@@ -28,23 +28,22 @@ place of numbers (FSDP, `torch.distributed.checkpoint`).
 Unsafe if the names follow from a recipe, the way in which a trainer orders parameters: plain, Hugging Face Trainer,
 timm, layer-wise decay, ultralytics, detectron2, DETR, minGPT, Muon for the matrices and Adam for the rest (as two
 optimizers or two groups), or a script of your own that groups them by parts of the model, by kinds of parameters, or by
-both. The sizes of all groups and the shapes of all moments confirm a recipe. Where shapes are equal, ckptfix assumes
-the order of the model, and the finding names an order of few scripts (in reverse, biases last) that would fit as well.
+both. The sizes of all groups and the shapes of all moments confirm a recipe. For equal shapes, ckptfix assumes the
+order of the model, and the finding names any rare order (reversed, biases last) that would fit as well.
 
 Nothing is touched if
 
-- two recipes fit and lead to different states, unless one is of a trainer that left a file or an option of its own;
-- groups of equal shapes may be exchanged, or may list their parameters by name, in reverse, or with the head first;
+- two recipes fit and lead to different states, unless one belongs to a trainer that left its own file or option; -
+  groups of equal shapes could be swapped, or could list their parameters by name, reversed, or with the head first;
 - the names fit both at the top and under a prefix;
 - another state_dict of the file fits too, and the optimizer's name does not say whose it is (`optG` of `G`);
-- a parameter is new, and nothing tells its group, or its place in an order of your own;
-- the state is of all parameters together (L-BFGS), or a list beside it has a copy of each (the float32 weights of
-  apex and Megatron).
+- a parameter is new, and nothing shows its group, or its place in your own order; - the state covers all parameters
+  together (L-BFGS), or a separate list has a copy of each (the float32 weights of apex and Megatron).
 
 `ckptfix.load(model, file, optimizer=optimizer)` in the training script knows groups and order, and an optimizer with
-names (`AdamW(model.named_parameters())`) has none of these doubts. With the positions, the state_dict takes on the
-order of the model. `--drop-optimizer` leaves the optimizer out: training continues from the weights, with new moments.
-`--keep-optimizer` keeps it as it is.
+names (`AdamW(model.named_parameters())`) has none of these doubts. If positions move, the state_dict is put into model
+order too. `--drop-optimizer` drops the optimizer: training continues from the weights, with new moments.
+`--keep-optimizer` keeps it unchanged.
 
 ## Example
 `{"model": …, "optimizer": …}` whose two keys `fc.*` are dropped: the optimizer of 62 parameters becomes one of 60.

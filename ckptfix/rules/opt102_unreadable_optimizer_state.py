@@ -1,21 +1,21 @@
-"""OPT102 unreadable-optimizer-state: the optimizer's state does not load into an optimizer once the file is repaired.
+"""OPT102 unreadable-optimizer-state: the optimizer's state will not load after the repair.
 
 ## What it finds
-Moments that a class makes of several tensors, as quantised optimizers have them, and other objects with tensors in the
-state of an optimizer; also such as an earlier version of ckptfix took apart into plain data. And options of its groups
-that are objects of a class or functions: an enum, a configuration. A warning: state of torch's own optimizers without
-`step`, which no release of torch fills in.
+Moments that a class builds from several tensors, as in quantised optimizers, and other objects with tensors in the
+state of an optimizer, including those that an earlier version of ckptfix turned into plain data. Also options of its
+groups that are objects or functions: an enum, a configuration. A warning: state of torch's own optimizers without
+`step`, which no release of torch adds.
 
 ## Why it matters
-As plain data they do not load into any optimizer, and nothing says so before the training goes on. Options take the
-place of those of the script: an optimizer that compares its method with a member of an enum goes on with another one.
-Without `step`, `optimizer.load_state_dict`, or with a torch before 1.12 the first step, fails with `KeyError: 'step'`.
+As plain data they load into no optimizer, and nothing says so until training resumes. Options replace those of the
+script: an optimizer that compares its method with an enum member continues with a different method. Without `step`,
+`optimizer.load_state_dict`, or with a torch before 1.12 the first step, fails with `KeyError: 'step'`.
 
 ## Fix safety
-The moments of torchao's 4-bit, 8-bit and fp8 optimizers are carried bit for bit in a `.pth`, which is a note:
+The moments of torchao's 4-bit, 8-bit and fp8 optimizers are copied bit for bit into a `.pth`, which is a note:
 `torch.load` reads the file with `weights_only=True` after `import torchao.optim`. Those of bitsandbytes are plain
 tensors and need nothing. There is no fix for other classes, and none for steps that were not saved: `--drop-optimizer`
-leaves the optimizer out, and `--keep-optimizer` keeps its state, as plain data.
+drops the optimizer, and `--keep-optimizer` keeps its state as plain data.
 
 ## Example
 `optimizer.state[0].exp_avg` is a `torchao.optim.subclass_8bit.OptimState8bit`: codes, scales and a map of 256 values.

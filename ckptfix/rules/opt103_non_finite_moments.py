@@ -1,16 +1,16 @@
 """OPT103 non-finite-moments: the optimizer's state holds NaN or infinite values.
 
 ## What it finds
-Moments and other floating tensors in the state of an optimizer that are not finite, in the file or in the
-`optimizer.pt` beside it.
+Non-finite moments and other float tensors in the state of an optimizer, in the file or in the `optimizer.pt` next to
+it.
 
 ## Why it matters
-The first step of a training that goes on makes every weight NaN that such a moment belongs to, though the weights in
-the file are sound.
+The first step of resumed training turns every weight with such a moment into NaN, although the weights in the file are
+fine.
 
 ## Fix safety
-Unsafe: the state of these parameters starts anew, as for a new parameter. The others keep theirs.
-`--drop-optimizer` leaves the whole optimizer out, and `--keep-optimizer` keeps it as it is.
+Unsafe: the state of these parameters is reset, as for a new parameter. The others keep theirs. `--drop-optimizer` drops
+the whole optimizer, and `--keep-optimizer` keeps it unchanged.
 
 ## Example
 `exp_avg_sq` of one layer is infinite after a loss spike, and the step that would have used it was never made.

@@ -1,4 +1,4 @@
-"""OPT104 optimizer-of-another-model: the optimizer's moments have shapes that no weight beside them has.
+"""OPT104 optimizer-of-another-model: the optimizer's moments have shapes that no weight has.
 
 ## What it finds
 An optimizer most of whose moments of two and more dimensions have a shape that no tensor of the file has: the state
@@ -6,11 +6,11 @@ of another model, or of this one before it was changed. Moments that one flat te
 those beside an object of a class, such as GaLore's, which are of fewer rows or columns than their weight (OPT102).
 
 ## Why it matters
-`optimizer.load_state_dict` compares the numbers of parameters only. If these agree, the load succeeds and the first
+`optimizer.load_state_dict` compares only the numbers of parameters. If these match, the load succeeds and the first
 step fails with `The size of tensor a must match the size of tensor b`, or moments go to the wrong weights.
 
 ## Fix safety
-There is no fix. `--drop-optimizer` leaves the optimizer out, and `--keep-optimizer` keeps it as it is.
+There is no fix. `--drop-optimizer` drops the optimizer, and `--keep-optimizer` keeps it unchanged.
 
 ## Example
 The weights were replaced by those of a wider model, and `optimizer` was copied from the old checkpoint.

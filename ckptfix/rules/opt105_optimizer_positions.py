@@ -1,17 +1,17 @@
-"""OPT105 optimizer-positions: which state of an optimizer belongs to which parameter, and how that is known.
+"""OPT105 optimizer-positions: the parameter of each position of an optimizer, and how that is known.
 
 ## What it finds
-With `--optimizer`, for each optimizer in the file or beside it: the name of each of its positions, its group, and what
-is kept of it. A note; it changes nothing.
+With `--optimizer`, for each optimizer in the file or next to it: the name, group and state of each position. A note; it
+changes nothing.
 
 ## Why it matters
-An optimizer numbers its parameters. After an edit of the model or an upgrade of the trainer, number 17 may be another
-layer, and the load says nothing.
+An optimizer numbers its parameters. After you edit the model or upgrade the trainer, number 17 may be another layer,
+and the load does not notice.
 
 ## Fix safety
-There is nothing to fix. Names that the file has itself are certain. Those of a recipe are confirmed by the sizes of the
-groups and the shapes of the moments; parameters whose shape others have too rely on the order between them. If several
-recipes fit and differ, all of them are named.
+There is nothing to fix. Names stored in the file are certain. Names from a recipe are confirmed by the sizes of the
+groups and the shapes of the moments; parameters with equal shapes rely on their order. If several recipes fit and
+differ, all are listed.
 
 ## Example
 `ckptfix check last.ckpt --optimizer`

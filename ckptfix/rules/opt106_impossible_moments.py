@@ -1,24 +1,24 @@
-"""OPT106 impossible-moments: the optimizer's averages are of values that no training leaves in them.
+"""OPT106 impossible-moments: the optimizer's averages have values that no training produces.
 
 ## What it finds
 - A warning: averages of squared gradients (`exp_avg_sq`, `square_avg`) that are negative.
-- A note: an `exp_avg` of Adam that is larger than any gradients make it beside the `exp_avg_sq` of the same
-  parameter. With the betas b1 and b2, its square is at most (1 - b1)² / ((1 - b2)(1 - b1² / b2)) times `exp_avg_sq`, by
-  the inequality of Cauchy and Schwarz. Four times as much is reported, since betas may change during a training.
+- A note: an `exp_avg` of Adam that is larger than the `exp_avg_sq` of the same parameter allows. With the betas b1 and
+  b2, its square is at most (1 - b1)² / ((1 - b2)(1 - b1² / b2)) times `exp_avg_sq`, by the inequality of Cauchy and
+  Schwarz. Only four times as much is reported, because betas may change during training.
 
 Of each tensor, the extremes, the means and a sample are compared. Optimizers that compute the averages otherwise (SOAP,
 LAMB, Adafactor), and averages in float16 or in quantised form, are left out of the second.
 
 ## Why it matters
-The files of the two averages were exchanged, or those of different parameters or saves. A load does not notice, since
-all shapes fit. The root of a negative average is NaN, and an average that is too small makes the first steps too large.
+The files of the two averages, or of different parameters or saves, were swapped. A load does not notice, because all
+shapes fit. The root of a negative average is NaN, and an average that is too small makes the first steps too large.
 
 ## Fix safety
-There is no fix: which of the two averages is right is not in the file. Fetch the files again. `--drop-optimizer` leaves
-the whole optimizer out, and `--keep-optimizer` keeps it as it is.
+There is no fix, because the file does not show which average is right. Fetch the files again. `--drop-optimizer` drops
+the whole optimizer, and `--keep-optimizer` keeps it unchanged.
 
 ## Example
-`exp_avg.pt` and `exp_avg_sq.pt` of one parameter of a universal checkpoint have each other's name.
+In a universal checkpoint, `exp_avg.pt` and `exp_avg_sq.pt` of a parameter are swapped.
 
 ## Sources
 `torch/optim/adam.py`; https://arxiv.org/abs/1412.6980, section 2.1."""

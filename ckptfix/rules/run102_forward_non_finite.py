@@ -26,8 +26,8 @@ the cure.
 ## Example
 A `BatchNorm2d` whose `running_var` was saved after a divergence:
 
-    the model runs, but its output is not finite: output float32[2, 10]: 20 NaN; the first to make NaN of finite
-    values is bn1 (BatchNorm2d), whose running_var is not finite itself.
+    the model runs, but its output is not finite: output float32[2, 10]: 20 NaN; the first to turn finite values
+    into NaN is bn1 (BatchNorm2d), whose running_var is not finite itself.
 
 ## Sources
 - NaN in a published file: https://github.com/sharif-apu/BJDD_CVPR21/issues/4

@@ -231,7 +231,7 @@ def test_links_lead_nowhere_else(tmp_path: Path) -> None:
     file = inside / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file.rename(outside / file.name)
     file.symlink_to(outside / file.name)
-    with pytest.raises(HostileError, match="leads out of the folder"):
+    with pytest.raises(HostileError, match="leads outside the folder"):
         ckptfix.open_checkpoint(inside)
 
 

@@ -30,7 +30,7 @@ def test_a_clean_file_is_not_copied(folder):
     done = run_here("repair", "good.pth", cwd=folder)
     assert done.returncode == 0
     assert not (folder / "good.fixed.pth").exists()
-    assert "written: nothing, as there is nothing to repair; -o FILE writes it anyway\n" in done.stdout
+    assert "written: nothing, because there is nothing to repair; -o FILE writes it anyway\n" in done.stdout
 
 
 def test_repair_beside_the_source(folder):

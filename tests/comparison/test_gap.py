@@ -126,14 +126,14 @@ def test_nan_is_never_close():
     ("a", "b", "words"),
     [
         pytest.param(torch.eye(3).to_sparse(), torch.eye(3), "layouts", id="sparse and dense"),
-        pytest.param(torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse(), "other places", id="two patterns"),
+        pytest.param(torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse(), "different positions", id="two patterns"),
         pytest.param(
             torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
             torch.quantize_per_tensor(torch.ones(2), 0.2, 5, torch.qint8),
             "quantised",
             id="two scales",
         ),
-        pytest.param(torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse(), "other places", id="moved"),
+        pytest.param(torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse(), "different positions", id="moved"),
         pytest.param(torch.ones(2) * 1j, (torch.ones(2) * 1j).conj(), "conjugated", id="a conjugated view"),
         pytest.param(torch.ones(2), torch.ones(2) * 1j, "float32 and complex64", id="real and complex"),
         pytest.param(torch.ones(2), torch.ones(2, device="meta"), "no data", id="meta"),

@@ -56,7 +56,7 @@ def test_a_timeout_that_clocks_can_wait_for(seconds):
         pytest.param({"select": ["KEY", 1]}, "give a string, or a list of strings", id="a number among codes"),
         pytest.param({"fill": 3}, "fill=3: give", id="fill with a number"),
         pytest.param({"replace": ("VAL",)}, "add fill='twin', ", id="replace without fill"),
-        pytest.param({"dtype": "float16", "values": False}, "leave out values=False", id="cast unseen"),
+        pytest.param({"dtype": "float16", "values": False}, "omit values=False", id="cast unseen"),
         pytest.param(
             {"drop_optimizer": True, "keep_optimizer": True},
             "keep_optimizer=True exclude each other",

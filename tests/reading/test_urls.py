@@ -405,7 +405,7 @@ def test_shards_of_a_server_that_lists_nothing(web):
 def test_an_index_does_not_lead_out_of_its_folder(name, web):
     folder = sharded(web)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(HostileError, match="leads out of the folder"):
+    with pytest.raises(HostileError, match="leads outside the folder"):
         ckptfix.check(f"{web.url}/org/repo/model.safetensors.index.json")
     with pytest.raises(UnreadableError, match="has a stale index"):  # by the list of what is there
         ckptfix.check("hf://org/repo")

@@ -60,11 +60,11 @@ def like(**facts):
         (
             like(fit=Fit.PART, prefix="a.", outside=1, others=(like(fit=Fit.PART, prefix="b.", outside=1),)),
             "timm vit_small_patch16_224, under `a.`; and timm vit_small_patch16_224, under `b.`; "
-            "1 key of the file is outside of them",
+            "1 key of the file is outside them",
         ),
         (
             like(fit=Fit.PART, prefix="encoder.", outside=2, missing=("head.weight",)),
-            "timm vit_small_patch16_224 without its head, under `encoder.`; 2 keys of the file are outside of it",
+            "timm vit_small_patch16_224 without its head, under `encoder.`; 2 keys of the file are outside it",
         ),
         (
             like(fit=Fit.NEAR, missing=("layer4.0.a", "layer4.1.b", "fc.w"), tensors=9, differing=("x.w",)),
@@ -73,7 +73,7 @@ def like(**facts):
         ),
         (
             like(fit=Fit.NEAR, added=("blocks.0.se.w", "blocks.1.se.w"), prefix="net."),
-            "no known model; the nearest is timm vit_small_patch16_224: under `net.`, 2 keys that it does not have "
+            "no known model; the nearest is timm vit_small_patch16_224: under `net.`, 2 keys that it lacks "
             "(`blocks.0`, `blocks.1`)",
         ),
     ],

@@ -131,7 +131,7 @@ def test_a_damaged_list_of_names_stays_a_warning_and_nothing_is_made_up(tmp_path
     done = ckptfix.repair(misnamed(tmp_path), salvage=True, output=tmp_path / "out.pth")
     left = [finding for finding in done.report.remaining if finding.code in ("FIL203", "BUF101")]
     assert [(finding.code, finding.level) for finding in left] == [("FIL203", Level.WARNING), ("BUF101", Level.WARNING)]
-    assert "data.pkl that fails its checksum: the names, shapes and positions" in left[0].message
+    assert "data.pkl that fails its checksum: its names, shapes and offsets" in left[0].message
     assert done.report.exit_code == 1
     written = torch.load(tmp_path / "out.pth")
     assert list(written) == ["weight", "bias", "running_mean", "running_var", "num_batchds_tracked"]

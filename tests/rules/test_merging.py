@@ -40,10 +40,10 @@ from tests.rules.adapters import DTYPES, LINEAR, LORA, cached, changed_config, l
         pytest.param({"lora_bias": True}, "has no bias vector", id="lost biases"),
         pytest.param({"trainable_token_indices": [3]}, "has no rows of tokens", id="lost tokens"),
         pytest.param({"modules_to_save": ["head"]}, r"the adapter has no head\.", id="a lost head"),
-        pytest.param({"r": 0}, "has the rank 0: so adapter_config.json says in r", id="no rank"),
-        pytest.param({"lora_alpha": "8"}, "for a number", id="a text for a number"),
-        pytest.param({"lora_alpha": None}, "the lora_alpha of .* for a number", id="null for a number"),
-        pytest.param({"rank_pattern": ["q"]}, "is not a map", id="a list for a map"),
+        pytest.param({"r": 0}, "has the rank 0: according to r", id="no rank"),
+        pytest.param({"lora_alpha": "8"}, "instead of a number", id="a text for a number"),
+        pytest.param({"lora_alpha": None}, "the lora_alpha of .* instead of a number", id="null for a number"),
+        pytest.param({"rank_pattern": ["q"]}, "does not map layers", id="a list for a map"),
         pytest.param({"alpha_pattern": {"q(": 1}}, "correct it", id="no pattern"),
         pytest.param({"alpha_pattern": {"(a*)*b": 1}}, "has the pattern", id="a pattern that takes for ever"),
     ],
@@ -442,7 +442,7 @@ PAIR = {"lora_down.weight": (1, 8), "lora_up.weight": (8, 1)}
         pytest.param({"hada_t1": (2, 2), "lora_down.weight": (2, 8)}, "of two types", id="a core of another type"),
         pytest.param({"lora_mid.weight": (2, 2), **PAIR}, r"which do not fit q\.weight", id="a core of no kernel"),
         pytest.param({"diff": (8, 4)}, r"but the base has q\.weight \[8, 8\]", id="a difference of others"),
-        pytest.param({"diff_b": (8,)}, r"for which the base has no q\.bias", id="no bias"),
+        pytest.param({"diff_b": (8,)}, r"but the base has no q\.bias", id="no bias"),
         pytest.param({"lokr_w1": (2, 2), "lokr_w2": (4, 4), "lora_down.weight": (2, 8)}, "of two types", id="mixed"),
     ],
 )
@@ -518,7 +518,7 @@ def test_of_components_with_the_same_shapes_that_of_the_folder_is_merged(one, tw
         for adapter in (name, "both"):
             ckptfix.repair(place, adapter=tmp_path / f"{adapter}.safetensors", output=place.parent / adapter)
         assert_same(load_file(place.parent / "both"), load_file(place.parent / name))
-    with pytest.raises(AdapterError, match=rf"for {one} and {two} all fit .* such as {two}, or save"):
+    with pytest.raises(AdapterError, match=rf"for {one} and {two} all fit .* for example {two}, or save"):
         ckptfix.repair_state_dict(base, adapter=tmp_path / "both.safetensors", values=False)
 
 
@@ -677,7 +677,7 @@ def test_a_square_conv1d_of_which_nothing_else_says_so_is_refused(tmp_path):
     adapter = trained(LORA(r=4, target_modules=["c_proj", "q"]), tmp_path / "adapter")
     base = {key: value for key, value in net().state_dict().items() if "c_attn" not in key}
     changed_config(adapter, fan_in_fan_out=False)
-    with pytest.raises(AdapterError, match=r"whether the square block\.0\.attn\.c_proj is a Conv1D"):
+    with pytest.raises(AdapterError, match=r"the square block\.0\.attn\.c_proj may be a Conv1D"):
         ckptfix.repair_state_dict(base, adapter=adapter)
 
 

@@ -70,8 +70,8 @@ def test_an_output_that_is_not_finite_is_traced() -> None:
     assert (finding.code, finding.name) == ("RUN102", "forward-non-finite")
     assert finding.keys == ("bn.running_var",)
     assert finding.message == (
-        "the model runs, but its output is not finite: output float32[2, 2]: 4 NaN; the first to make NaN of finite"
-        " values is bn (BatchNorm2d), whose running_var is not finite itself"
+        "the model runs, but its output is not finite: output float32[2, 2]: 4 NaN; the first to turn finite values"
+        " into NaN is bn (BatchNorm2d), whose running_var is not finite itself"
     )
     assert finding.evidence["first_weights"][0].startswith("running_var")  # what is broken stands first
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_compared_is_a_note(
     assert outcome.compared == Comparison("other.pth", unlike=said)
     [finding] = findings_of(outcome)
     assert (finding.code, finding.level) == ("RUN106", Level.NOTE)
-    assert finding.message == f"the outputs are not compared with those of other.pth: {said}"
+    assert finding.message == f"the outputs were not compared with those of other.pth: {said}"
 
 
 def test_a_model_that_did_not_run_is_not_compared(save: Save, tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_an_index_that_leads_out_takes_nothing_from_there(tmp_path: Path):
     found = {item.name: parts(item) for item in list_zoo(place)}
     assert found == {"a/x.index.json": ["a/x.index.json", "other/model.bin"]}
     # Whoever opens it says why not.
-    with pytest.raises(Exception, match="leads out of the folder"):
+    with pytest.raises(Exception, match="leads outside the folder"):
         open_file(str(tmp_path / "zoo/a/x.index.json"))
 
 

@@ -166,7 +166,7 @@ def test_a_wrong_hash_is_a_finding():
     found = wrong_hash("resnet50-19c8e357.pth", NEW)
     assert found is not None
     assert (found.code, found.level) == ("FIL107", Level.WARNING)
-    assert found.message == f"the name says that the sha256 begins with 19c8e357, and it begins with {NEW[:8]}"
+    assert found.message == f"the name says that the sha256 begins with 19c8e357, but it begins with {NEW[:8]}"
     assert found.evidence == {"in_name": "19c8e357", "sha256": NEW}
 
 

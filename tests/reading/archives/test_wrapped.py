@@ -175,7 +175,7 @@ REFUSED = {
     "bzip2 damaged": (
         bz2.compress(saved())[:60] + bytes(200),
         UnreadableError,
-        "bzip2 stream fails after 0 bytes.*nothing of it",
+        "bzip2 stream fails after 0 bytes.*nothing in it",
     ),
     "gzip with flags that no standard has": (
         b"\x1f\x8b\x08\xff" + gzip.compress(saved())[4:],

@@ -146,7 +146,7 @@ def test_the_container_of_lightning_is_as_its_trainer_reads_it_from_one_file(tmp
 def test_a_link_out_of_the_folder_is_not_followed(saved: Path) -> None:
     torch.save({"stolen": 1}, saved.parent / "meta.pt")
     (saved / "meta.pt").symlink_to(saved.parent / "meta.pt")
-    with pytest.raises(HostileError, match="leads out of the folder"):
+    with pytest.raises(HostileError, match="leads outside the folder"):
         ckptfix.open_checkpoint(saved)
 
 
@@ -414,7 +414,7 @@ def test_a_file_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     next(iter(metadata.storage_data.values())).relative_path = name
     write_metadata(folder, metadata)
     for salvage in (False, True):
-        with pytest.raises(HostileError, match="leads out of the folder"):
+        with pytest.raises(HostileError, match="leads outside the folder"):
             ckptfix.open_checkpoint(folder, salvage=salvage)
 
 

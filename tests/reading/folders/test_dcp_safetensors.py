@@ -132,5 +132,5 @@ def test_a_link_out_of_the_folder(shards: tuple[Path, Path], tmp_path: Path) -> 
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / shards[0].name).symlink_to(shards[0])
-    with pytest.raises(HostileError, match="leads out of the folder"):
+    with pytest.raises(HostileError, match="leads outside the folder"):
         ckptfix.open_checkpoint(folder)

@@ -73,7 +73,7 @@ def test_names_inside_of_the_folder(tmp_path: Path, name: str) -> None:
     ["/etc/passwd", "../model.bin", "shards/../../x", "..\\x", "C:\\x", "c:x", "\\\\host\\x", "", "a\0b", "..", "/"],
 )
 def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(HostileError, match="leads out of the folder"):
+    with pytest.raises(HostileError, match="leads outside the folder"):
         file_inside(tmp_path, name, str(tmp_path / "index.json"))
 
 

@@ -215,7 +215,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: 
     (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
     write_index(folder, {"weight_map": {"a": name}})
     for salvage in (False, True):
-        with pytest.raises(HostileError, match="leads out of the folder"):
+        with pytest.raises(HostileError, match="leads outside the folder"):
             ckptfix.open_checkpoint(folder, salvage=salvage)
 
 

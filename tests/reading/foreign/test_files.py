@@ -188,7 +188,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         (b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (), }", "pickled Python objects of NumPy"),
         (struct.pack("<iiiq", 0, 2, 0, 32013312) + NOISE, "a weight file of Darknet"),
         (struct.pack("<iiii", 0, 1, 0, 320133) + NOISE, "a weight file of Darknet"),
-        (b"IxFI\x00\x03\x00\x00" + bytes(40), "an index of Faiss"),
+        (b"IxFI\x00\x03\x00\x00" + bytes(40), "a Faiss index"),
         (b"3000000 300\n</s> \x00\x80\x3a\x3f", "word vectors of word2vec"),
         (pickle.dumps("hello", protocol=0), "the file holds a str"),
         (b"S'hello'\np0\n.", "the file holds a str"),
@@ -266,7 +266,7 @@ def test_text_that_ends_inside_of_a_letter() -> None:
         ("#!/bin/sh\nwget", "source code"),
         ("-----BEGIN PGP MESSAGE-----\n", "decrypt it first"),
         ("4\n1\n3\nV 1\n13\nnn.Sequential", "a Lua Torch7 file"),
-        ('model_checkpoint_path: "m"', "TensorFlow's note"),
+        ('model_checkpoint_path: "m"', "TensorFlow's record"),
     ],
 )
 def test_what_a_text_says(text: str, said: str) -> None:
@@ -308,9 +308,9 @@ CHANGES = {
     "Windows-1252": (windows, "saved as text: .* encoded as UTF-8; fetch it again"),
     "UTF-8": (lambda data: data.decode("utf-8", "replace").encode(), r"U\+FFFD, which cannot be undone; fetch"),
     "ASCII": (lambda data: data.decode("ascii", "replace").encode(), r"U\+FFFD, which cannot be undone; fetch"),
-    "chunks": (chunked, "answer of a web server"),
-    "chunks with an extension": (lambda data: chunked(data, b" ;name=value"), "answer of a web server"),
-    "an answer": (lambda data: b"HTTP/1.1 200 OK\r\n\r\n" + chunked(data), "answer of a web server"),
+    "chunks": (chunked, "web server's chunked response"),
+    "chunks with an extension": (lambda data: chunked(data, b" ;name=value"), "web server's chunked response"),
+    "an answer": (lambda data: b"HTTP/1.1 200 OK\r\n\r\n" + chunked(data), "web server's chunked response"),
 }
 
 
