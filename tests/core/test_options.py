@@ -151,6 +151,6 @@ def test_a_command_repeats_what_was_given():
     assert option_words({"smoke": False, "only": ["a.pth"]}) == ("--only", "a.pth", "--no-smoke")
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.is_setting], ids=lambda option: option.name)
-def test_a_placeholder_of_any_option_has_a_flag(option):
-    assert flag_text(Opt(option.name, FILE)).startswith(option.long)
+def test_a_placeholder_of_any_option_has_a_flag():
+    for option in OPTIONS:
+        assert not option.is_setting or flag_text(Opt(option.name, FILE)).startswith(option.long), option.name

@@ -247,9 +247,9 @@ def test_files_in_and_out(tmp_path):
     assert_same(dict(sorted(load_file(tmp_path / "planned.safetensors").items())), dict(sorted(want.items())))
 
 
-@pytest.mark.parametrize("make", HEALTHY.values(), ids=list(HEALTHY))
-def test_noop_models_as_they_are_born(make):
-    assert propose(unmerged_adapter, make().state_dict()) == []
+def test_noop_models_as_they_are_born():
+    for name, make in HEALTHY.items():
+        assert propose(unmerged_adapter, make().state_dict()) == [], name
 
 
 def test_settings_that_do_not_go_together(tmp_path):

@@ -21,9 +21,9 @@ from tests.rules.proposals import loud, propose
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models_are_quiet(name):
-    assert propose(non_finite, build(name).state_dict()) == []
+def test_healthy_models_are_quiet():
+    for name in HEALTHY:
+        assert propose(non_finite, build(name).state_dict()) == [], name
 
 
 @pytest.mark.parametrize(

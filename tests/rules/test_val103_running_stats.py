@@ -15,9 +15,9 @@ def norm(mean: float = 0.1, variance: float = 0.9, batches: int | None = 7) -> d
     return state if batches is None else {**state, "bn.num_batches_tracked": torch.tensor(batches)}
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models_are_without_warnings(name):
-    assert loud(propose(running_stats, build(name).state_dict())) == []
+def test_healthy_models_are_without_warnings():
+    for name in HEALTHY:
+        assert loud(propose(running_stats, build(name).state_dict())) == [], name
 
 
 @pytest.mark.parametrize(

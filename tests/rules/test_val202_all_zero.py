@@ -16,10 +16,10 @@ def net(**zero: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return healthy | {key.replace("__", "."): torch.zeros(shape) for key, shape in zero.items()}
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models_are_quiet(name):
-    assert propose(all_zero, build(name).state_dict()) == []
-    assert propose(all_zero, build(name).state_dict(), build(name)) == []
+def test_healthy_models_are_quiet():
+    for name in HEALTHY:
+        assert propose(all_zero, build(name).state_dict()) == [], name
+        assert propose(all_zero, build(name).state_dict(), build(name)) == [], name
 
 
 @pytest.mark.parametrize(

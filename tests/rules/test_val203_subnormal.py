@@ -14,9 +14,9 @@ def weight(subnormals: int, dtype: torch.dtype = torch.float32) -> dict[str, tor
     return {"fc.weight": tensor}
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models_are_quiet(name):
-    assert propose(subnormal, build(name).state_dict()) == []
+def test_healthy_models_are_quiet():
+    for name in HEALTHY:
+        assert propose(subnormal, build(name).state_dict()) == [], name
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ def table(rows: slice) -> torch.Tensor:
     return weight
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models_are_quiet(name):
-    assert propose(dead_channels, build(name).state_dict()) == []
+def test_healthy_models_are_quiet():
+    for name in HEALTHY:
+        assert propose(dead_channels, build(name).state_dict()) == [], name
 
 
 @pytest.mark.parametrize(

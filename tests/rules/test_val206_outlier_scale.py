@@ -16,9 +16,9 @@ def net(factor: float = 1.0, key: str = "2.weight") -> dict[str, torch.Tensor]:
     return {name: value * factor if name == key else value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_models_are_quiet(name):
-    assert propose(outlier_scale, build(name).state_dict()) == []
+def test_healthy_models_are_quiet():
+    for name in HEALTHY:
+        assert propose(outlier_scale, build(name).state_dict()) == [], name
 
 
 @pytest.mark.parametrize(

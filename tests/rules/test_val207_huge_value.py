@@ -19,9 +19,9 @@ def flipped(value: float, bit: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", number ^ (1 << bit)))[0])
 
 
-@pytest.mark.parametrize("make", HEALTHY.values(), ids=list(HEALTHY))
-def test_noop_models_as_they_are_born(make):
-    assert propose(huge_value, make().state_dict()) == []
+def test_noop_models_as_they_are_born():
+    for name, make in HEALTHY.items():
+        assert propose(huge_value, make().state_dict()) == [], name
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from tests.rules.proposals import propose
 ONE = torch.randn(16, 16)
 
 
-@pytest.mark.parametrize("make", HEALTHY.values(), ids=list(HEALTHY))
-def test_noop_models_as_they_are_born(make):
-    assert propose(same_matrix, make().state_dict()) == []
+def test_noop_models_as_they_are_born():
+    for name, make in HEALTHY.items():
+        assert propose(same_matrix, make().state_dict()) == [], name
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,18 @@ def test_noop(protocol: int, optimized: bool, tmp_path: Path) -> None:
             assert bytes_of(checkpoint.read(key)) == bytes_of(torch.as_tensor(members[key]))
 
 
-@pytest.mark.parametrize("count", [1, 2, 64, 300])
 @pytest.mark.parametrize("kind", ["lost", "doubled", "inserted"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_comes_before_the_damage_is_read(form: str, kind: str, count: int, tmp_path: Path) -> None:
+def test_what_comes_before_the_damage_is_read(form: str, kind: str, tmp_path: Path) -> None:
     data, path = FORMS[form], tmp_path / "damaged.pkl"
-    path.write_bytes(damaged(data, kind, data.index(KEYS[2].encode()) + 180, count))
-    checkpoint = ckptfix.open_checkpoint(path, salvage=True)
-    assert not set(KEYS) - set(checkpoint.specs) or any(mark.kind is Kind.UNNAMED_LOSS for mark in checkpoint.remarks)
-    assert set(KEYS[:2]) <= set(checkpoint.specs) <= set(KEYS)
-    for key in checkpoint.specs:
-        assert bytes_of(checkpoint.read(key)) == bytes_of(TENSORS[key])
+    for count in (1, 2, 64, 300):
+        path.write_bytes(damaged(data, kind, data.index(KEYS[2].encode()) + 180, count))
+        checkpoint = ckptfix.open_checkpoint(path, salvage=True)
+        named = any(mark.kind is Kind.UNNAMED_LOSS for mark in checkpoint.remarks)
+        assert named or not set(KEYS) - set(checkpoint.specs), count
+        assert set(KEYS[:2]) <= set(checkpoint.specs) <= set(KEYS), count
+        for key in checkpoint.specs:
+            assert bytes_of(checkpoint.read(key)) == bytes_of(TENSORS[key]), (key, count)
 
 
 @pytest.mark.parametrize("around", [lambda model: model, lambda model: {"epoch": 3, "model": model}])

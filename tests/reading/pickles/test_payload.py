@@ -149,9 +149,8 @@ EXECUTORS = """pathlib.Path.unlink pathlib.PosixPath.write_text functools.reduce
     builtins.getattr() logging.config.listen keras.models.load_model""".split()
 
 
-@pytest.mark.parametrize("name", EXECUTORS)
-def test_a_function_that_does_something_is_found_by_its_call(name):
-    assert runs_code(name)
+def test_a_function_that_does_something_is_found_by_its_call():
+    assert [name for name in EXECUTORS if not runs_code(name)] == []
 
 
 @pytest.mark.parametrize("name", ["models.yolo.load", "mylib.rebuild", "omegaconf.create", "", ".", "os", "torch."])
@@ -231,14 +230,12 @@ PAYLOADS = """os.system posix.system nt.system subprocess.Popen builtins.eval __
     matplotlib.backends.backend_pdf.PdfPages""".split()
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-def test_a_name_that_checkpoints_need_is_no_payload(name):
-    assert not is_payload(name)
+def test_a_name_that_checkpoints_need_is_no_payload():
+    assert [name for name in HARMLESS if is_payload(name)] == []
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_a_name_that_only_runs_code_is_a_payload(name):
-    assert is_payload(name)
+def test_a_name_that_only_runs_code_is_a_payload():
+    assert [name for name in PAYLOADS if not is_payload(name)] == []
 
 
 @pytest.mark.parametrize("name", ["", ".", "os", "builtins", "builtins.", "..", "a.b."])
@@ -269,9 +266,8 @@ BYPASSES = """random._os.system enum.bltns.eval collections._sys.exit decimal._n
     torch.ao.quantization.fx.graph_module.ObservedGraphModule""".split()
 
 
-@pytest.mark.parametrize("name", BYPASSES)
-def test_a_call_of_any_name_that_is_not_trusted_is_found(name):
-    assert is_payload(name) or runs_code(name)
+def test_a_call_of_any_name_that_is_not_trusted_is_found():
+    assert [name for name in BYPASSES if not (is_payload(name) or runs_code(name))] == []
 
 
 def classes(*packages: str) -> list[str]:
@@ -363,9 +359,8 @@ TRICKS = {
 }
 
 
-@pytest.mark.parametrize("data", TRICKS.values(), ids=TRICKS)
-def test_calls_without_a_bad_name_are_found(data):
-    assert found(b"\x80\x02" + data)
+def test_calls_without_a_bad_name_are_found():
+    assert [case for case, data in TRICKS.items() if not found(b"\x80\x02" + data)] == []
 
 
 @pytest.mark.parametrize(
