@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -41,6 +43,12 @@ for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if os.name == "p
 
 printed.watch()
 
+from ckptfix.smoke import launch  # noqa: E402  both only after the lines above
+from ckptfix.zoo import engine  # noqa: E402
+
+for starting in (launch, engine):
+    vars(starting)["subprocess"] = children.SUBPROCESS  # copies of a process that has torch
+
 # How long an example takes, and how long one is searched for, says something of the machine and nothing of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -54,10 +62,13 @@ _modules = 0  # that were imported when the garbage collector was told to leave 
 
 
 def _freeze() -> None:
-    """Keep the garbage collector from walking through libraries and tests: a tenth of the processor time."""
+    """Keep the garbage collector and the handlers of logs from going through libraries: a tenth of the time."""
     global _modules
     gc.collect()
     gc.freeze()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True  # to those that do not (40 of torch), pytest adds its handlers six times a test
     _modules = len(sys.modules)
 
 
@@ -91,17 +102,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-@pytest.fixture(autouse=True)
-def _copied_children(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let processes with torch be copies of one that has imported it, unless a test asks for a ``real_child``."""
-    # A patch of its own: with the fixture of that name, every test's patches would be undone after its other fixtures.
-    with pytest.MonkeyPatch.context() as patch:
-        if "real_child" not in request.fixturenames:
-            patch.setattr("ckptfix.smoke.launch.subprocess", children.SUBPROCESS)
-            patch.setattr("ckptfix.zoo.engine.subprocess", children.SUBPROCESS)
-        yield
-
-
 _FOLDERS = count()
 
 
@@ -115,8 +115,13 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def real_child() -> None:
-    """Start the processes of forward tests and migrations as users do."""
+def real_child() -> Iterator[None]:
+    """Start the processes of forward tests and migrations as users do, and not as copies of one with torch."""
+    # A patch of its own: with the fixture of that name, a test's patches would be undone after its other fixtures.
+    with pytest.MonkeyPatch.context() as patch:
+        for starting in (launch, engine):
+            patch.setattr(starting, "subprocess", subprocess)
+        yield
 
 
 @pytest.fixture(scope="session")
