@@ -41,7 +41,7 @@ from msgspec.structs import replace
 
 from ckptfix.core.buffers import COUNTED_SINCE, NUM_BATCHES_TRACKED, is_buffer_name, modules_of, split_key
 from ckptfix.core.checkpoint import Checkpoint, value_at
-from ckptfix.core.edits import PRUNING, SPECTRAL_NORM, WEIGHT_NORM, Drop, Edit, Fill, Tie
+from ckptfix.core.edits import PRUNING, SPECTRAL_NORM, WEIGHT_NORM, Assemble, Drop, Edit, Fill, Tie
 from ckptfix.core.finding import FILE, Blocks, Finding, Fix, Level, Remedy, advise, counted
 from ckptfix.core.parts import Shape
 from ckptfix.core.spec import TensorSpec
@@ -311,7 +311,7 @@ def other_layout(context: Context, target: Target) -> str:
             f"{counted(len(in_parts(left)), 'weight')} of the file in parts ({first_names(parts)}), as weight_norm, "
             "spectral_norm and pruning store them, but not under the model's names: rename them with --rename OLD=NEW"
         )
-    if message := _renamed(left, gone) or _renamed_within(left, gone):
+    if message := _beside_moved(context.plan.edits, left, gone) or _renamed(left, gone) or _renamed_within(left, gone):
         return message
     modules = list(_rearranged(left, gone))
     if not modules:
@@ -323,6 +323,19 @@ def other_layout(context: Context, target: Target) -> str:
         f"projections: {_shown(path, mine)} in the file has as many elements as {_shown(path, theirs)} of the target; "
         "convert them with the model's code"
     )
+
+
+def _beside_moved(edits: Iterable[Edit], left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
+    """Return what to say where a weight was taken from one module of the file to another, and the bias was not: the
+    fused bias of DINOv3 has rows for keys, too, which transformers' layers lack."""
+    moved = {split_key(edit.key)[0]: edit.parts[0].source for edit in edits if isinstance(edit, Assemble)}
+    for key in gone:
+        module, leaf = split_key(key)
+        if module in moved and (source := split_key(moved[module])[0] + leaf) in left:
+            return (
+                f"{source} has no place, and {key} is missing, which belongs to it: load it with the model's own code"
+            )
+    return ""
 
 
 def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:

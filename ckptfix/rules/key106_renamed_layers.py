@@ -249,6 +249,7 @@ def _ambiguous_finding(
         f"{counted(len(ambiguous), 'key')} of the target {why}{elsewhere}",
         keys=ambiguous,
         evidence={"alternatives": fitting_layers},
+        blocks=Blocks.FILLING,
         remedies=tuple(Remedy.of("applies this shipped map", rename_map=each.name) for each in inference.maps)
         or choice(sets_of(checkpoint.specs))
         or advise(

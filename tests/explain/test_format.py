@@ -78,6 +78,14 @@ def test_the_file_has_what_the_message_tells_of(wrapped: Path):
     assert told.command == f"ckptfix repair {wrapped}"
 
 
+def test_an_adapter_that_is_loaded_as_a_model(tmp_path: Path):
+    layer = "lora_unet_middle_block_1"
+    adapter = {f"{layer}.lora_down.weight": torch.randn(4, 16), f"{layer}.lora_up.weight": torch.randn(16, 4)}
+    torch.save({**adapter, f"{layer}.alpha": torch.tensor(4.0)}, tmp_path / "style.pth")
+    missing = 'Error(s) in loading state_dict for UNet:\n\tMissing key(s) in state_dict: "time_embed.0.weight".'
+    assert [finding.code for finding in verdict(missing, tmp_path / "style.pth").confirming] == ["FIL108"]
+
+
 def test_a_defect_that_the_message_is_not_about(wrapped: Path):
     told = verdict(CUDA, wrapped, nn.Linear(3, 2))
     assert told.confirming == ()

@@ -12,7 +12,7 @@ from torch import nn
 
 import ckptfix
 from ckptfix.core.edits import Rename
-from ckptfix.core.finding import Applicability
+from ckptfix.core.finding import Applicability, Blocks
 from ckptfix.maps.inference import cached
 from ckptfix.report.advice import Presentation, next_command, recommended
 from ckptfix.report.display import report_lines
@@ -222,6 +222,20 @@ def test_what_a_map_explains_has_no_other_advice():
     assert "name the model" not in shown
 
 
+def test_a_fused_bias_with_rows_that_the_model_lacks_is_neither_dropped_nor_filled():
+    """DINOv3 has the bias of the keys as zeros in its `qkv.bias`, and transformers has no such bias."""
+    target = transformer(*SPLIT)
+    for layer in target.layer:
+        layer.attention.key.bias = None
+    file = transformer(*FUSED).state_dict()
+    for options in ({}, {"rename_layers": True}):
+        report = ckptfix.check(file, target, values=False, **options)
+        assert all(name != "fill" for remedy in recommended(report) for name, _ in remedy.options)
+    offered = {name for finding in report.left for remedy in finding.remedies for name, _ in remedy.options}
+    assert not offered & {"fill", "unsafe_fixes"}
+    assert any("qkv.bias has no place" in remedy.text for finding in report.left for remedy in finding.remedies)
+
+
 def test_what_a_whole_map_leaves_over_is_dropped_with_it():
     target = transformer(*SPLIT)
     file = within(backbone=transformer(*FUSED), pretraining=nn.Linear(8, 7))
@@ -263,6 +277,7 @@ def test_a_layer_whose_rows_may_be_in_another_order_is_called_that(tmp_path):
     (doubt,) = (finding for finding in report.findings if finding.code == "KEY106")
     assert doubt.fix is None
     assert doubt.message.startswith("12 keys of the target split or fused with an unknown order of rows")
+    assert doubt.blocks is Blocks.FILLING, "the file has them"
 
 
 @pytest.mark.parametrize("at", range(4))
