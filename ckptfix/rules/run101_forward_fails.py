@@ -1,32 +1,32 @@
 """RUN101 forward-fails: the model does not run on the file.
 
 ## What it finds
-The forward test starts a process of its own, builds the model with the factory, reads the very file that is to be
-delivered, loads it with `strict=True`, and calls the model once in eval mode, on CUDA where there is one, otherwise on
-the CPU. All parameters are filled with NaN before the load, so that one which the load passed over cannot go unseen. An
-error, a crash by a signal, a time-out and a lack of memory are this finding, with whose fault it is:
+The forward test starts a separate process, builds the model with the factory, reads the new file, loads it with
+`strict=True`, and calls the model once in eval mode, on CUDA if available, otherwise on the CPU. All parameters are
+filled with NaN before the load, so a parameter that the load skipped shows. This finding reports an error, a crash by a
+signal, a timeout or a lack of memory, and what is at fault:
 
 - *environment*: the device cannot even multiply two small matrices, memory ran out, an operator does not exist there;
-- *input*: the model does not take the input that was given with `--input`, or that input holds NaN or infinities;
+- *input*: the model does not accept the input given with `--input`, or that input has NaN or infinities;
 - *model*: the model's own code raised, crashed or hung, or mixes dtypes or devices;
-- *checkpoint*: the strict load failed, a parameter did not come from the file, or values that are not finite made the
-  model raise.
+- *checkpoint*: the strict load failed, a parameter did not come from the file, or non-finite values made the model
+  raise.
 
-What may be the environment's fault is tried again first, and what helped is said: without memory, with half the batch
-down to 1 and then in reduced precision; after an error of cuDNN, without it; where Double or Half meets Float, in the
-widest dtype of the model. After an illegal access or an assert on the GPU a second process runs with
-`CUDA_LAUNCH_BLOCKING=1`, so that the line is the true one.
+Failures that may be the environment's fault are retried, and the report says what helped: out of memory, with half the
+batch down to 1 and then in reduced precision; after a cuDNN error, without cuDNN; if Double or Half meets Float, in the
+model's widest dtype. After an illegal access or an assert on the GPU, a second process runs with
+`CUDA_LAUNCH_BLOCKING=1` to get the true line.
 
-An input that ckptfix derived from the first layers proves nothing by failing. Where a model rejects it in words of its
-own, other numbers of the same shape are tried. Where none runs there is no verdict: the finding is a warning that asks
-for `--input`, and it says whether the model runs with its own initial weights.
+A failure with a derived input proves nothing. If the model rejects it with its own error, other numbers of the same
+shape are tried. If none works, there is no verdict: the finding is a warning that asks for `--input` and says whether
+the model runs with its own initial weights.
 
 ## Why it matters
-Names and shapes that agree do not make a model run. A file is delivered as repaired only if it did.
+Matching names and shapes do not make a model run. A file is delivered as repaired only if it ran.
 
 ## Fix safety
-There is no fix: the finding is about the result. No file is written where the test failed; where it could not be run,
-the file is written, since the strict load was proven. `--no-smoke` leaves the test out.
+There is no fix: the finding is about the result. No file is written if the test failed. If the test could not run, the
+file is written, because the strict load was proven. `--no-smoke` skips the test.
 
 ## Example
 A model for images of 3 channels, given `--input 2x1x64x64`:

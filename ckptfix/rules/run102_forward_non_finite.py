@@ -1,27 +1,24 @@
 """RUN102 forward-non-finite: the model runs on the file and gives NaN or infinities.
 
 ## What it finds
-Floating outputs of the forward test that hold NaN, +Inf or -Inf, in nested tuples, dicts and dataclasses too: which
-output, how many of each, and the first module that made such a value out of finite ones, with its class, the range of
-its input and the figures of its weights. A module whose weights are finite points to an overflow or to an input that
-the model was not made for. What else is known is said:
+Float outputs of the forward test with NaN, +Inf or -Inf, including in nested tuples, dicts and dataclasses: which
+output, how many of each, and the first module that turned finite values into such a value, with its class, the range of
+its input and the statistics of its weights. If that module's weights are finite, the cause is an overflow or an
+unsuitable input. The report also says what else is known:
 
-- in float16 and bfloat16 the pass is run again in float32: where that is finite, it is a limit of the dtype (a
-  warning);
-- with `--train-mode`: where training mode gives finite values, the running statistics are at fault;
-- where no weight shows a defect, the model runs with its own initial weights: if these give such values too, the input
-  or the code is at fault (a warning), and -Inf without NaN is then a mask of the model and no finding;
-- a derived input of normal random numbers is replaced by numbers from 0 to 1 where only the former fail, as in a model
-  that takes a root of its input.
+- a float16 or bfloat16 pass is repeated in float32: if that is finite, the dtype is at fault (a warning); - with
+  `--train-mode`, if training mode gives finite values, the running statistics are at fault; - if no weight shows a
+  defect, the model runs with its own initial weights: if these give such values too, the input or the code is at fault
+  (a warning), and -Inf without NaN is then a mask of the model and not reported; - a derived input of normal random
+  numbers is replaced by numbers from 0 to 1 if only the former fail, as in a model that takes a root of its input.
 
 ## Why it matters
-A file can load strictly and be worthless: NaN in one `running_var` makes every output NaN in eval mode, though training
-goes on unharmed, since there the batch's own statistics are used.
+A file can load strictly and still be worthless: NaN in one `running_var` makes every output NaN in eval mode, although
+training is unaffected, because it uses the batch's own statistics.
 
 ## Fix safety
-There is no fix: a value that was lost cannot be guessed. No file is written where this is an error. VAL101 names the
-values in the file that are not finite; another copy of them (an EMA twin in the same file, `--fill FILE` of a donor) is
-the cure.
+There is no fix: a lost value cannot be guessed. No file is written if this is an error. VAL101 lists the non-finite
+values in the file; replace them from another copy (an EMA twin in the same file, or a donor with `--fill FILE`).
 
 ## Example
 A `BatchNorm2d` whose `running_var` was saved after a divergence:

@@ -1,14 +1,14 @@
-"""RUN104 forward-devices-differ: the model gives something else on the GPU than on the CPU.
+"""RUN104 forward-devices-differ: the model gives different outputs on the GPU and the CPU.
 
 ## What it finds
-Where the forward test ran on a GPU, the same input runs on the CPU too, and the outputs are compared: the largest
-difference, as a share of the largest value, against what rounding allows in the dtype of the model (float64 1e-9,
-float32 1e-3, float16 2e-2, bfloat16 1e-1). A model that draws random numbers in its forward pass is not compared, nor
-is one of more than 500 M parameters, for which the CPU takes too long.
+If the forward test ran on a GPU, the same input runs on the CPU too, and the outputs are compared: the largest
+difference, relative to the largest value, against the rounding of the model's dtype (float64 1e-9, float32 1e-3,
+float16 2e-2, bfloat16 1e-1). Models that draw random numbers in their forward pass are not compared, nor are models
+with more than 500 M parameters, which take too long on the CPU.
 
 ## Why it matters
-The weights are the same, so that one of the two devices computes wrongly: a driver, a kernel of a library, memory that
-fails. Such a device makes every other result doubtful.
+The weights are the same, so one of the two devices computes wrong results: a bad driver, library kernel or memory. Such
+a device makes every other result doubtful.
 
 ## Fix safety
 There is no fix, and the file is written: it is not the checkpoint's fault.
