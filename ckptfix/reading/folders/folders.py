@@ -163,8 +163,7 @@ def _merged(form: ModuleType, files: RankFiles) -> Document | None:
 
 def _read_items(folder: Path, salvage: bool) -> Document | None:
     """Return the document of the latest or only DCP folder in one, with an optimizer that was saved apart."""
-    found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
-    models = [child for child in found if not child.name.startswith("optimizer")]
+    found, models = _items(folder)
     if len(models) > 1 and (named := _latest(folder, models)) is not None:
         models = found = [named]
     if len(models) > 1:
@@ -186,6 +185,12 @@ def _read_items(folder: Path, salvage: bool) -> Document | None:
                 damage=[*document.damage, *other.damage],
             )
     return document
+
+
+def _items(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the folders of torch.distributed.checkpoint in a folder, and those of them that are no optimizer."""
+    found = [child for child in sorted(folder.iterdir()) if child.is_dir() and dcp.looks_like(child)]
+    return found, [child for child in found if not child.name.startswith(fsdp.OPTIMIZER)]
 
 
 def _latest(folder: Path, found: Sequence[Path]) -> Path | None:
@@ -257,6 +262,8 @@ def _checkpoints(folder: Path) -> list[Path]:
         place, depth = pending.pop(0)
         try:
             is_one = any(form.looks_like(place) for form in FOLDER_FORMATS) or has_ranks(place)
+            items, models = _items(place)
+            is_one = is_one or len(models) == 1 < len(items)  # beside its optimizer
             below = [child for child in sorted(place.iterdir()) if child.is_dir() and depth < _DEPTH]
         except OSError:
             continue

@@ -81,11 +81,13 @@ def test_a_folder_above_checkpoints_names_them(tmp_path: Path) -> None:
         *(f"checkpoint-2/global_step2/{rank}" for rank in ranks),
         "checkpoint-2/rng_state_0.pth",
         "a/b/.metadata",
+        *(f"checkpoint-3/{part}/.metadata" for part in ("pytorch_model_fsdp_0", "optimizer_0")),
+        "checkpoint-3/scheduler.pt",
         "data.pt",  # as verl has the state of its data loader beside `actor`
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UnreadableError, match=r"name one of the checkpoints in it: checkpoint-2, a/b$"):
+    with pytest.raises(UnreadableError, match=r"name one of the checkpoints in it: checkpoint-2, checkpoint-3, a/b$"):
         ckptfix.open_checkpoint(tmp_path)
 
 
