@@ -62,7 +62,7 @@ def merge_parts(
             pieces.append((box, whole or same[0]))
     if len(pieces) == 1:
         return pieces[0][1]
-    if are_torn:
+    if are_torn or not pieces:  # no rank has a part of a tensor of no elements
         return gone(name, spec, path)
     storages = tuple(storage for _, part in pieces for storage in part.storages)
     pieces = [(box, _plain(part, path)) for box, part in pieces]

@@ -198,6 +198,12 @@ class PickleMachine(PickleStream):
                             first, following = memo.first, memo.following
                         place += 5 if opcode == 0x72 else 2
                         continue
+                    if opcode == 0x94 and first == 0 <= following:  # MEMOIZE: a quarter less time for a `.metadata`
+                        row.append(stack[-1] if following in asked else _UNASKED)
+                        following += 1
+                        spent += SLOT
+                        place += 1
+                        continue
                     if opcode == 0x68 or opcode == 0x6A:  # BINGET, LONG_BINGET
                         index = window[place + 1] if opcode == 0x68 else unsigned(window, place + 1)[0]
                         stack.append(row[index - first] if first <= index < following else memo.recall(index))

@@ -150,6 +150,13 @@ def test_a_link_out_of_the_folder_is_not_followed(saved: Path) -> None:
         ckptfix.open_checkpoint(saved)
 
 
+def test_noop_a_tensor_of_no_elements_needs_no_chunk(tmp_path: Path) -> None:
+    write_chunks(tmp_path, {"w": (torch.ones(2), [((0,), torch.ones(2))]), "none": (torch.empty(0, 3), [])})
+    opened = ckptfix.open_checkpoint(tmp_path)
+    assert_same(opened.state_dict(), {"w": torch.ones(2), "none": torch.empty(0, 3)})
+    assert not opened.damage
+
+
 def test_without_a_plan_the_names_stay_flat(tmp_path: Path) -> None:
     write_chunks(tmp_path, {"model.a": (STATE["conv.weight"], [((0, 0, 0), STATE["conv.weight"])])})
     assert ckptfix.open_checkpoint(tmp_path).keys() == ["model.a"]
