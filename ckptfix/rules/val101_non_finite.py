@@ -1,32 +1,31 @@
 """VAL101 non-finite: the file holds NaN or infinite values.
 
 ## What it finds
-Every tensor with a NaN, and every parameter or running statistic with an infinity, with the counts, the place of the
-first such value, and the channels (places along the first dimension) that have any. One value is enough.
+Every tensor with a NaN, and every parameter or running statistic with an infinity, with the counts, the position of the
+first such value, and the affected channels (indices of the first dimension). One value is enough.
 
-Infinities are not reported in attention masks, in quantization observers that have seen no data, as a best result so
-far or a bound that does not bind, and below zero in tables of scores or transitions. With a model that is any buffer
-except running statistics; without one, the name decides. Nor is a buffer that is NaN throughout both in the file and in
-a fresh model.
+Infinities are not reported in attention masks, in quantization observers without data, as a best result so far or an
+unused bound, and below zero in tables of scores or transitions. With a model, that means any buffer except running
+statistics; without one, the name decides. A buffer that is NaN throughout in the file and in a fresh model is not
+reported either.
 
-Each part beside the weights (another set, an average without names) that has such values is a finding of its own: a
-warning if it may be weights and neither a model nor `--weights` is given, otherwise a note. OPT103 finds those of
-optimizers.
+Each other part of the file (another set, an average without names) with such values is a separate finding: a warning if
+it may be weights and neither a model nor `--weights` is given, otherwise a note. OPT103 finds those of optimizers.
 
 ## Why it matters
-The file loads, and the first forward pass through such a tensor is NaN from there on. It comes from a run that
-diverged, or from a cast to float16 (values above 65504 become infinite).
+The file loads, and the forward pass is NaN from such a tensor on. The cause is a run that diverged, or a cast to
+float16 (values above 65504 become infinite).
 
 ## Fix safety
-Unsafe, and only on request, since the right values are not in these tensors.
+Unsafe, and only on request, because the right values are not in these tensors.
 
 - `--replace VAL101 --fill twin` takes them from another set of weights in the file (an EMA twin) that is finite there,
   `--fill FILE` from another checkpoint, `--fill target` from the model's initialisation.
 - For a norm, `--recalibrate data.npy` measures the statistics again, and `--reset-running-stats` makes them fresh.
-- `--zero-non-finite` sets the values to zero and keeps the others. It is the last resort, as it cuts connections, and
-  is not suggested if a twentieth of a tensor or more is lost.
+- `--zero-non-finite` sets the values to zero and keeps the others. This is a last resort, because it cuts connections,
+  and is not suggested if a twentieth of a tensor or more is lost.
 
-A cast back to float32 does not bring an overflowed value back.
+Casting back to float32 does not restore an overflowed value.
 
 ## Example
 `bn1.running_var` holds 1 NaN in 64 values: outputs are finite in training mode and NaN in eval mode.

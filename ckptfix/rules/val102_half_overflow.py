@@ -2,15 +2,15 @@
 
 ## What it finds
 With `--dtype`, and before anything is cast: tensors with values that become infinite in that dtype (in float8_e4m3fn
-NaN, or the largest number), an error; and tensors of which half of the values or more become zero, a warning. All
-other floats are cast, and the note on them counts the values that become zero. A cast to 8 bits takes weight matrices
-alone: vectors, norms and statistics need more. Quantised, complex and sparse tensors are left as they are, and so are
-counters of batches. Of T5, transformers loads `wo` as float32 if float16 is wanted; it is cast all the same, as other
-programs take the file as it is, and the note says so.
+NaN, or the largest number), an error; and tensors that would lose at least half of their values to zero, a warning. All
+other floats are cast, and a note counts the values that become zero. A cast to 8 bits applies only to weight matrices:
+vectors, norms and statistics need more precision. Quantised, complex and sparse tensors and batch counters are not
+cast. For T5, transformers loads `wo` as float32 even in float16; it is cast anyway, because other programs use the file
+as it is, and the note says so.
 
 ## Why it matters
 float16 ends at 65504 and at 3e-8, float8_e4m3fn at 448 and 1e-3. One infinite weight makes every output NaN, and a
-matrix of zeros passes nothing on, long after the cast that did it.
+matrix of zeros passes nothing on.
 
 ## Fix safety
 The cast happens because `--dtype` asks for it. A wider dtype is safe, a narrower one rounds every value. Tensors that

@@ -10,19 +10,20 @@ Of batch and instance norms:
   that moved although no batch was counted, while other norms of the file counted some; and layers that were never
   updated (mean 0, variance 1, no batch counted).
 
-VAL101 finds NaN and infinities. A count of 0 in every norm says nothing: files from before torch 0.4.1 had no count,
+VAL101 finds NaN and infinities. A count of 0 in every norm means nothing: files from before torch 0.4.1 had no count
 and got 0 later.
 
 ## Why it matters
-In eval mode the layer divides by `sqrt(running_var + eps)`. A negative variance makes that NaN although every number
-in the file is finite; a variance of zero multiplies by 316; fresh statistics leave the input as it is, which the
-network was not trained for.
+In eval mode the layer divides by `sqrt(running_var + eps)`. A negative variance makes that NaN although every number in
+the file is finite; a variance of zero multiplies by 316; fresh statistics leave the input unchanged, which the network
+was not trained for.
 
 ## Fix safety
-Unsafe, and only on request: statistics come from data. `--recalibrate data.npy` with `--model` measures those of norms
-that are broken or that `--fill` made fresh, with all else in eval mode; `ckptfix.recalibrate(model, loader)` does it
-for a model that is loaded. `--reset-running-stats` makes them those of a fresh layer, to be trained on. `--replace
-VAL103` with `--fill twin` or `--fill FILE` takes them from another set of weights or another copy.
+Unsafe, and only on request, because statistics come from data. `--recalibrate data.npy` with `--model` measures those
+of norms that are broken or that `--fill` made fresh, with everything else in eval mode;
+`ckptfix.recalibrate(model, loader)` does the same for a loaded model. `--reset-running-stats` resets them to those of a
+fresh layer, which needs training. `--replace VAL103` with `--fill twin` or `--fill FILE` takes them from another set of
+weights or another copy.
 
 ## Example
 `bn1.running_var` goes down to -0.31: `model.eval()` returns NaN.

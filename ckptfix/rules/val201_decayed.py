@@ -1,43 +1,41 @@
-"""VAL201 decayed: a weight matrix has shrunk to next to nothing.
+"""VAL201 decayed: a weight matrix has shrunk almost to zero.
 
 ## What it finds
-Floating matrices and kernels of 64 elements or more whose RMS is below a thousandth of what the layer starts with, and
-below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The start is that of the
-model's own initialisation, or without a model `1/sqrt(3 fan_in)`, torch's default. For a last layer by name (`head`,
-`classifier`, `fc`) the limit is a ten-thousandth, for an embedding a hundred-thousandth. Vectors that shrank with the
-matrix (its bias, the norm after it) are listed too. VAL202 finds exact zeros.
+Float matrices and kernels with at least 64 elements whose RMS is below a thousandth of the layer's initial RMS, and
+below a hundredth of the median of its kind (convolution, linear, embedding) in the same file. The initial RMS is that
+of the model's own initialisation or, without a model, `1/sqrt(3 fan_in)`, torch's default. For a last layer by name
+(`head`, `classifier`, `fc`) the limit is a ten-thousandth, for an embedding a hundred-thousandth. Vectors that shrank
+with the matrix (its bias, the norm after it) are listed too. VAL202 finds exact zeros.
 
 Not reported are
 
-- a kernel before a batch norm whose `running_var` is above its eps, and small enough to be of this kernel: the norm
-  makes up for the scale;
-- the matrices of weight_norm and spectral_norm, and those whose name says that they start at zero (LoRA's B), as long
-  as a millionth of the scale is left;
-- a matrix whose largest value is more than 50 times its RMS, as decay keeps the shape of the start: some of its weights
-  live on. It is reported if less than a millionth is left, or if most values are subnormal;
-- matrices that were initialised small: their RMS or their largest value is a power of ten, more closely than by chance.
+- a kernel before a batch norm with a `running_var` above its eps and small enough for this kernel: the norm compensates
+  the scale; - matrices of weight_norm and spectral_norm, and those that start at zero by their name (LoRA's B), as long
+  as a millionth of the scale is left; - a matrix whose largest value is more than 50 times its RMS: decay would keep
+  the shape of the initial values, so some weights are alive. It is reported if less than a millionth is left, or if
+  most values are subnormal; - matrices that were initialised small: their RMS or largest value is closer to a power of
+  ten than by chance.
 
-A last layer that a few steps moved from zero is a note: its rows point in few directions, and those of a start in all.
+A last layer that a few steps moved from zero is a note: its rows point in few directions, unlike random initial ones.
 
-An optimizer in the file whose moments fit the parameters is asked as well: whether a gradient ever arrived, whether
-the momentum is parallel to the weight (then only decay moves it), and what `weight_decay`, `lr` and the number of
-steps predict. The message says whether that agrees.
+An optimizer in the file whose moments fit the parameters gives more evidence: whether a gradient ever arrived, whether
+the momentum is parallel to the weight (then only decay moves it), and what `weight_decay`, `lr` and the number of steps
+predict. The message says whether they agree.
 
-- A matrix without a gradient that is to shrink to less than half is a note, even if its size says nothing yet. It is a
-  warning if less than a tenth is predicted, and no more than that is left.
-- A tiny matrix that did get gradients, and whose size decay does not explain, started so: a note.
-- If it has no moments (plain SGD) or there is no optimizer, a tiny matrix is a note too if it is not called a weight or
-  kernel (a hash grid, a gate), or if the optimizer had no weight decay.
+- A matrix without a gradient that is predicted to shrink to less than half is a note, even if its size is not unusual
+  yet. It is a warning if less than a tenth is predicted, and no more than that is left. - A tiny matrix that got
+  gradients, and whose size decay does not explain, started small: a note. - Without moments (plain SGD) or an
+  optimizer, a tiny matrix is a note too if it is not called a weight or kernel (a hash grid, a gate), or if the
+  optimizer had no weight decay.
 
 ## Why it matters
-Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8
-of its start. The file loads, and the layer passes nothing on. It was not used in training (a frozen branch, a head
+Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8 of
+its initial scale. The file loads, and the layer passes nothing on. It was not used in training (a frozen branch, a head
 without a loss, a layer of another configuration), so a model that uses it now gets nothing from it.
 
 ## Fix safety
 Unsafe, and only on request: the trained values never existed. `--replace VAL201` with `--fill FILE`, `twin` or `target`
-puts other values in their place. Light decay (AdamW, short runs) does not show in the weights, and is only reported
-with an optimizer.
+replaces them. Light decay (AdamW, short runs) does not show in the weights, and is reported only with an optimizer.
 
 ## Example
 `layer4.0.weight`: RMS 5.7e-15, expected about 0.07; weight_decay 0.01 at lr 0.1 over 30000 steps predicts 9e-14 of

@@ -1,30 +1,28 @@
-"""VAL202 all-zero: a weight matrix holds nothing but zeros.
+"""VAL202 all-zero: a weight matrix of only zeros.
 
 ## What it finds
-Floating matrices and kernels in which every value is exactly zero, unless the model's own initialisation is zero there,
-or without a model, the name is that of a layer which starts at zero. Vectors of zeros beside such a matrix are listed
-with it. It is an error if most matrices of the file are zero, else a warning.
+Float matrices and kernels in which every value is exactly zero, unless the model initialises them with zeros or,
+without a model, the name is that of a layer that starts at zero. Zero vectors of the same layer are listed with it. It
+is an error if most matrices in the file are zero, else a warning.
 
-A note, as they may start at zero, unless the optimizer, the step count or the batches of the norms say that the file
-was trained:
+These may start at zero, so they are a note unless the optimizer, the step count or the norms' batch counts show that
+the file was trained:
 
-- a last layer by its name, or with a bias of zeros;
+- a last layer by name, or with a zero bias;
 - a matrix that is zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks), which may be most of the file;
-- one in a block with a scale of one number beside its layers, as Fixup has;
-- one of several tables in a file of nothing else (word2vec).
+- a matrix in a block with a scalar scale, as in Fixup; - one of several tables in a file of only tables (word2vec).
 
-Always a note: without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`), as buffers
-look like that, and one whose name says that it starts at zero, if the same layer of another block is not zero; norms
-whose weight is zero, two or more if the file may be untrained; and biases, if all of the file are zero.
+Always a note: without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`), because it
+may be a buffer, and one that starts at zero by its name, if the same layer of another block is not zero; norms with
+zero weight (at least two if the file may be untrained); and biases, if all in the file are zero.
 
 ## Why it matters
-The layer passes nothing on. It is what remains of weights that decayed and were then cast to float16 (everything below
-3e-8 becomes zero), of placeholders that a sharded run saved in place of its weights, or of a layer that was never
-filled.
+The layer passes nothing on. Possible causes are weights that decayed and were then cast to float16 (everything below
+3e-8 becomes zero), placeholders that a sharded run saved instead of its weights, or a layer that was never filled.
 
 ## Fix safety
 Unsafe, and only on request: the values are not in the file. `--replace VAL202` with `--fill FILE`, `twin` or `target`
-puts others in their place.
+replaces them.
 
 ## Example
 `layer4.0.weight` in float16: 576 of 576 values are zero, and so are the weight and bias of the norm after it.

@@ -1,17 +1,17 @@
 """VAL203 subnormal: weights so small that processors compute with them slowly.
 
 ## What it finds
-float32 and float64 tensors with subnormal values (in float32 below 1.2e-38): a warning where they are 1 % of a weight
-matrix or more, else a note. float16 is not reported, whose subnormals begin at 6e-5 and cost nothing on a GPU.
+float32 and float64 tensors with subnormal values (in float32 below 1.2e-38): a warning if they are at least 1 % of a
+weight matrix, else a note. float16 is not reported: its subnormals begin at 6e-5 and cost nothing on a GPU.
 
 ## Why it matters
-Processors may handle each subnormal number in microcode, which makes a forward pass on a CPU slower: 1.0 to 1.24 times
-where it was measured on recent machines, several times on old ones. Such values are the remains of weights that
-decayed; what they add to an output cannot be measured.
+Processors may handle each subnormal number in microcode, which slows a forward pass on a CPU: by a factor of 1.0 to
+1.24 measured on recent machines, several times on old ones. Such values remain of decayed weights; their effect on an
+output cannot be measured.
 
 ## Fix safety
-Unsafe, as it changes values: `--flush-subnormals` sets them to zero and leaves all others as they are. It is what
-`torch.set_flush_denormal(True)` does to them at run time.
+Unsafe, because it changes values: `--flush-subnormals` sets them to zero and leaves all others unchanged, like
+`torch.set_flush_denormal(True)` at run time.
 
 ## Example
     ckptfix repair efficientnet.pth --flush-subnormals

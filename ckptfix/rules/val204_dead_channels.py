@@ -1,17 +1,17 @@
 """VAL204 dead-channels: outputs of a layer that are always zero.
 
 ## What it finds
-Weight matrices and kernels in which some, but not all, output channels hold nothing but zeros and numbers below 1e-20,
-and norms in which some channels have a weight and a bias of exactly zero. Always a note. A single row of zeros in a
-matrix of two dimensions is padding, and not reported. Of embeddings, only 16 rows or more of zeros between others are:
-words that were not known have single ones, and a vocabulary that was rounded up has them at the end.
+Weight matrices and kernels in which some, but not all, output channels have only zeros and numbers below 1e-20, and
+norms in which some channels have a weight and bias of exactly zero. Always a note. A single zero row in a
+two-dimensional matrix is padding and not reported. In embeddings, only 16 or more zero rows between others are
+reported: unknown words have single ones, and a rounded-up vocabulary has them at the end.
 
 ## Why it matters
-Such a channel passes nothing on. It is what structured pruning leaves, and what decay does to channels that no longer
-get a gradient. Good models have some: half of the filters of a face model's first layer were found near zero.
+Such a channel passes nothing on. Structured pruning leaves them, and so does decay of channels that no longer get a
+gradient. Good models have some: half of the filters of a face model's first layer were found near zero.
 
 ## Fix safety
-There is no fix, and mostly no need for one. A pruning tool can take the channels out.
+There is no fix, and usually no need for one. A pruning tool can remove the channels.
 
 ## Example
 `conv1.weight`: 5 of 64 output channels are zero.

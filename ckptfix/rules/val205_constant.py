@@ -2,16 +2,16 @@
 
 ## What it finds
 Floating matrices and kernels of 64 elements or more, named `weight` (of an LSTM or GRU too), in which every value is
-one and the same number other than zero. Quiet where the model starts the layer so, and without a model for 1 (norms
+the same non-zero number. Not reported if the model initialises the layer like that, and without a model for 1 (norms
 over several dimensions), for the mean over the inputs (`1/fan_in`, `1/kernel size`: fixed blur and average kernels),
 and for norms by name.
 
 ## Why it matters
-All outputs of such a layer are the same, and so are their gradients: it never learns to tell them apart. It is what a
-placeholder (`torch.full`), a broken conversion or a failed initialisation leaves.
+All outputs of such a layer are the same, and so are their gradients: it never learns to tell them apart. Typical causes
+are a placeholder (`torch.full`), a broken conversion or a failed initialisation.
 
 ## Fix safety
-Unsafe: `--replace VAL205` with `--fill FILE` or `--fill target` puts other values in their place.
+Unsafe: `--replace VAL205` with `--fill FILE` or `--fill target` replaces the values.
 
 ## Example
 `fc.weight`: 512000 of 512000 values are 0.01.

@@ -1,20 +1,20 @@
 """VAL206 outlier-scale: a weight matrix hundreds of times as large as the others of its kind.
 
 ## What it finds
-Floating matrices and kernels of 64 elements or more, named `weight`, whose RMS, in shares of what torch's default
-initialisation gives (`1/sqrt(3 fan_in)`), is more than 500 times the median of their kind (convolution, linear,
-embedding) in the same file, and more than 100 itself. One with fewer than four others of its kind is compared with all
-other matrices, and has to be above 1000. Quiet where the model starts the layer so.
+Float matrices and kernels with at least 64 elements, named `weight`, whose RMS relative to torch's default
+initialisation (`1/sqrt(3 fan_in)`) is more than 500 times the median of their kind (convolution, linear, embedding) in
+the same file, and more than 100 itself. With fewer than four others of its kind, a matrix is compared with all others
+and has to be above 1000. Not reported if the model initialises the layer like that.
 
 ## Why it matters
-Outputs saturate or overflow. It is what a run on its way to divergence leaves, a scale that was multiplied in twice,
-or integers that were stored as floats.
+Outputs saturate or overflow. Typical causes are a run that is diverging, a scale that was applied twice, or integers
+stored as floats.
 
 ## Fix safety
-Unsafe: `--replace VAL206` with `--fill FILE`, `twin` or `target` puts other values in their place.
+Unsafe: `--replace VAL206` with `--fill FILE`, `twin` or `target` replaces the values.
 
 ## Example
-`layers.7.mlp.up_proj.weight`: RMS 41, where its kind has 0.02.
+`layers.7.mlp.up_proj.weight`: RMS 41, while its kind has 0.02.
 
 ## Sources
 torch/nn/init.py and torch/nn/modules/linear.py (the default start)"""

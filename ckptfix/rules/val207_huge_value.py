@@ -1,22 +1,23 @@
-"""VAL207 huge-value: a number far beyond what any training gives.
+"""VAL207 huge-value: a number far larger than training produces.
 
 ## What it finds
 Parameters and running statistics of norms with a value above 1e6 (a `running_var`: 1e9): a warning, from 1e15 on an
-error. So is a single number in a matrix of 4096 or more whose square is nine tenths of the sum of all squares: float16
-has no huge values, and a flipped bit makes one of thousands. The message gives the channels that hold such values.
+error. A single number in a matrix of at least 4096 whose square is nine tenths of the sum of all squares is reported
+too: float16 has no huge values, and a flipped bit makes one in the thousands. The message gives the channels with such
+values.
 
-A note if data in a large unit explains it: most values of the tensor are like that, or the mean and the variance of the
-same channels are both large. Not reported if the model starts so, for buffers, and for single numbers that are neither
-a weight nor a bias, which may count something.
+A note if data in a large unit explains it: most values of the tensor are large, or both mean and variance of the same
+channels. Not reported if the model initialises it like that, for buffers, and for scalars that are neither a weight nor
+a bias, which may be counters.
 
 ## Why it matters
-The file loads, and the outputs saturate, overflow or become NaN. It is what one flipped bit of an exponent leaves (a
-float32 becomes 2¹²⁸ times as large), and a run on its way to divergence. The largest values of 10,413 tensors in 255
-published files were 296 in matrices, 2,046 in vectors, 285 in a `running_mean` and 107,080 in a `running_var`.
+The file loads, and the outputs saturate, overflow or become NaN. Typical causes are a flipped exponent bit (a float32
+becomes 2¹²⁸ times as large) and a run that is diverging. The largest values of 10,413 tensors in 255 published files
+were 296 in matrices, 2,046 in vectors, 285 in a `running_mean` and 107,080 in a `running_var`.
 
 ## Fix safety
 Unsafe, and only on request: the right values are not in the file. `--replace VAL207` with `--fill FILE`, `twin` or
-`target` puts others in their place.
+`target` replaces them.
 
 ## Example
 `bn1.running_var`: 1 of 64 values is 1.7e+38.

@@ -1,23 +1,22 @@
-"""VAL208 misread-dtype: a weight matrix whose bytes were read as another dtype, or in another order, than was written.
+"""VAL208 misread-dtype: a weight matrix whose bytes were read with the wrong dtype or byte order.
 
 ## What it finds
-Matrices of 256 values or more, named as layers name theirs, with figures that no training gives:
+Matrices of at least 256 values, named like a layer's, with values that no training gives:
 
-- a hole around zero: nearly all values are between half and twice their RMS, in many different values and with both
-  signs. bfloat16 that is read as float16 looks so, and the gain of a norm, whose values are all near one, does not;
-- values over twenty orders of magnitude, most of them a thousandth of the RMS or less, which make an ordinary matrix
-  once their bits are read as float16. float16 that is read as bfloat16 looks so;
-- NaN or values in the hundreds and more, which make an ordinary matrix once the bytes of each value are reversed:
-  a big-endian machine wrote them;
-- nothing but whole numbers up to 255: the codes of a quantised matrix without their scale. Matrices of int8 and
-  uint8 are such codes too, unless a model is given or the name of any tensor in the file is that of a scale.
+- a gap around zero: nearly all values are between half and twice their RMS, many different ones and with both signs.
+  bfloat16 read as float16 looks like this; the gain of a norm, with all values near one, does not; - values over twenty
+  orders of magnitude, most at most a thousandth of the RMS, which become an ordinary matrix if their bits are read as
+  float16. float16 read as bfloat16 looks like this; - NaN or values in the hundreds and more, which become an ordinary
+  matrix if the bytes of each value are reversed: a big-endian machine wrote them; - only integers up to 255: the codes
+  of a quantised matrix without their scale. int8 and uint8 matrices are such codes too, unless a model is given or a
+  tensor in the file is named like a scale.
 
 ## Why it matters
 The shapes fit and the file loads; the layer gives noise.
 
 ## Fix safety
-There is no fix: which tensors were read wrongly, and from what, is only a guess. Convert the original file again. A
-file of a big-endian machine loads after `torch.serialization.set_default_load_endianness(LoadEndianness.BIG)`.
+There is no fix: which tensors were misread, and how, is only a guess. Convert the original file again. A file from a
+big-endian machine loads after `torch.serialization.set_default_load_endianness(LoadEndianness.BIG)`.
 
 ## Example
 `layers.0.mlp.weight` in float16: all of 4096 values are between 0.5 and 2, none is near zero.

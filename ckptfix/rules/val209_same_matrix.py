@@ -1,13 +1,13 @@
 """VAL209 same-matrix: two weight matrices with the same values, bit for bit.
 
 ## What it finds
-Matrices of 64 values or more, named as layers name theirs, that are stored apart and hold the same bytes. Always a
-note. Matrices of one value are left alone, tied ones are one tensor, and so are the tensors of two sets of weights in
-one state_dict (`student.`, `teacher.`), which begin equal.
+Matrices of at least 64 values, named like a layer's, that are stored separately with the same bytes. Always a note.
+Constant matrices, tied ones, and those of two sets of weights in one state_dict (`student.`, `teacher.`), which start
+equal, are not reported.
 
 ## Why it matters
-Training makes any two layers different. Equal ones were copied: a block of a file that was written to the wrong place,
-a loop that loaded one layer's weights into all, or a teacher that was never updated.
+Training makes any two layers different. Equal ones were copied: a block of a file was written to the wrong place, a
+loop loaded one layer's weights into all, or a teacher was never updated.
 
 ## Fix safety
 There is no fix, and perhaps no need for one: some models start their blocks with the same weights, and share layers

@@ -1,15 +1,15 @@
-"""VAL210 sparse-index: a sparse tensor with an index outside of its shape.
+"""VAL210 sparse-index: a sparse tensor with an index outside its shape.
 
 ## What it finds
 Indices of a sparse tensor (COO, CSR, CSC, BSR, BSC) that are negative or beyond its shape, and compressed indices that
 do not run from zero to the number of values.
 
 ## Why it matters
-torch.load does not look at them by default. The first operation on such a tensor fails, or reads and writes memory that
-is not its own.
+torch.load does not check them by default. The first operation on such a tensor fails, or reads and writes foreign
+memory.
 
 ## Fix safety
-There is no fix: where the values belong is not known. A file with such a tensor is damaged or hostile.
+There is no fix: the right positions are unknown. A file with such a tensor is damaged or hostile.
 
 ## Example
 A tensor of shape [3, 10] with a value at [1, 99].

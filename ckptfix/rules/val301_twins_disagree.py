@@ -1,19 +1,20 @@
 """VAL301 twins-disagree: a tensor was saved twice, and one of the two is broken.
 
 ## What it finds
-An error: tensors of the chosen set of weights that are broken while their twin is sound. A warning, if no set was
-chosen with `--weights`: another set of the file that is broken while this one is sound.
+An error: tensors of the chosen set of weights that are broken while their twin is intact. A warning, if no set was
+chosen with `--weights`: another set in the file is broken while this one is intact.
 
-Twins are the raw weights and their moving average (EMA), each in its own state_dict or both in one, and the two ends of
-a tie that were both stored. The matrices of two state_dicts have to correlate: two critics have the same keys and are
-not twins. Broken means: NaN or infinities where none belong, a negative variance, a matrix of zeros beside one that is
-not, or an RMS below a millionth of the twin's.
+Twins are the raw weights and their moving average (EMA), in separate state_dicts or in one, and the two ends of a tie
+that were both stored. The matrices of two state_dicts have to correlate: two critics have the same keys but are not
+twins. Broken means unexpected NaN or infinities, a negative variance, a zero matrix while the twin is not zero, or an
+RMS below a millionth of the twin's.
 
 ## Why it matters
-One bad step turns an average to NaN for ever, and a run that diverged leaves its average sound for a while. Both load.
+One bad step turns an average into NaN forever, and when a run diverges, its average stays intact for a while. Both
+load.
 
 ## Fix safety
-Unsafe, as the twin's values are others: `--replace VAL301 --fill twin` takes the broken keys from the sound twin, and
+Unsafe, because the twin's values differ: `--replace VAL301 --fill twin` takes the broken keys from the intact twin, and
 `--weights NAME` the whole set.
 
 ## Example
