@@ -69,9 +69,9 @@ def test_without_classes_there_is_no_head():
         ("torchvision/resnet5", "did you mean torchvision/resnet50"),
         ("nothing of the kind", "the names are like timm/resnet50"),
         ("torchvision/resnet18[depth=3]", "it takes num_classes=1000, in_chans=3"),
-        ("torchvision/resnet18[num_classes]", "num_classes is a whole number from 0 on, and not nothing"),
-        ("torchvision/resnet18[in_chans=0]", "in_chans is a whole number from 1 on, and not 0"),
-        ("torchvision/resnet18[num_classes=-1]", "num_classes is a whole number from 0 on, and not -1"),
+        ("torchvision/resnet18[num_classes]", "num_classes has to be an integer of at least 0, not nothing"),
+        ("torchvision/resnet18[in_chans=0]", "in_chans has to be an integer of at least 1, not 0"),
+        ("torchvision/resnet18[num_classes=-1]", "num_classes has to be an integer of at least 0, not -1"),
         ("torchvision/resnet18[num_classes=10", "the bracket is not closed"),
         ("torchvision/vit_b_16[img_size=225]", "do not divide into patches"),
     ],
@@ -144,7 +144,7 @@ def test_every_model_is_found_by_its_name_and_says_its_version():
 
 def test_the_documentation_says_how_many_models_there_are():
     page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    assert f"{len(list(table().names())):,} models of {len(table()):,} structures" in page
+    assert f"{len(list(table().names())):,} models with {len(table()):,} structures" in page
 
 
 def test_the_table_is_small():

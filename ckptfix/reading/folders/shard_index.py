@@ -192,7 +192,7 @@ def file_inside(folder: Path, name: str, said_by: str) -> Path:
         ) from error
     if not any(real.is_relative_to(home) for home in homes):
         raise HostileError(
-            f"{said_by}: {name!r:.80} is a link that leads out of the folder, to {real};"
+            f"{said_by}: {name!r:.80} is a link that leads outside the folder, to {real};"
             " put the file itself there if you trust it"
         )
     return path
