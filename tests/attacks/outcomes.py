@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import ckptfix
-from ckptfix.errors import CkptfixError, WriteError
+from ckptfix.errors import CkptfixError, HostileError, UnreadableError, WriteError
 
 REFUSED = "refused"
 LIMITS = {signal.ITIMER_PROF: 60, signal.ITIMER_REAL: 600}
@@ -77,12 +77,12 @@ def outcome(path: Path) -> str:
 
 
 def opening(path: Path) -> str:
-    """``refused``, or the number of tensors."""
+    """``refused`` in one printable line that names the file, or the number of tensors."""
     with bounded():
         try:
             return str(len(ckptfix.open_checkpoint(path).specs))
-        except CkptfixError:
-            return REFUSED
+        except (HostileError, UnreadableError) as error:
+            return REFUSED if str(path) in str(error) and str(error).isprintable() else repr(error)
 
 
 if __name__ == "__main__":

@@ -611,14 +611,6 @@ def test_a_hostile_pickle_is_refused(build, container, place):
     _refused(path)
 
 
-@crafted({case: build for case, build in REFUSED_PICKLES.items() if WEARING.search(case)})
-def test_a_pickle_that_would_wear_the_machine_down_is_refused(build, place):
-    """Opened once: each of them takes a second or two, and every use of a file begins with that."""
-    path = place / "hostile.pth"
-    path.write_bytes(torch_zip(build()))
-    _refused_at_once(path)
-
-
 @crafted(INERT_ZIPS)
 def test_odd_members_of_an_archive_are_never_unpacked(build, place):
     path = place / "odd.pth"
@@ -785,7 +777,9 @@ EXHAUSTING: dict[str, Crafted] = {
 
 
 def test_files_that_would_take_all_memory_are_refused_within_two_gigabytes(place):
-    """They are opened in a process that may have 2 GiB of address space, where an allocation on a mere claim fails."""
+    """They are opened in a process that may have 2 GiB of address space, where an allocation on a mere claim fails.
+
+    Once each: some take a second or two, and every use of a file begins with that."""
     for index, build in enumerate(EXHAUSTING.values()):
         (place / f"{index}.bin").write_bytes(build())
     files = [str(place / f"{index}.bin") for index in range(len(EXHAUSTING))]
