@@ -376,7 +376,7 @@ def test_copies_without_checksums_are_compared_as_far_as_they_are_read(tmp_path:
 
 def test_ranks_that_saved_different_shapes_under_one_name(tmp_path: Path) -> None:
     write_ranks(tmp_path, [{"a": ONES}, {"a": (WHOLE, [TOP, BOTTOM])}])
-    with pytest.raises(UnreadableError, match="ranks saved different things under the name a; load it in as many"):
+    with pytest.raises(UnreadableError, match="ranks saved different things under the name a; load it with as many"):
         ckptfix.open_checkpoint(tmp_path)
 
 

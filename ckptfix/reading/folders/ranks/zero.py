@@ -454,8 +454,9 @@ class Merging:
                 start += spread.share(made[name].numel)
             if odd := {name: flat.stop for name, flat in flats.items() if flat.stop != start}:
                 raise UnreadableError(
-                    f"{self.path}: has names and shapes of {start} numbers for each rank, and {first_names(list(odd))}"
-                    f" hold {first_names(sorted(set(odd.values())))}; its files are from different saves or damaged"
+                    f"{self.path}: each rank should hold {start} numbers, and {first_names(list(odd))} "
+                    f"{'holds' if len(odd) == 1 else 'hold'} {first_names(sorted(set(odd.values())))}; "
+                    "the files are from different saves or damaged"
                 )
         return _restacked(made, self.path)
 

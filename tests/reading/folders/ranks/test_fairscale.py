@@ -99,7 +99,7 @@ def test_a_rank_of_another_save_is_named(tmp_path: Path, odd: int, change: str) 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"no_broadcast_optim_state": True}, "experts of its own"),
+        ({"no_broadcast_optim_state": True}, "its own experts"),
         (
             {"params": {"flat_param_0": {"names": ["w"], "shapes": [(2, 2)], "numels": [1 << 40]}}},
             r"claims \d+ ranks",

@@ -74,7 +74,7 @@ def test_the_states_of_a_stage_stand_for_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("layer_03-model_states.pt", "has no file of layer_03, which its model states name; fetch it"),
+        ("layer_03-model_states.pt", "lacks the file of layer_03, which its model states name; fetch it"),
         ("mp_rank_01_model_states.pt", "has model states of 1 of 2 stages of its pipeline"),
     ],
 )

@@ -443,7 +443,7 @@ def test_a_rank_that_lacks_a_part_is_named(tmp_path: Path, stage: int) -> None:
         states["optimizer_state_dict"][key] = [part[:-3].clone() for part in states["optimizer_state_dict"][key]]
 
     _change(tmp_path / _optim(1), shorten)
-    with pytest.raises(UnreadableError, match=r"zero_pp_rank_1_\w+\.pt has 9 of 12 numbers") as caught:
+    with pytest.raises(UnreadableError, match=r"zero_pp_rank_1_\w+\.pt (has 9 of 12|holds 5)") as caught:
         ckptfix.open_checkpoint(tmp_path)
     assert _optim(2) not in str(caught.value)
     if stage == 2:
