@@ -43,7 +43,7 @@ class DType(Struct, frozen=True, dict=True):
             wide = bytearray(2 * len(units))
             wide[2::4], wide[3::4] = units[::2], units[1::2]
             return struct.unpack(f"<{len(units) // 2}f", wide)
-        code = _CODES.get(self.name)
+        code = CODES.get(self.name)
         return struct.unpack(f"<{len(units) // self.itemsize}{code}", units) if code else None
 
     @cached_property
@@ -53,7 +53,7 @@ class DType(Struct, frozen=True, dict=True):
 
 
 # What `struct` calls the numbers of a dtype.
-_CODES = {
+CODES = {
     **dict(zip("float64 float32 float16 qint8 qint32 quint8".split(), "dfebiB", strict=True)),
     **dict(zip("int8 int16 int32 int64 uint8 uint16 uint32 uint64".split(), "bhiqBHIQ", strict=True)),
 }

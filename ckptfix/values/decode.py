@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptfix.core.dtypes import CODES
 from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorSpec
 
@@ -125,10 +126,7 @@ _FLOATS = {
     "float16": ("<H", 2.0**-14),
 }
 
-_INTEGERS = {
-    **dict(zip("int8 int16 int32 int64 qint8 qint32".split(), "<b <h <i <q <b <i".split(), strict=True)),
-    **dict(zip("uint8 uint16 uint32 uint64 quint8 bool".split(), "<B <H <I <Q <B <B".split(), strict=True)),
-}
+_INTEGERS = {name: f"<{code}" for name, code in {**CODES, "bool": "B"}.items() if name not in _FLOATS}
 
 _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
 
