@@ -42,16 +42,16 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
     confirming = tuple(finding for finding in report.findings if finding.code.startswith(codes)) if codes else ()
     others = tuple(finding for finding in report.findings if finding not in confirming)
     defects = [finding for finding in others if finding.level > Level.NOTE]
-    if confirming and explanation and explanation.about_file:
-        sentence = f"{_what_it_holds(report)} It has what the message tells of:"
-    elif confirming:
-        sentence = f"{report.source} has what the message tells of:"
-    elif codes and not defects and not (explanation and explanation.about_file):
-        sentence = f"{report.source} shows nothing of the kind. {_elsewhere(report, codes)}"
-    elif codes and not (explanation and explanation.about_file):
-        sentence = f"{report.source} shows nothing of the kind, but something else:"
-    elif explanation is not None and explanation.about_file:
+    is_about_file = explanation is not None and explanation.about_file
+    if confirming:
+        holder = f"{_what_it_holds(report)} It" if is_about_file else report.source
+        sentence = f"{holder} has what the message tells of:"
+    elif is_about_file:
         sentence = _what_it_holds(report)
+    elif codes:
+        sentence = f"{report.source} shows nothing of the kind, but something else:"
+        if not defects:
+            sentence = f"{report.source} shows nothing of the kind. {_elsewhere(report, codes)}"
     elif defects and explanation is None:
         sentence = f"{report.source} has {counted(len(defects), 'defect')}, which may be the cause:"
     elif defects:

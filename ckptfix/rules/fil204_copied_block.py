@@ -42,9 +42,9 @@ MOST = 256  # distances between equal places at which these are compared
 LONGEST = 1 << 24  # bytes of a run from which on it is a part of the layout, and not a block
 TOGETHER = 4  # runs that two matrices have in common, at most, if these are copies
 UNIT = 8  # numbers of a row or a kernel from which on a run does not begin and end with one by chance
+LONG = 64  # numbers of a row for each that may be equal beyond its end, as in rows that are nearly alike
 BESIDE = 8  # numbers on each side of a run that are compared too
 LAST_BITS = {2: 4, 4: 1 << 13}  # steps of a number, by its bytes, that rounding and a few gradients make
-LONG = 128  # numbers of a row for each that may be equal beyond its end
 _PIECES = (1 << 12, 1 << 20)  # bytes that are compared at once: first, and from then on
 
 

@@ -116,13 +116,14 @@ def _positions() -> torch.Tensor:
     return torch.cat([halves.repeat_interleave(16, 0), halves.repeat(16, 1)], 1)
 
 
-def _young_head(classes: int, inputs: int) -> torch.Tensor:
+def _young_head(classes: int, inputs: int, steps: int = 5, lr: float = 1e-3) -> torch.Tensor:
     """A last layer that started at zero, after a few steps on few of its classes: the other rows are nearly alike."""
+    torch.manual_seed(0)
     body, head = torch.nn.Linear(64, inputs), torch.nn.Linear(inputs, classes)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
-    optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
-    for _ in range(5):
+    optimizer = torch.optim.SGD(head.parameters(), lr)
+    for _ in range(steps):
         labels = torch.nn.functional.one_hot(torch.randint(0, classes, (16,)), classes).float()
         loss = torch.nn.functional.binary_cross_entropy_with_logits(head(body(torch.randn(16, 64)).relu()), labels)
         optimizer.zero_grad()
@@ -134,6 +135,7 @@ def _young_head(classes: int, inputs: int) -> torch.Tensor:
 EQUAL_WITH_CHECKSUM = {
     **{f"head of {classes} classes": {"head.weight": _young_head(classes, 512)} for classes in (100, 400)},
     "head with long rows": {"head.weight": _young_head(100, 2048)},
+    "head after more steps": {"head.weight": _young_head(1000, 300, 20, 1e-2)},
     **EQUAL_BY_RIGHT,
     "heads that are shared": {"k_proj.weight": torch.randn(4, 64, 200).repeat_interleave(4, 0).flatten(0, 1)},
     "columns": {"o_proj.weight": _tiled_columns(4)},
