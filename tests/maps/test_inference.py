@@ -1167,7 +1167,7 @@ def test_the_fused_attention_of_codegen_is_not_that_of_others():
     source: Specs = {"attn.qkv_proj.weight": (24, 8), "attn.out_proj.weight": (8, 8), **linear("mlp.fc_in", 32, 8)}
     target = {key: shape for key, shape in source.items() if "qkv" not in key}
     target |= {f"attn.{name}_proj.weight": (8, 8) for name in "kvq"}
-    for sides in ((source, target), (target, source)):
-        matches = infer(*(stack("transformer.h", [side] * 3) for side in sides)).matches
+    for one, other in ((source, target), (target, source)):
+        matches = infer(stack("transformer.h", [one] * 3), stack("transformer.h", [other] * 3)).matches
         fused = {key: match.label for key, match in matches.items() if "qkv" in key + match.parts[0].source}
         assert set(fused.values()) == {Label.AMBIGUOUS}

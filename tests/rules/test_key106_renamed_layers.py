@@ -228,8 +228,8 @@ def test_a_fused_bias_with_rows_that_the_model_lacks_is_neither_dropped_nor_fill
     for layer in target.layer:
         layer.attention.key.bias = None
     file = transformer(*FUSED).state_dict()
-    for options in ({}, {"rename_layers": True}):
-        report = ckptfix.check(file, target, values=False, **options)
+    for is_renamed in (False, True):
+        report = ckptfix.check(file, target, values=False, rename_layers=is_renamed)
         assert all(name != "fill" for remedy in recommended(report) for name, _ in remedy.options)
     offered = {name for finding in report.left for remedy in finding.remedies for name, _ in remedy.options}
     assert not offered & {"fill", "unsafe_fixes"}
