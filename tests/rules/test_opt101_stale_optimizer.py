@@ -573,7 +573,7 @@ def test_an_order_of_few_scripts_is_named_if_it_fits_as_well(tmp_path, shapes, d
     report = followed_with(tmp_path, old, new, list(old.parameters()))
     (finding,) = [finding for finding in report.applied if finding.code == "OPT101"]
     assert ("in reverse would fit as well" in finding.message) is doubt
-    assert "named by model.parameters()" in str(report).splitlines()[-1]
+    assert "identified by model.parameters()" in str(report).splitlines()[-1]
 
 
 def test_a_norm_that_the_model_no_longer_has_is_one_by_its_name(tmp_path):

@@ -141,7 +141,9 @@ def test_what_came_out_whole_is_all_there_where_a_checksum_fails(file: Path, cas
 def test_nothing_says_where_the_file_behind_a_damaged_tar_header_is(file: Path) -> None:
     for members, at in (({"m.pth": INNER["zip"]}, 150), ({"a.txt": b"x", "m.pth": INNER["zip"]}, 124)):
         file.write_bytes(changed(tarred(members), at))
-        with pytest.raises(ckptfix.UnreadableError, match="no valid header at offset 0; no checkpoint"):
+        with pytest.raises(
+            ckptfix.UnreadableError, match="no valid header at offset 0; the readable part has no checkpoint"
+        ):
             ckptfix.open_checkpoint(file, salvage=True)
 
 
