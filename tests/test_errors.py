@@ -44,7 +44,7 @@ def test_no_error_of_the_library_speaks_in_flags():
     [
         ({"fill": "target"}, "fill='target' takes values from", "--fill target takes values from"),
         ({"replace": "VAL"}, "add fill='twin', ", "add --fill twin, "),
-        ({"dtype": "float16", "values": False}, "omit values=False", "leave out --no-values"),
+        ({"dtype": "float16", "values": False}, "omit values=False", "omit --no-values"),
         ({"shard_size": "much"}, "shard_size='much': ", "--shard-size much: "),
         ({"weights": "ema"}, "with weights=", "with --weights"),
         ({"model": "nowhere.at:all"}, "model='nowhere.at:all': ", "--model nowhere.at:all: "),

@@ -108,9 +108,9 @@ API: Any = ckptfix
     ("call", "says"),
     [
         pytest.param(lambda file: API.check(net(), file), "the source is of type Sequential", id="arguments swapped"),
-        pytest.param(lambda file: API.load(str(file), net()), "give the torch.nn.Module first", id="load swapped"),
-        pytest.param(lambda file: API.check(file, 5), "model is 5; give a torch.nn.Module", id="a number as model"),
-        pytest.param(lambda file: API.check(file, nn.Linear), "give a torch.nn.Module", id="a class as model"),
+        pytest.param(lambda file: API.load(str(file), net()), "pass the torch.nn.Module first", id="load swapped"),
+        pytest.param(lambda file: API.check(file, 5), "model is 5; pass a torch.nn.Module", id="a number as model"),
+        pytest.param(lambda file: API.check(file, nn.Linear), "pass a torch.nn.Module", id="a class as model"),
         pytest.param(lambda file: API.check(file, net(), like=file), "exclude each other", id="two targets"),
         pytest.param(lambda file: API.check(file, colour="red"), "check() has no setting 'colour'", id="setting"),
         pytest.param(lambda file: API.check(file, format="onnx"), "give pth, safetensors or universal", id="format"),

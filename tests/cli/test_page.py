@@ -78,7 +78,7 @@ def test_a_checkpoint_is_not_replaced_by_a_page(folder):
 def test_the_output_and_the_page_are_two_files(folder):
     done = run_here("repair", "wrapped.pth", "-o", "new.pth", "--report", "./new.pth", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "is the file of --output" in done.stderr
+    assert "is also the file of --output" in done.stderr
     assert not (folder / "new.pth").exists()
 
 

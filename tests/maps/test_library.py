@@ -548,7 +548,7 @@ def test_rows_of_a_torchtune_that_no_map_explains_are_left_to_the_user(tmp_path:
     assert {key for key in target if "q_proj" in key or "k_proj" in key}.isdisjoint(done)
     assert {key for key in target if "v_proj" in key} <= done.keys()
     (left,) = (finding for finding in report.remaining if finding.code == "KEY106")
-    assert "rows of a head in another order" in left.message
+    assert "order the rows of a head differently" in left.message
 
 
 def test_the_size_of_a_llamas_head_decides_or_is_left_to_the_user(tmp_path: Path):

@@ -131,12 +131,12 @@ def test_the_caller_s_state_is_left_alone(module, capsys):
     ("spec", "arguments", "says"),
     [
         pytest.param("{module}", (), "write it as pkg.mod:factory", id="no colon"),
-        pytest.param("no_such_module:net", (), "run from the folder that holds no_such_module", id="no module"),
+        pytest.param("no_such_module:net", (), "run from the folder that contains no_such_module", id="no module"),
         pytest.param("{module}:nett", (), "did you mean net?", id="a slip"),
         pytest.param("{module}:zzz", (), "see what", id="no attribute"),
         pytest.param("{module}:number", (), "is of type int", id="neither callable nor model"),
         pytest.param("{module}:pair", (), "returned an object of type tuple", id="more than a model"),
-        pytest.param("{module}:instance", [1], "leave out model_args=", id="arguments for a model"),
+        pytest.param("{module}:instance", [1], "omit model_args=", id="arguments for a model"),
         pytest.param("{module}:net", {"depth": 1}, "model_args=", id="an argument that it does not take"),
     ],
 )

@@ -51,7 +51,7 @@ def test_tensors_inside_of_other_entries_are_specs_and_come_back():
 
 
 def test_a_key_that_stands_twice_is_refused():
-    with pytest.raises(UnreadableError, match="a key twice"):
+    with pytest.raises(UnreadableError, match="a key occurs twice"):
         open_state_dict({1: torch.ones(1), "1": torch.ones(1)})
 
 

@@ -363,7 +363,7 @@ def test_the_weights_of_a_repository(names, chosen, web):
             "several files match; name one of them, for example hf://org/repo/a.pth",
             id="several",
         ),
-        pytest.param(["config.json"], "no checkpoint is there; it holds config.json", id="none"),
+        pytest.param(["config.json"], "no checkpoint found; it holds config.json", id="none"),
     ],
 )
 def test_a_repository_whose_weights_are_not_certain(names, message, web):

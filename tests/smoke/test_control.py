@@ -60,7 +60,7 @@ def test_a_trained_model_that_rejects_all_noise_is_no_defect(save: Save) -> None
 def test_minus_infinity_by_design_is_no_defect(save: Save) -> None:
     outcome = run(save, "Masks", IMAGES)
     assert outcome.is_good
-    assert "the model's own" in outcome.notes[-1]
+    assert "comes from the model" in outcome.notes[-1]
 
 
 def test_minus_infinity_by_design_is_none_in_training_either(save: Save) -> None:

@@ -250,7 +250,7 @@ def test_a_strict_load_that_fails_is_counted(change: dict[str, Any], said: str, 
 def test_a_parameter_that_the_strict_load_cannot_miss_is_found() -> None:
     state = Hider().state_dict()
     assert "hidden" not in state
-    with pytest.raises(NotLoadedError, match="passed over 1 parameter") as caught:
+    with pytest.raises(NotLoadedError, match="skipped 1 parameter") as caught:
         load_strictly(Hider(), state)
     assert caught.value.keys == ("hidden",)
 

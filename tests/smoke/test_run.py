@@ -130,9 +130,11 @@ def test_no_verdict_is_not_passed_and_asks_for_an_input(ending: Ending) -> None:
         pytest.param(death(-11, "load"), "checkpoint", "crashed with SIGSEGV", id="segmentation fault in the load"),
         pytest.param(death(-9), "environment", "ran out of memory", id="killed"),
         pytest.param(death(-7), "environment", "SIGBUS", id="bus error of the shared memory"),
-        pytest.param(death(3, "build"), "model", "exit status 3", id="left by itself"),
-        pytest.param(death(1, "start"), "environment", "exit status 1", id="never started"),
-        pytest.param(death(-9, timed_out=True), "model", "or waits for something: no answer within 5 s", id="time-out"),
+        pytest.param(death(3, "build"), "model", "exited with status 3", id="left by itself"),
+        pytest.param(death(1, "start"), "environment", "exited with status 1", id="never started"),
+        pytest.param(
+            death(-9, timed_out=True), "model", "or waiting for something: no answer within 5 s", id="time-out"
+        ),
     ],
 )
 @pytest.mark.skipif("sys.platform == 'win32'", reason="signals are of POSIX")
@@ -250,7 +252,7 @@ def test_an_assert_of_a_kernel_is_read_from_what_it_printed(derived: bool, print
         pytest.param(
             LOST.failure, False, "run again with CUDA_LAUNCH_BLOCKING=1", "true.py:1 in f", id="it comes again"
         ),
-        pytest.param(None, False, "did not come again with CUDA_LAUNCH_BLOCKING=1", "", id="it does not"),
+        pytest.param(None, False, "did not recur with CUDA_LAUNCH_BLOCKING=1", "", id="it does not"),
     ],
 )
 def test_a_lost_gpu_is_tried_in_a_second_child(
