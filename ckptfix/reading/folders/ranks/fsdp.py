@@ -217,6 +217,8 @@ def _models(every: Mapping[_Key, RankSet]) -> list[RankSet]:
     sets = [found for found in every.values() if len(found.files) > 1 or found.world > 1]
     sets = [found for found in sets if not found.stem.startswith(_BESIDE)] or sets
     sets = [found for found in sets if found.stem.startswith("model")] or sets
+    if len(sets) < 2:
+        return sets
     # Links to one of several sets say which is the latest, as `latest-rank0.pt` of Composer.
     links = {path.resolve().name for found in sets for path in found.files.values() if path.is_symlink()}
     return [each for each in sets if any(path.name in links for path in each.files.values())] or sets

@@ -205,6 +205,23 @@ def test_the_names_in_a_folder_are_looked_up_once_for_all_files(
     assert len(found.files) == 21
 
 
+def test_no_file_is_looked_at_again_for_each_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder of thousands whose names alone are those of ranks."""
+    asked, is_symlink = [], Path.is_symlink
+
+    def counted_is_symlink(path: Path) -> bool:
+        asked.append(path)
+        return is_symlink(path)
+
+    files = [tmp_path / f"model_world_size_20_rank_{rank}.pt" for rank in range(20)]
+    for file in files:
+        torch.save({"w": torch.ones(2)}, file)
+    monkeypatch.setattr(Path, "is_symlink", counted_is_symlink)
+    for file in files:
+        ckptfix.open_checkpoint(file)
+    assert len(asked) <= 3 * len(files)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 12])
 def test_rows_that_do_not_divide(tmp_path: Path, rows: int) -> None:
     whole = torch.arange(rows * 3.0).reshape(rows, 3)
