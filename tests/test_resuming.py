@@ -595,7 +595,7 @@ def random_runs(folder: Path, ways: Mapping[str, Saved], may_move: bool = True) 
     the finding asks for an unsafe fix and names an order, of few scripts, that would fit as well."""
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=10_000 if IS_THOROUGH else 60, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=10_000 if IS_THOROUGH else 150, deadline=None, database=None, derandomize=True)
     @given(st.integers(0, 2**32))
     def run(seed: int) -> None:
         made = folder / "run"

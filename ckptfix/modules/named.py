@@ -296,7 +296,7 @@ def _check_sizes(spec: str, arguments: Mapping[str, Any]) -> None:
         if value is None or (type(value) is int and value >= least):
             continue
         if size != "img_size" or not isinstance(value, list | tuple):
-            raise TargetError(Opt("model", spec), f": {name} is a whole number from {least} on, and not {value!r}")
+            raise TargetError(Opt("model", spec), f": {name} has to be an integer of at least {least}, not {value!r}")
 
 
 @contextlib.contextmanager

@@ -21,13 +21,14 @@ from ckptfix.reading.boxes import bytes_of_boxes, have_same_bytes, row_major
 from ckptfix.reading.pickles.claims import checked
 
 
-def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str) -> None:
-    """Raise ``UnreadableError`` unless the boxes fill a tensor of this shape, each element once."""
+def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], name: str, path: str = "") -> None:
+    """Raise ``UnreadableError``, of this file or folder, unless the boxes fill a tensor, each element once."""
     try:
         check_cover(name, [*boxes], shape)
     except PartsError as error:
         raise UnreadableError(
-            f"the chunks of {name} do not fill it: {error.problem}; put the files of one save together"
+            f"{path and f'{path}: '}the chunks of {name} do not fill it: {error.problem}; "
+            "put the files of one save together"
         ) from error
 
 
@@ -45,7 +46,7 @@ def merge_parts(
 
     Raises ``UnreadableError`` unless the parts are of the dtype and fill the shape, each element once. A tensor that
     lacks bytes of a damaged file is torn; the checksums of its parts speak for any other."""
-    check_tiling(copies, shape, name)
+    check_tiling(copies, shape, name, path)
     spec = TensorSpec(dtype, shape, contiguous_strides(shape))
     pieces: list[tuple[Box, TensorSpec]] = []
     are_torn = False

@@ -20,7 +20,7 @@ from ckptfix.core.parts import Box, box_at, numel, shape_over
 from ckptfix.core.spec import TensorSpec, contiguous_strides
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading import safetensors
-from ckptfix.reading.folders.chunks import agree, gone, merge_parts
+from ckptfix.reading.folders.chunks import agree, check_tiling, gone, merge_parts
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.pickles.claims import sizes
 from ckptfix.reading.sniffing import is_safetensors
@@ -105,6 +105,7 @@ def _tensor(key: str, parts: dict[Box, list[TensorSpec]], path: str, faults: lis
     try:
         if any(spec.dtype != whole.dtype for spec in specs):
             raise UnreadableError(f"the chunks of {key} differ in their dtypes")
+        check_tiling(parts, shape, key)
         return merge_parts(key, whole.dtype, shape, parts, path)
     except UnreadableError as error:
         faults.append(Fact.of(Kind.CHUNKS_LACKING, key, error=str(error)))
