@@ -13,8 +13,8 @@ from pathlib import Path
 PACKAGES = ("torch", "safetensors", "numpy", "timm")
 README = """# Benchmarks
 
-`make bench` measures speed and memory beside `cp` and beside what others do, and writes the tables below.
-`judgement.py` measures something else: how often the value rules are right (its docstring says how to run it).
+`make bench` measures speed and memory next to `cp` and what others do, and writes the tables below. `judgement.py`
+measures something else: how often the value rules are right (its docstring says how to run it).
 
 ## Speed and memory
 
@@ -37,14 +37,14 @@ the libraries themselves (`benchmarks/peers.py`); they compare nothing but where
 
 - The value scan: two threads read the file into buffers, which takes longer than the scan itself. Mapping the file
   would be faster for large pages, but a file that is cut short meanwhile would end the process.
-- `ckptfix.load` proves checksums and looks at the values before the model changes; torch does neither. With `assign`
-  torch reads no byte at all. Of 400 tensors, what is Python takes 50 ms, and torch's own 33.
+- `ckptfix.load` proves checksums and looks at the values before the model changes; torch does neither. It reads the
+  tensors into memory of their own, which takes most of its time, where torch maps the file: a mapped file that is cut
+  short meanwhile would end the process. With `assign` torch reads no byte at all. For 400 tensors, Python takes 50 ms,
+  and torch itself 33 ms.
 - A zoo: `cp -r` moves bytes; `migrate` also takes the sha256 of source and output, looks at the values, and reads its
   copy back. Of 75 ms of a core for each file of 20 MB, the digests are 14, the kernel's part 24, and Python's 34, ten
-  of which are the start and the end of the processes. It keeps two cores busy, and takes the same eight to nine seconds
-  whether memory is at hand or not, as it uses the pages of outputs again. `cp -r` takes new ones for all of the zoo:
-  nine seconds where a virtual machine has to get them from its host, as in this run, and three where it still has them.
-  The ratio is then 0.9, or 2.8.
+  of which are the start and the end of the processes. It keeps two cores busy. `cp -r` takes a third
+  of the time where the host of a virtual machine does not have to fetch the memory for the copies first.
 - A million files on a hundred nodes, on paper: [scale.md](scale.md).
 
 ## Again
