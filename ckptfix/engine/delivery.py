@@ -5,8 +5,6 @@ rename.
 from __future__ import annotations
 
 import contextlib
-import filecmp
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,8 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptfix.core.checkpoint import IN_MEMORY, Checkpoint, path_name
-from ckptfix.core.edits import Regroup
-from ckptfix.core.finding import Blocks, Finding, Level, Subject, counted
+from ckptfix.core.finding import Blocks, Finding, Level, counted
 from ckptfix.core.objects import holds_tensors
 from ckptfix.core.report import Report
 from ckptfix.core.settings import PTH, SAFETENSORS, UNIVERSAL, Settings
@@ -24,20 +21,11 @@ from ckptfix.core.smoke_result import SmokeResult
 from ckptfix.core.spec import Regions
 from ckptfix.core.wording import first_names
 from ckptfix.engine.destination import Destination
-from ckptfix.engine.verification import verify, verify_tree
+from ckptfix.engine.trainer_files import trainer_files
+from ckptfix.engine.verification import verify
 from ckptfix.errors import CkptfixError, Opt, WriteError
-from ckptfix.reading.opening import MODELS, OF_TRAINERS
-from ckptfix.writing.atomic import (
-    deliver_file,
-    deliver_folder,
-    flush_file,
-    has_backup,
-    refuse_output,
-    temporary_beside,
-    unwritten,
-)
-from ckptfix.writing.output import deliver_shards, flushing, temporary_shards, without_state_dict, write_to, writer_for
-from ckptfix.writing.plain import plain_root
+from ckptfix.writing.atomic import deliver_file, deliver_folder, has_backup, temporary_beside
+from ckptfix.writing.output import deliver_shards, flushing, temporary_shards, write_to, writer_for
 from ckptfix.writing.safetensors import lost_extras, tied_keys, untied
 from ckptfix.writing.universal import temporary_universal, universal_form
 
@@ -99,7 +87,7 @@ def deliver(
     if report.failed_forward:
         return report
     destination.refuse_replaced(settings.force)
-    with _beside(draft.result, report, destination, settings) as files:
+    with trainer_files(draft.result, report, destination, settings) as files:
         # Before the weights: of a run that is killed between, the next finds an optimizer that fits the weights as they
         # become, and goes on.
         for file, goal in files.items():
@@ -203,68 +191,6 @@ def _without_container(result: Checkpoint, form: str) -> Checkpoint:
     lost = set(lost_extras(flat)) - set(flat.specs)
     kept = OrderedDict((key, entry) for key, entry in flat.entries.items() if key not in lost)
     return replace(flat, entries=kept, root=dict(kept))
-
-
-@contextlib.contextmanager
-def _beside(
-    result: Checkpoint, report: Report, destination: Destination, settings: Settings
-) -> Iterator[dict[Path, Path]]:
-    """Write the files of a trainer beside the checkpoint that the edits have changed, and give the temporary file of
-    each goal. In another folder they keep their names; beside the source they are marked as the checkpoint is. A
-    trainer that finds the model in another folder is to find there all that it resumes from: what no edit has changed
-    is copied, unless an optimizer no longer fits."""
-    if destination.form == UNIVERSAL:  # which has the optimizer in it
-        yield {}
-        return
-    regroups = [edit for edit in report.edits if isinstance(edit, Regroup)]
-    changed = {name for name in result.beside for edit in regroups if edit.where.startswith(name)}
-    source = Path(result.path)
-    folder = source if source.is_dir() else source.parent
-    is_elsewhere = folder.resolve() != destination.output.parent.resolve()
-    if changed and (is_elsewhere or any(edit.like != tuple(range(len(edit.like))) for edit in regroups)):
-        changed |= {name for name in result.beside if name.startswith("scheduler")}  # a trainer takes both or neither
-    is_in_place = destination.like == destination.output
-    with contextlib.ExitStack() as stack:
-        files: dict[Path, Path] = {}
-        is_resumed = is_elsewhere and destination.output.name in MODELS and bool(result.beside)
-        if is_resumed and not settings.drop_optimizer and not _has_unfit_optimizer(report):
-            for old in sorted(folder.iterdir()):
-                if old.name in changed or not OF_TRAINERS.fullmatch(old.name) or not old.is_file():
-                    continue
-                goal = destination.output.with_name(old.name)
-                if goal.is_file() and filecmp.cmp(old, goal, shallow=False):
-                    continue
-                refuse_output(goal, settings.force)
-                temporary = stack.enter_context(temporary_beside(goal, old))
-                _copy(old, temporary, goal)
-                files[temporary] = goal
-        for name in sorted(changed):
-            root = result.beside[name]
-            fixed = f"{Path(name).stem}.fixed{Path(name).suffix}"
-            goal = destination.output.with_name(name if is_elsewhere or is_in_place else fixed)
-            if not is_in_place:
-                refuse_output(goal, settings.force)
-            tree = replace(without_state_dict(result, root), path=str(folder / name))
-            temporary = stack.enter_context(temporary_beside(goal, folder / name))
-            written = write_to(temporary, tree, writer_for(PTH, None), goal)
-            with flushing([written], goal, destination.flush):
-                verify_tree(temporary, plain_root(tree)[0], goal)
-            files[temporary] = goal
-        yield files
-
-
-def _has_unfit_optimizer(report: Report) -> bool:
-    return any(finding.subject is Subject.OPTIMIZER and finding.level is Level.ERROR for finding in report.left)
-
-
-def _copy(old: Path, temporary: Path, goal: Path) -> None:
-    try:
-        shutil.copyfile(old, temporary)
-        flush_file(temporary)
-    except OSError as error:
-        raise unwritten(goal, error) from error
-    if not filecmp.cmp(old, temporary, shallow=False):
-        raise WriteError(f"{goal}: differs from {old}, although it is a copy; the disk or memory is faulty")
 
 
 def _lost_ties(result: Checkpoint) -> Iterator[str]:
