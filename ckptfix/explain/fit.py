@@ -55,7 +55,7 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
     """Return what the keys and shapes in a message about a state_dict say, and the advice that follows from them."""
     mismatch = read_mismatch(message)
     if name := _container_key(mismatch):
-        said = f"load_state_dict got the whole container; the weights stand in it under {name!r}."
+        said = f"load_state_dict got the whole container; the weights are in it under {name!r}."
         take = Advice("takes the weights out of the container", code=f'model.load_state_dict(checkpoint["{name}"])')
         return ((said, ()),), (
             take,
@@ -64,15 +64,17 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
     if cut := _characters_cut(mismatch):
         said = (
             f"All {len(mismatch.unexpected)} unexpected keys are the model's without their first {cut} characters: the"
-            " program cuts them off, as `key[7:]` does with `module.`, which the names in the file do not begin with."
+            " program cuts them off, as `key[7:]` does for `module.`, but the names in the file do not begin with it."
         )
         code = 'state_dict = {key.removeprefix("module."): value for key, value in state_dict.items()}'
         check = Advice("says whether the file fits your model as it is", "ckptfix check {FILE} --model {MODEL}")
-        return ((said, ()),), (Advice("takes a prefix off only where there is one", code=code), check)
+        return ((said, ()),), (Advice("removes the prefix only if there is one", code=code), check)
     findings = _diagnose(mismatch)
     causes = [*_named_causes(findings, mismatch), *_shape_causes(mismatch), *_left_causes(findings, mismatch)]
     if mismatch.is_cut:
-        causes.append(("The list of keys is cut short in this text; with all of it the answer would be surer.", ()))
+        causes.append(
+            ("The list of keys is cut short in this text; the complete list would give a more certain answer.", ())
+        )
     if running := mismatch.running_statistics:
         said = f"{counted(len(running), 'running statistic')} of an InstanceNorm: torch before 0.4.0 saved them, and"
         causes.append((f"{said} the layer does not use them now.", running))
@@ -144,14 +146,14 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
     if finding := findings.get("wrapper-prefix"):
         begin = "begins" if len(finding.keys) == 1 else "begin"
         yield (
-            f"{_share(finding, mismatch)} {begin} with `module.`: the file was saved from a model inside of"
+            f"{_share(finding, mismatch)} {begin} with `module.`: the file was saved from a model inside"
             " DataParallel or DistributedDataParallel.",
             (),
         )
     if finding := findings.get("missing-wrapper-prefix"):
         parts = {part for key in mismatch.missing for part in key.split(".")} & {MODULE, *WRAPPER_SEGMENTS}
         yield (
-            f"The model is wrapped ({_wrapper_names(parts)}) and the file is not, or in another way:"
+            f"The model is wrapped ({_wrapper_names(parts)}) and the file is not, or is wrapped differently:"
             f" {counted(len(finding.keys), 'key')} would fit with the wrapper's names.",
             (),
         )
@@ -167,13 +169,13 @@ def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterat
         )
     if finding := findings.get(_SURPLUS_COUNTERS):
         yield (
-            f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm too many: the file is of torch"
-            " 0.4.1 or later, and this torch is older, or the model has frozen BatchNorms, which do not count.",
+            f"{counted(len(finding.keys), 'counter')} num_batches_tracked of BatchNorm not in the model: the file is"
+            " from torch 0.4.1 or later, and this torch is older, or the model has frozen BatchNorms, which have none.",
             (),
         )
     if finding := findings.get("transient-buffer"):
         yield (
-            f"{counted(len(finding.keys), 'buffer')} too many that the model works out for itself: the release that"
+            f"{counted(len(finding.keys), 'buffer')} not in the model, which computes them itself: the release that"
             " saved the file kept them, this one does not. They hold nothing learned.",
             finding.keys,
         )
@@ -203,15 +205,15 @@ def _left_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterato
         return
     if codes := keys_of_codes(unexpected):
         yield (
-            f"{counted(len(codes), 'key')} of quantised weights: the file has codes in the place of weights, which have"
+            f"{counted(len(codes), 'key')} of quantised weights: the file has codes instead of weights, which have"
             " to be multiplied by their scales.",
             codes,
         )
         unexpected = tuple(key for key in unexpected if key not in codes)
     elif missing and unexpected and len(missing) > 3 and len(unexpected) > 3:
         yield (
-            "The other names do not match: the file is of another model or another implementation of it, or the wrong"
-            " one of several state_dicts was taken.",
+            "The other names do not match: the file is for another model or another implementation of it, or the"
+            " wrong one of several state_dicts was used.",
             (),
         )
     if missing:
@@ -244,7 +246,7 @@ def _commands_for_names(findings: Mapping[str, Finding], mismatch: Mismatch, nam
     missing, unexpected = _left(findings, "missing-key"), _left(findings, "unexpected-key")
     is_prefix_only = named and named <= {"wrapper-segment", "wrapper-prefix"}
     if is_prefix_only and not (missing or unexpected or mismatch.shapes):
-        yield Advice("writes a copy with the names that the model wants, and _metadata along", "ckptfix repair {FILE}")
+        yield Advice("writes a copy with the model's names, in _metadata too", "ckptfix repair {FILE}")
         return
     yield Advice(
         "compares names and shapes with your model, shows what can be repaired, and the command for it",
@@ -282,7 +284,7 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
             "puts the ranks together, with the files of all of them in one folder", "ckptfix repair FOLDER -o model.pth"
         )
     if parts or any(reason in _HOPELESS for reason in reasons):
-        yield Advice("Fill nothing in for these: that would make a model of random weights.")
+        yield Advice("Do not fill these in: that would give a model with random weights.")
         return
     if recipes:
         adapt = " ".join(f"--adapt {recipe}" for recipe in dict.fromkeys(recipes.values()))
@@ -294,7 +296,7 @@ def _advice_on_shapes(mismatch: Mismatch) -> Iterator[Advice]:
         )
     if reasons:
         yield Advice(
-            "takes the mismatched keys from your fresh model (untrained), and the rest from the file",
+            "uses the mismatched keys of your fresh model (untrained), and the rest of the file",
             "ckptfix repair {FILE} --model {MODEL} --drop-mismatched --fill target",
         )
 
@@ -312,7 +314,9 @@ def _advice_on_strict(findings: Mapping[str, Finding], mismatch: Mismatch, named
     elif has_statistics(mismatch.unexpected):
         yield Advice(f"strict=False drops keys that are needed: {KEEP_STATISTICS}.")
     elif computed and not _left(findings, "unexpected-key"):
-        yield Advice("strict=False loads all that was learned, and leaves these buffers as the model made them.")
+        yield Advice(
+            "strict=False loads everything that was learned, and keeps the model's own values of these buffers."
+        )
     elif mismatch.knows_missing and mismatch.unexpected and not mismatch.missing:
         yield Advice(
             "Every key of the model is in the file, so strict=False loads all of it and ignores the rest. Look at the"
@@ -326,7 +330,7 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
         prefixes = [edit.key.removesuffix(edit.to) for edit in renames if edit.key.endswith(edit.to)]
         prefix = next(iter(prefixes), f"{MODULE}.")
         yield Advice(
-            "takes the prefix off before load_state_dict",
+            "removes the prefix before load_state_dict",
             code=f'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "{prefix}")',
         )
     elif any("_orig_mod" in key for key in _left(findings, "wrapper-segment")):
@@ -335,7 +339,7 @@ def _code_for_wrappers(findings: Mapping[str, Finding], mismatch: Mismatch) -> I
         )
     elif "missing-wrapper-prefix" in findings:
         inner = "_orig_mod" if any(key.startswith("_orig_mod.") for key in mismatch.missing) else MODULE
-        yield Advice("loads into the model inside of the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
+        yield Advice("loads into the model inside the wrapper", code=f"model.{inner}.load_state_dict(state_dict)")
 
 
 def _cases(mismatch: Mismatch) -> list[Case]:
@@ -371,19 +375,19 @@ def _shape_causes(mismatch: Mismatch) -> Iterator[Cause]:
 
 
 _EMPTY = (
-    "nothing in the file (a size of 0): it is one part of a model that ZeRO or FSDP had divided, and the weights are in"
+    "nothing in the file (a size of 0): it is one part of a model that ZeRO or FSDP sharded, and the weights are in"
     " the other files"
 )
 _UNGATHERED = (
-    "nothing in the model (a size of 0): ZeRO-3 divided it when it was built, so load the file before that, or inside"
-    " of deepspeed.zero.GatheredParameters"
+    "nothing in the model (a size of 0): ZeRO-3 sharded it when it was built, so load the file before that, or inside"
+    " deepspeed.zero.GatheredParameters"
 )
-_ONES = "axes of one element too many or too few, on which no value depends"
-_CODES = "quantised weights with other bits or another group size, or of another release of the quantiser"
-_FLAT = "one row of numbers in the place of a matrix, as packed codes and parts of flat parameters are"
+_ONES = "an extra or missing axis of one element, which changes no value"
+_CODES = "quantised weights with different bits or group size, or from another release of the quantiser"
+_FLAT = "one row of numbers instead of a matrix, like packed codes and parts of flat parameters"
 _PART = "one rank's part of a tensor-parallel training, 1/{} of the model along one axis"
-_POSITIONS = "position embeddings of another resolution or length"
-_OTHER_AXES = "the same axes in another order, as another library or release keeps them"
+_POSITIONS = "position embeddings for another resolution or length"
+_OTHER_AXES = "the same axes in another order, as in another library or release"
 _ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
 # What neither a formula nor the values of a fresh model make good.
 _HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)

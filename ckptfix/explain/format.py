@@ -45,13 +45,13 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
     is_about_file = explanation is not None and explanation.about_file
     if confirming:
         holder = f"{_what_it_holds(report)} It" if is_about_file else report.source
-        sentence = f"{holder} has what the message tells of:"
+        sentence = f"{holder} has this problem:"
     elif is_about_file:
         sentence = _what_it_holds(report)
     elif codes:
-        sentence = f"{report.source} shows nothing of the kind, but something else:"
+        sentence = f"{report.source} does not have this problem, but others:"
         if not defects:
-            sentence = f"{report.source} shows nothing of the kind. {_elsewhere(report, codes)}"
+            sentence = f"{report.source} does not have this problem. {_elsewhere(report, codes)}"
     elif defects and explanation is None:
         sentence = f"{report.source} has {counted(len(defects), 'defect')}, which may be the cause:"
     elif defects:
@@ -59,9 +59,9 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
             f"The message is not about the file; {report.source} has {counted(len(defects), 'defect')} of its own:"
         )
     elif explanation:
-        sentence = f"Nothing is wrong in {report.source} itself, which agrees with this: the file is not at fault."
+        sentence = f"Nothing is wrong in {report.source} itself, so the file is not at fault."
     else:
-        limits = "" if report.target else " as far as it can be seen without your model (--model or --like)"
+        limits = "" if report.target else " as far as ckptfix can see without your model (--model or --like)"
         sentence = f"{report.source}: nothing is wrong with it{limits}."
     words, price = next(suggested(report, presentation), ((), ""))
     return Verdict(sentence, confirming, others, typed(words), price)
@@ -97,7 +97,7 @@ def _becomes_state_dict(report: Report) -> bool:
 
 def _elsewhere(report: Report, codes: tuple[str, ...]) -> str:
     if named("several-state-dicts").code in codes and OF_MISFITS not in codes:
-        place = "it is a bare state_dict" if report.container == "." else f"its weights stand under {report.container}"
+        place = "it is a bare state_dict" if report.container == "." else f"its weights are under {report.container}"
         return f"It holds one set of weights: {place}."
     if report.target is None and any(code.startswith(FITTING) for code in codes):
         return "Name your model too (--model or --like): names and shapes can only be compared with something."
@@ -143,10 +143,10 @@ def concise_lines(explanation: Explanation) -> Iterator[Line]:
 
 def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
     """Yield what is said of a text that is not known."""
-    yield (Span("not recognised: ", "strong"), "no message that ckptfix knows is in this text.")
+    yield (Span("not recognised: ", "strong"), "the text contains no message that ckptfix knows.")
     if close is not None:
         record, _ = close
-        yield from _wrapped(f"The nearest one that it knows is {record.name}: {record.example}", 2)
+        yield from _wrapped(f"The nearest known message is {record.name}: {record.example}", 2)
         yield from _wrapped(
             f"If it is that: {record.cause.partition('. ')[0].replace('{', '').replace('}', '').rstrip('.')}.", 2
         )

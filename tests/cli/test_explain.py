@@ -41,7 +41,7 @@ def test_unknown_text(tmp_path):
 def test_unknown_text_near_a_known_one(tmp_path):
     done = run_here("explain", "zip archive reading failed, no central directory found", cwd=tmp_path)
     assert done.returncode == 1
-    assert "The nearest one that it knows is damaged-archive" in done.stdout
+    assert "The nearest known message is damaged-archive" in done.stdout
 
 
 def test_full(tmp_path):
@@ -180,7 +180,7 @@ def test_concise(tmp_path):
 def test_with_the_file_and_the_model(folder):
     done = run_here("explain", PREFIX, "--file", "wrapped.pth", "--model", "zoo:tiny", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "this file: wrapped.pth has what the message tells of:\n  KEY102 wrapper-prefix error" in done.stdout
+    assert "this file: wrapped.pth has this problem:\n  KEY102 wrapper-prefix error" in done.stdout
     assert done.stdout.endswith("  run: ckptfix repair wrapped.pth --model zoo:tiny\n")
 
 

@@ -42,7 +42,7 @@ def verdict(message: str, file: Path, model: nn.Module | None = None) -> Verdict
 def test_a_file_that_is_clean_is_not_blamed(plain: Path):
     told = verdict(PREFIX, plain, nn.Linear(3, 2))
     assert (told.confirming, told.others, told.command) == ((), (), "")
-    assert "shows nothing of the kind. It fits Linear as it is" in told.sentence
+    assert "does not have this problem. It fits Linear as it is" in told.sentence
 
 
 def test_without_a_model_names_cannot_be_compared(plain: Path):
@@ -50,12 +50,12 @@ def test_without_a_model_names_cannot_be_compared(plain: Path):
 
 
 def test_a_clean_file_agrees_with_a_fault_of_the_environment(plain: Path):
-    assert verdict(CUDA, plain).sentence.endswith("itself, which agrees with this: the file is not at fault.")
+    assert verdict(CUDA, plain).sentence.endswith("itself, so the file is not at fault.")
 
 
 def test_an_unknown_message(plain: Path):
     assert (
-        "nothing is wrong with it as far as it can be seen"
+        "nothing is wrong with it as far as ckptfix can see"
         in judge(None, ckptfix.check(plain), Presentation()).sentence
     )
 
