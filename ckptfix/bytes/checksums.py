@@ -1,10 +1,9 @@
-"""What the bytes of a whole storage say about damage: whether they have the checksum that the file gives for them,
-once for each storage, and how long a hole of zeros is in them.
+"""Damage that the bytes of a whole storage show: whether they match the checksum in the file, and the longest run of
+zeros.
 
-A zip archive has one CRC-32 for a whole storage, so that a part of it cannot be proved by itself. The first tensor that
-is read from a storage therefore costs one pass over all of it; the result is remembered as long as the storage is, and
-every other view of it is read without a second look. One that is read from end to end, or copied piece by piece, is
-proved while it passes."""
+A zip archive has one CRC-32 per storage, so a part of a storage cannot be verified by itself. Reading the first tensor
+of a storage therefore costs a pass over all of it. The result is cached as long as the storage exists, so its other
+tensors are read without another pass. A storage that is read or copied from start to end is verified on the way."""
 
 from __future__ import annotations
 
@@ -36,16 +35,16 @@ except ImportError:
 
 __all__ = ["crc32"]
 
-# What is known: a rule asks, and after it the reader and the writer, who need not read the bytes again.
+# Cached results: a rule asks first, and later the reader and the writer, which need not read the bytes again.
 _SOUND: WeakKeyDictionary[Storage, bool] = WeakKeyDictionary()
-_BATCH = 4 << 20  # bytes whose proof takes much longer than handing it to a thread
-SKIPPED = 1 << 20  # bytes that are read when others pass after them: padding, or tensors too small to be copied alone
+_BATCH = 4 << 20  # bytes whose checksum takes much longer than passing them to a thread
+SKIPPED = 1 << 20  # bytes that are read if a copy skips them: padding, or tensors too small to be copied by themselves
 
 
 def is_sound(storage: Storage) -> bool:
-    """Return whether the storage, and each that it is made of, has the checksum that its file gives, or none.
+    """Return whether a storage and all of its parts match the checksums in the file, if the file has any.
 
-    Reads it in blocks. Raises ``UnreadableError`` if the bytes are not in the file."""
+    Reads it in blocks. Raises ``UnreadableError`` if bytes are missing."""
     found = storage.crc32 is None or _SOUND.get(storage)
     if found is None:
         for _ in _proving(storage):
@@ -55,23 +54,23 @@ def is_sound(storage: Storage) -> bool:
 
 
 def is_open(storage: Storage) -> bool:
-    """Return whether it is not known yet if the storage itself has the checksum that its file gives."""
+    """Return whether the storage itself has a checksum that was not verified yet."""
     return storage.crc32 is not None and storage not in _SOUND
 
 
 def is_unproved(storage: Storage) -> bool:
-    """Return whether it is not known yet if the storage, or one that it is made of, has its checksum."""
+    """Return whether the storage or one of its parts has a checksum that was not verified yet."""
     return is_open(storage) or (bool(storage.parts) and any(map(is_unproved, storage.parts)))
 
 
 def note_checksum(storage: Storage, crc: int) -> bool:
-    """Remember whether a whole storage of this CRC-32 is sound, and return it."""
+    """Compare the CRC-32 of all bytes of a storage with the one in the file; cache and return the result."""
     found = _SOUND[storage] = crc == storage.crc32
     return found
 
 
 def _proving(storage: Storage) -> Iterator[memoryview]:
-    """Yield the blocks of a whole storage; after the last one it is known whether the storage has its checksum."""
+    """Yield the blocks of a whole storage; after the last one, the storage is verified."""
     crc = 0
     for block in stream(storage.source, 0, storage.nbytes):
         crc = crc32(block, crc)
@@ -79,12 +78,12 @@ def _proving(storage: Storage) -> Iterator[memoryview]:
     note_checksum(storage, crc)
 
 
-Alarm = Callable[[Storage], None]  # what is done about a damaged storage that is read
+Alarm = Callable[[Storage], None]  # called with a damaged storage that is read
 
 
 def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iterator[memoryview]:
-    """Yield bytes ``start`` to ``stop`` of a storage in blocks; give the alarm if it is damaged: before the first
-    block, or after the last of a storage that is read as a whole for the first time."""
+    """Yield bytes ``start`` to ``stop`` of a storage in blocks, and call ``alarm`` if it is damaged: before the first
+    block, or after the last one if this is the first pass over a whole storage."""
     is_first = (start, stop) == (0, storage.nbytes) and is_open(storage)
     if is_first:
         yield from _proving(storage)
@@ -95,7 +94,7 @@ def proved_stream(storage: Storage, start: int, stop: int, alarm: Alarm) -> Iter
 
 
 def refusing(checkpoint: Checkpoint) -> Alarm:
-    """Raise ``UnreadableError``: a state_dict with damage in it goes into no model."""
+    """Return an alarm that raises ``UnreadableError``: a damaged state_dict is never loaded into a model."""
 
     def refuse(storage: Storage) -> None:
         raise UnreadableError(
@@ -107,7 +106,7 @@ def refusing(checkpoint: Checkpoint) -> Alarm:
 
 
 def warning(checkpoint: Checkpoint) -> Alarm:
-    """Warns, and lets the bytes through: reading a single tensor is also how one looks at the damage."""
+    """Return an alarm that warns only: reading single tensors is also a way to examine the damage."""
 
     def warn(storage: Storage) -> None:
         warnings.warn(one_line(_damage(checkpoint, storage)), DamageWarning, stacklevel=2)
@@ -122,9 +121,9 @@ def _damage(checkpoint: Checkpoint, storage: Storage) -> str:
 
 @contextmanager
 def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Iterator[Passing]:
-    """Prove storages by what the body lets pass of their bytes, and by the rest, which is read at the end.
+    """Verify storages with the bytes that the body passes to ``Passing``; the rest is read at the end.
 
-    Raises ``WriteError`` if a storage is damaged: a new checksum would make the damage look sound."""
+    Raises ``WriteError`` if a storage is damaged: a new checksum would hide the damage."""
     wanted = [storage for storage in storages if storage is not None]
     passing = Passing(wanted)
     yield passing
@@ -138,7 +137,7 @@ def proving(checkpoint: Checkpoint, storages: Iterable[Storage | None]) -> Itera
 
 
 class Passing:
-    """The checksums of storages whose bytes pass on their way to another file, so that they are not read once more."""
+    """Verification of storages while their bytes are copied, which saves reading them once more."""
 
     def __init__(self, storages: Iterable[Storage]) -> None:
         self._storages = dict.fromkeys(_with_parts(storages, set()))
@@ -149,12 +148,12 @@ class Passing:
             insort(self._sums.setdefault(whole, []), _Sum(storage, offset), key=_offset)
 
     def take(self, whole: OpenFile | ByteSource, offset: int, block: memoryview) -> None:
-        """Take in bytes of a file, or of what makes its bytes, from ``offset`` on."""
+        """Take in a block of a file, or of a source that computes its bytes, from ``offset`` on."""
         if sums := self._sums.get(whole):
             sums[bisect_right(sums, offset, key=_offset) - 1].take(offset, block)
 
     def finish(self) -> bool:
-        """Read what did not pass, and return whether all storages have their checksums."""
+        """Read the bytes that were not copied, and return whether all storages match their checksums."""
         for _ in side_by_side(_Sum.finish, [each for sums in self._sums.values() for each in sums]):
             pass
         return all(_SOUND.get(storage, True) for storage in self._storages)
@@ -169,7 +168,7 @@ class _Sum(Struct, eq=False):
     crc: int = 0
 
     def take(self, offset: int, block: memoryview) -> None:
-        """Take in bytes that pass, if they go on where the last ones ended, or little is between them."""
+        """Take in a block if it continues the bytes done so far, or skips only a few."""
         start, end = offset - self.offset, self.storage.nbytes
         if self.done < start < min(self.done + SKIPPED, end):
             self._read(start)
@@ -191,7 +190,7 @@ _offset = attrgetter("offset")
 
 
 def _with_parts(storages: Iterable[Storage], met: set[int]) -> Iterator[Storage]:
-    """Yield the storages, and those that they are made of; tensors that are spread over the same ranks share these."""
+    """Yield the storages and their parts, each tuple of parts once: tensors sharded over the same ranks share it."""
     for storage in storages:
         yield storage
         if id(storage.parts) not in met:
@@ -207,36 +206,36 @@ def _held_by(checkpoint: Checkpoint, storage: Storage) -> str:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the sha256 of a file, in hex. It runs without Python's lock."""
-    import hashlib  # it loads OpenSSL, which a first answer does not need
+    """Return the SHA-256 of a file in hex. Releases Python's lock."""
+    import hashlib  # loads OpenSSL, which a first answer does not need
 
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:  # hashlib.file_digest needs Python 3.11, and its buffer is small
+    with path.open("rb", buffering=0) as file:  # hashlib.file_digest needs Python 3.11, and has a small buffer
         buffer = memoryview(bytearray(max(1, min(1 << 20, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
 
 
-WORD = 8  # bytes that are looked at together when a hole is searched
+WORD = 8  # bytes that are tested together in the search for zeros
 
-# A hole of a sector has a whole row of that many words in it, wherever it begins, and so the first word of that row.
+# Every `_STEP`-th word is tested first: a hole of a sector or more contains at least one of them.
 _STEP = SECTOR // WORD // 2
 
 
 class Hole(Struct, frozen=True):
-    """The longest run of zero words of a storage, in bytes. Runs below ``SECTOR`` bytes need not be found."""
+    """The longest run of zero words of a storage, as byte offsets. Runs shorter than ``SECTOR`` may be missed."""
 
     start: int
     stop: int
 
 
-# What is known: an edited view of a checkpoint shares most storages.
+# Cached results: an edited view of a checkpoint shares most storages.
 _HOLES: WeakKeyDictionary[Storage, Hole] = WeakKeyDictionary()
 
 
 def soundness(storages: Collection[Storage]) -> list[bool]:
-    """Return whether each storage has the checksum of its file, two at a time: a checksum takes longer than reading."""
+    """Return whether each storage matches its checksum. Runs in threads: checksums take longer than reading."""
     batches = list(batched(filter(is_unproved, storages), lambda storage: storage.nbytes, _BATCH))
     sizes = [sum(storage.nbytes for storage in batch) for batch in batches]
     task = Task("proving checksums", sum(sizes))
@@ -246,7 +245,7 @@ def soundness(storages: Collection[Storage]) -> list[bool]:
 
 
 def longest_holes(storages: Sequence[Storage]) -> list[Hole]:
-    """Return the longest run of zeros in each storage. Raises ``UnreadableError`` if bytes are not in the file."""
+    """Return the longest run of zeros in each storage. Raises ``UnreadableError`` if bytes are missing."""
     unknown = [storage for storage in storages if storage not in _HOLES]
     for storage, hole in zip(unknown, side_by_side(_longest_hole, unknown), strict=True):
         _HOLES[storage] = hole
@@ -254,7 +253,7 @@ def longest_holes(storages: Sequence[Storage]) -> list[Hole]:
 
 
 def storages_of(checkpoint: Checkpoint) -> Iterator[tuple[Storage, list[str]]]:
-    """Yield every storage of the state_dict with the keys of the entries in it: tensors, and packed parameters."""
+    """Yield every storage of the state_dict with the keys of its entries (tensors and packed parameters)."""
     found: dict[int, tuple[Storage, list[str]]] = {}
     for key, entry in checkpoint.entries.items():
         for part in entry.strided_parts() if isinstance(entry, TensorSpec) else tensors_in(entry):
@@ -273,7 +272,7 @@ def _longest_hole(storage: Storage) -> Hole:
     for block in stream(storage.source, 0, words * WORD):
         units = np.frombuffer(block, dtype=np.uint64)
         if units[::_STEP].all():
-            # No hole begins and ends in here, none reaches over the first word, and the last word ends one at most.
+            # No hole of a sector is inside this block: one may end at its first word, and one may begin near its end.
             longest = max(longest, (position - 1 - last, last + 1))
             last = position + len(units) - len(units[-_STEP:]) + int(np.flatnonzero(units[-_STEP:])[-1])
             position += len(units)

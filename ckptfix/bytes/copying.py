@@ -1,14 +1,14 @@
-"""Copies the bytes of storages into a new file by the shortest way that there is.
+"""Copies the bytes of storages into a new file in the fastest way available.
 
-A range of a file that has the same place in its pages as it will have in the new file is copied by the kernel, which
-moves it from page to page, or shares the blocks if the file system can. All else goes through one window of the new
-file, which holds many small storages and what is between them: ranges that are placed differently, which the kernel
-would split at every page, what it refuses (another file system, an old kernel), and bytes that have to be made first:
-expanded, cast, put in order. The window is tried after every failure of the kernel, so that the error of a full disk or
-of a source that cannot be read is that of the write or the read.
+A range of a file whose offset within a page stays the same is copied by the kernel (``copy_file_range``), which copies
+whole pages or shares blocks if the file system can. Everything else goes through a buffer, the window, which holds many
+small storages and what is between them: ranges that move within a page, which the kernel would split at every page,
+ranges that the kernel refuses (another file system, an old kernel), and bytes that are computed: unpacked, cast,
+reordered. After any failure of the kernel the window is used, so a full disk or an unreadable source raises the error
+of the write or the read.
 
-What was copied is read back at once, while it is in the processor's cache: a repair takes 10 to 25 % longer if that
-happens later."""
+Copied bytes are read back at once, while they are in the processor's cache: a repair takes 10 to 25 % longer if they
+are read back later."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from ckptfix.core.spec import ByteSource
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-WINDOW = 512 << 10  # bytes that are written, and read back, at a time: few enough to be in the processor's cache still
+WINDOW = 512 << 10  # bytes that are written and read back at a time: they stay in the processor's cache
 
-# Calls that write end at multiples of this. The system keeps the pages of one call side by side in memory: of fewer it
-# makes more pieces, and for more it has to search, on virtual machines even to ask the host. With 256 KiB, the merge of
-# an adapter takes 7 % less with memory at hand, and ranks of 3 GB half as long again without.
+# Calls that write end at multiples of this. The system keeps the pages of one call contiguous in memory: smaller calls
+# make more pieces; for larger ones it has to search, on virtual machines even to ask the host. With 256 KiB, merging an
+# adapter takes 7 % less time if memory is free, and merging ranks of 3 GB takes half as long again if it is not.
 EDGE = 64 << 10
-PAGE = 4096  # bytes of a page: what begins at the same place in a page on both sides is copied without splitting any
-LARGE = 1 << 20  # bytes from which a range is worth up to a page of padding, so that it keeps its place in its pages
+PAGE = 4096  # bytes of a page: ranges with the same offset within a page are copied page by page
+LARGE = 1 << 20  # bytes from which a range is worth up to a page of padding to keep its offset within a page
 
 # Bytes of a file to copy in one call of the kernel: progress is shown and signals are handled between calls.
 CHUNK = 64 << 20
-FLUSHED = 64 << 20  # bytes of a new file after which the disk is to begin with them
-SMALL = 64 << 10  # up to this size, a part of a window is cheaper than calls of the kernel for the storage by itself
+FLUSHED = 64 << 20  # bytes of a new file after which the disk is told to start writing
+SMALL = 64 << 10  # up to this size, the window is cheaper than calls of the kernel for a single storage
 
-# Windows to use again: fresh memory for each file would take as long as all calls that read it back.
+# Windows for reuse: allocating them for each file would take as long as reading it back.
 _BUFFERS: deque[tuple[bytearray, bytearray]] = deque(maxlen=2)
 
 
 class Copied(NamedTuple):
-    """A range of a file, or of a source that makes its bytes, that was copied, and was equal when it was read back from
-    ``start`` of the new file on."""
+    """A copied range of a file, or of a source that computes its bytes, that was equal when read back from position
+    ``start`` of the new file."""
 
     source: OpenFile | ByteSource
     offset: int
@@ -57,15 +57,15 @@ class Copied(NamedTuple):
 
 
 class Copier:
-    """Appends storages to a file, and what is around them, as a context; at its end, the file has all of it.
+    """Appends storages and the bytes between them to a file. A context manager; at its end, everything is written.
 
-    What is copied is read back with the window that it is in, and is in ``copied`` if it is equal. ``passing`` takes
-    in what passes of storages that are to be proved."""
+    Copied ranges are read back with their window, and listed in ``copied`` if they are equal. ``passing`` receives the
+    bytes of storages that are to be verified."""
 
-    _begin: int  # of the window in the file
+    _begin: int  # position of the window in the file
     _filled: int
     _room: int
-    _flusher: Executor | None  # a thread that tells the disk to begin
+    _flusher: Executor | None  # a thread that tells the disk to start writing
 
     def __init__(self, file: BinaryIO, task: Task | None = None, passing: Passing | None = None) -> None:
         self.copied: list[Copied] = []
@@ -78,7 +78,7 @@ class Copier:
         except IndexError:
             self._window, self._written = bytearray(WINDOW), bytearray(WINDOW)
         self._view = memoryview(self._window)
-        self._ranges: list[Copied] = []  # those in the window, the last one perhaps in part
+        self._ranges: list[Copied] = []  # ranges in the window, the last one possibly in part
         self._threads, self._flusher = ExitStack(), None
         self._begin_at(file.tell())
         self._task = task or Task("", 0)
@@ -95,20 +95,20 @@ class Copier:
         _BUFFERS.append((self._window, self._written))
 
     def tell(self) -> int:
-        """Return where the next byte goes."""
+        """Return the position of the next byte."""
         return self._begin + self._filled
 
     def seek(self, position: int) -> None:
-        """Go to another place of the file."""
+        """Move to another position of the file."""
         self._end_window()
         self._file.seek(position)
         self._begin_at(position)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write bytes that are in memory; from there, if they are enough for a window of their own."""
+        """Write bytes that are in memory, without copying them into the window if they would fill one."""
         rest = memoryview(data)
         while rest:
-            if self._filled and len(rest) >= WINDOW:  # the next one begins at an edge
+            if self._filled and len(rest) >= WINDOW:  # so that the next window begins at an edge
                 self._room = min(self._room, EDGE - self.tell() % EDGE)
             part = rest[: self._room]
             if not self._filled and len(part) >= WINDOW // 2:
@@ -121,13 +121,13 @@ class Copier:
             rest = rest[len(part) :]
 
     def write_block(self, block: memoryview) -> None:
-        """Write bytes of a storage that were made."""
+        """Write computed bytes of a storage, and report them as progress."""
         self.write(block.cast("B"))
         self._task.advance(block.nbytes)
 
     def copy(self, source: ByteSource, start: int, stop: int, is_summed: bool = False) -> int:
-        """Write bytes ``start`` to ``stop`` of a source, and return their CRC-32 if it is asked for: they are in the
-        cache here, and need not be read once more."""
+        """Write bytes ``start`` to ``stop`` of a source. Return their CRC-32 if ``is_summed``, else 0: it is computed
+        here while they are in the processor's cache."""
         place, crc = located(source), 0
         whole, offset = (source, start) if place is None else (place.file, place.offset + start)
         if self._is_readable:
@@ -136,7 +136,7 @@ class Copier:
             for each in ranges:
                 crc = self._copy_range(each.file, each.offset, each.nbytes, is_summed, crc)
             return crc
-        # What is computed in pieces is put into the window as it comes.
+        # Computed pieces go straight into the window.
         made = source.pieces(start, stop) if hasattr(source, "pieces") else stream(source, start, stop)
         for block in made:
             self.write_block(block)
@@ -147,7 +147,7 @@ class Copier:
 
     def _copy_range(self, file: OpenFile, offset: int, nbytes: int, is_summed: bool, crc: int) -> int:
         begin, done = self.tell(), 0
-        goal = None  # the file for the kernel, as long as it copies
+        goal = None  # descriptor of the new file, as long as the kernel copies
         if nbytes > SMALL and (begin - offset) % PAGE == 0 and not file.is_remote:
             self._end_window()
             goal = self._descriptor
@@ -166,26 +166,26 @@ class Copier:
             done += count
         return crc
 
-    # The window: what comes from ``_begin`` of the file on
+    # The window: the bytes from ``_begin`` of the file on
     # ------------------------------------------------------------------------------------------------------------------
 
     def _begin_at(self, position: int) -> None:
-        """Begin an empty window, which will be full at an edge of the file."""
+        """Begin an empty window, which ends at an edge of the file when it is full."""
         self._begin, self._filled, self._room = position, 0, WINDOW - position % EDGE
 
     def _space(self, count: int) -> memoryview:
-        """Return where the next bytes go, at most as many as there is room for."""
+        """Return the memory for the next ``count`` bytes; the window has to have room for them."""
         return self._view[self._filled : self._filled + count]
 
     def _add(self, count: int, is_in_file: bool = False) -> None:
-        """Count bytes that were put into the window; if the file has them already, they are the only ones."""
+        """Count bytes that were put into the window. If ``is_in_file``, the window holds no others."""
         self._filled += count
         self._room -= count
         if is_in_file or not self._room:
             self._end_window(is_in_file=is_in_file)
 
     def _end_window(self, made: memoryview | None = None, is_in_file: bool = False) -> None:
-        """Write what is in the window, or ``made`` in its place, unless the file has it, compare it with the file, and
+        """Write the window (or ``made`` in its place) unless the file has it already, compare it with the file, and
         begin the next one."""
         if not self._filled:
             return
@@ -203,9 +203,9 @@ class Copier:
                 self._ranges.clear()
         start = self._begin // FLUSHED * FLUSHED
         if start + FLUSHED <= end and self._descriptor is not None and hasattr(os, "posix_fadvise"):  # macOS has none
-            # Let the disk begin with these bytes: a repair of 1 GB takes 13 to 16 % longer if all of them are left for
-            # the end. Linux begins to write what it is told to forget, and keeps it as long as it is not written. The
-            # call waits for the disk now and then: in this thread, a rename of all keys of 1.7 GB takes 10 % longer.
+            # Start writing these bytes to disk: a repair of 1 GB takes 13 to 16 % longer if all are left for the end.
+            # DONTNEED makes Linux start writing, and keeps pages that are not written yet. The call sometimes waits for
+            # the disk: in the main thread, renaming all keys of a file of 1.7 GB takes 10 % longer.
             if self._flusher is None:
                 self._flusher = self._threads.enter_context(background())
             self._flusher.submit(os.posix_fadvise, self._descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
@@ -227,7 +227,7 @@ class Copier:
             if not read:
                 return False
             done += read
-        return self._written.startswith(window)  # by memcmp, without a copy
+        return self._written.startswith(window)  # a memcmp without a copy
 
 
 def _descriptor(file: BinaryIO) -> int | None:
@@ -238,22 +238,22 @@ def _descriptor(file: BinaryIO) -> int | None:
 
 
 def _set_aside(descriptor: int, nbytes: int) -> None:
-    """Have the file system choose the blocks of a new file at once, if it can, and not while it writes them.
+    """Allocate the blocks of a new file in advance, if the file system can: a repair takes 5 % less time.
 
-    A repair takes 5 % less time then. Where it cannot, ``os.posix_fallocate`` would write into every block."""
+    If it cannot, ``os.posix_fallocate`` would write into every block, so it is not used."""
     if sys.platform == "linux":
         from ctypes import CDLL, c_long
 
         CDLL(None).fallocate(descriptor, _KEEP_SIZE, c_long(0), c_long(nbytes))
 
 
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the file stays as long as what was written
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: does not change the file's size
 
 
 def _by_kernel(goal: int, rest: FileBytes, count: int) -> int:
-    """Return how many bytes the kernel copied to the descriptor: none if it refuses or the source ends."""
+    """Copy up to ``count`` bytes to descriptor ``goal``; return how many (0 if the kernel refuses or the file ends)."""
     file = rest.file.opened()
     try:
         return os.copy_file_range(file.descriptor, goal, count, rest.offset)
-    except (OSError, AttributeError):  # a system without the call has no such attribute
+    except (OSError, AttributeError):  # AttributeError: the system has no such call
         return 0

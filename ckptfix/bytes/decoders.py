@@ -1,4 +1,4 @@
-"""What takes packed bytes apart: the decoders of the standard library, each within bounds of memory."""
+"""Decoders of compressed bytes from the standard library, each with a limit on its memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-# Memory that an xz or lzma stream may ask for; the highest preset needs 65 MB. It is all in use at the end.
+# Bytes of memory that an xz or LZMA stream may ask for; the highest preset needs 65 MB.
 DICTIONARY_LIMIT = 128 << 20
 
-# What a decoder says of a stream that asks for more memory than that.
+# The message of liblzma for a stream that asks for more memory than that.
 TOO_LARGE = "Memory usage limit exceeded"
 
-# What a decoder raises where its stream is damaged.
+# The errors that decoders raise for a damaged stream.
 FAULTS = (zlib.error, lzma.LZMAError, OSError, ValueError, EOFError)
 
-# Makes a decoder with `decompress(packed, limit)` and `eof`, as `bz2.BZ2Decompressor` is one.
+# Creates a decoder with `decompress(packed, limit)` and `eof`, like `bz2.BZ2Decompressor`.
 Decoder = Callable[[], Any]
 
 deflate: Decoder = partial(zlib.decompressobj, -zlib.MAX_WBITS)
 bzip2: Decoder = bz2.BZ2Decompressor
 xz: Decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, DICTIONARY_LIMIT)
 
-# Compression methods of zip members (APPNOTE.TXT 4.4.5): those with a decoder here, and what others are called. The
-# names that `zipfile` has would bring shutil and much else to a look at a file that is not an archive.
+# Compression methods of zip members (APPNOTE.TXT 4.4.5): those with a decoder here, and the names of others. Importing
+# the constants of `zipfile` would load shutil and more even for files that are not archives.
 STORED, DEFLATED, BZIP2, LZMA = UNPACKED = 0, 8, 12, 14
 METHODS = {
     1: "Shrink",
@@ -48,7 +48,7 @@ _LZMA_HEAD = 9
 
 
 class StoredDecoder:
-    """The decoder of bytes that were never packed."""
+    """A decoder of bytes that are stored uncompressed."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
@@ -64,7 +64,7 @@ class StoredDecoder:
 
 
 def why_closed(flags: int, method: int) -> str:
-    """Return why a zip member cannot be read whatever its bytes are, as the end of a sentence; nothing if it can."""
+    """Return why a zip member with these flags and method cannot be read, as the end of a sentence; empty if it can."""
     if flags & _ENCRYPTED or method == _AES:
         return "is encrypted; unpack the archive with its password and name the file"
     if method not in UNPACKED:
@@ -73,10 +73,9 @@ def why_closed(flags: int, method: int) -> str:
 
 
 def zip_decoder(method: int, packed: int, size: int, head: bytes) -> tuple[Decoder, int]:
-    """Return what makes a decoder for a zip member of ``packed`` bytes that begin with ``head``, and how many it has in
-    front.
+    """Return the decoder of a zip member of ``packed`` bytes that begins with ``head``, and the size of its own header.
 
-    The dictionary that an LZMA member claims is memory: never more is taken than its ``size`` can make use of
+    An LZMA member claims memory for its dictionary: never more is allocated than its unpacked ``size`` can use
     (APPNOTE.TXT 5.8.8). Raises ``LZMAError`` if its properties are invalid."""
     if method == STORED:
         return partial(StoredDecoder, packed), 0
@@ -89,7 +88,7 @@ def zip_decoder(method: int, packed: int, size: int, head: bytes) -> tuple[Decod
         raise lzma.LZMAError(f"it needs a dictionary of {dictionary} bytes; unpack it yourself")
     rest, lc = divmod(head[4], 9)
     pb, lp = divmod(rest, 5)
-    if lc + lp > 4:  # liblzma makes no decoder for more
+    if lc + lp > 4:  # liblzma supports no more
         raise lzma.LZMAError("no LZMA properties")
     one = {"id": lzma.FILTER_LZMA1, "dict_size": dictionary, "lc": lc, "lp": lp, "pb": pb}
     return partial(lzma.LZMADecompressor, lzma.FORMAT_RAW, None, [one]), _LZMA_HEAD

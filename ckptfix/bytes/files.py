@@ -1,8 +1,7 @@
-"""Files that are open for reading, and buffers over them, which slice like bytes and read only what is asked for.
+"""Open files, and buffers over them, which slice like bytes and read only what is needed.
 
-A file that is parsed could be mapped instead. But cutting it short meanwhile would end the program then, with a signal
-and without a message, and so would a disk or a share that is gone. What is parsed of a checkpoint is little, and to
-read it costs no more than the faults of a map."""
+Files are read and not mapped: if a mapped file is truncated, or its disk or network share disappears, a signal ends the
+program without a message. Little of a checkpoint is parsed, and reading that costs no more than page faults."""
 
 from __future__ import annotations
 
@@ -18,23 +17,23 @@ from typing import Protocol
 
 from ckptfix.errors import MissingFileError, UnreadableError, damaged
 
-_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block for ever
+_OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would block forever
 
 _CHANGED = "changed while it was read; run the same command again"
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL, and not a name on this machine."""
+    """Return whether a path is a URL."""
     scheme, found, _ = path.partition("://")
     return bool(found) and scheme.isalnum() and scheme not in ("file", "local")
 
 
 class OpenFile:
-    """A file held open for reading until its last storage is gone, so that a rename of its path does not matter.
+    """A file held open for reading until its last storage is gone, so that it may be renamed meanwhile.
 
-    ``descriptor`` is that of a file without a name, which is closed in the same way."""
+    ``descriptor`` is that of an open file without a name; it is closed in the same way."""
 
-    is_remote = False  # whether every look at another place of the file is a request over a network
+    is_remote = False  # whether each read may be a request over a network
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
         self.path = path
@@ -54,7 +53,7 @@ class OpenFile:
         return os.fstat(self.descriptor).st_size
 
     def read(self, start: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``start`` on, fewer at the end of the file."""
+        """Return ``count`` bytes from ``start`` on, or fewer at the end of the file."""
         parts: list[bytes] = []
         while count > 0:
             try:
@@ -70,7 +69,7 @@ class OpenFile:
         return b"".join(parts)
 
     def fill(self, buffer: memoryview, start: int) -> None:
-        """Read from ``start`` on as much as the buffer holds. Raises ``UnreadableError`` if the file ends before."""
+        """Fill the buffer from ``start`` on. Raises ``UnreadableError`` if the file ends before that."""
         done = 0
         while done < buffer.nbytes:
             try:
@@ -84,17 +83,17 @@ class OpenFile:
             done += count
 
     def refuse_changed(self) -> None:
-        """Raise ``UnreadableError`` if the file was written to since it was opened: what was read of it may be
-        half the old content and half the new."""
+        """Raise ``UnreadableError`` if the file was written to since it was opened: what was read may be half old and
+        half new."""
         if _stamp(os.fstat(self.descriptor)) != self._stamp:
             raise UnreadableError(f"{self.path}: {_CHANGED}")
 
     def opened(self) -> OpenFile:
-        """Return the file while it is open: itself."""
+        """Return the file with a valid ``descriptor``: itself."""
         return self
 
     def ends_early(self, start: int, expected: int, found: int) -> UnreadableError:
-        """Return the error of a file that is shorter than it was, or than it says."""
+        """Return the error for a read beyond the end of the file."""
         return damaged(
             self.path,
             f"the file ends inside a storage: {expected} bytes were expected at offset {start}, {found} are there",
@@ -102,7 +101,7 @@ class OpenFile:
 
 
 class ReopenedFile(OpenFile):
-    """A file that is opened for each read, where a process may hold open no more."""
+    """A file that is opened for each read, because the process may not hold more files open."""
 
     def __init__(self, file: OpenFile) -> None:
         self.path, self.descriptor, self._stamp = file.path, -1, file._stamp
@@ -112,7 +111,7 @@ class ReopenedFile(OpenFile):
         return self._stamp[0]
 
     def opened(self) -> OpenFile:
-        """Open the file. Raises ``UnreadableError`` if it changed, or another one has its name."""
+        """Open the file. Raises ``UnreadableError`` if it was changed or replaced."""
         file = OpenFile(self.path)
         if file._stamp != self._stamp:
             raise UnreadableError(f"{self.path}: {_CHANGED}")
@@ -131,8 +130,8 @@ class ReopenedFile(OpenFile):
 def open_bytes(path: str) -> OpenFile:
     """Open a file for reading. Raises ``UnreadableError`` if it does not open.
 
-    A checkpoint may consist of ten thousands of files: if they are more than this process may hold open, it takes what
-    the system allows it, and opens the others when they are read."""
+    A checkpoint may consist of tens of thousands of files. If the process reaches its limit of open files, the limit is
+    raised as far as the system allows, and further files are opened for each read."""
     file = OpenFile(path)
     if file.descriptor < (most := resource.getrlimit(resource.RLIMIT_NOFILE))[0] - _SPARE:
         return file
@@ -142,8 +141,8 @@ def open_bytes(path: str) -> OpenFile:
     return file if file.descriptor < resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE else ReopenedFile(file)
 
 
-_MOST_ON_MACOS = 10240  # it calls its limit infinite, and refuses more than OPEN_MAX
-_SPARE = 24  # left for what is written, pipes and modules
+_MOST_ON_MACOS = 10240  # it reports an infinite limit, and refuses more than OPEN_MAX
+_SPARE = 24  # left for output files, pipes and modules
 
 
 def _stamp(found: os.stat_result) -> tuple[int, ...]:
@@ -151,7 +150,7 @@ def _stamp(found: os.stat_result) -> tuple[int, ...]:
 
 
 def why_unopened(path: str, error: OSError | ValueError) -> str:
-    """Return why a file does not open, and what to do, as a clause after its path."""
+    """Return why a file does not open and what to do, as a clause that follows its path."""
     if isinstance(error, FileNotFoundError) and path and (link := Path(path)).is_symlink():
         return f"is a link to {link.readlink()}, which does not exist; fetch the file again, or correct the link"
     if isinstance(error, OSError) and error.errno == errno.ENXIO:
@@ -163,14 +162,14 @@ def why_unopened(path: str, error: OSError | ValueError) -> str:
     return f"cannot be opened: {reason}; {'ask its owner for the right to read it' if is_closed else 'check the path'}"
 
 
-# Bytes that a look takes with it: a look at what is near costs nothing then. Of an archive, the end of a member and the
-# header of the next, or a row of small members.
+# Bytes of the smallest read, so that the next small read nearby is free: in archives, the end of a member and the
+# header of the next one, or several small members.
 NEAR = 4096
 SEARCHED = 1 << 20  # bytes that are searched at a time
 
 
 class Buffer(Protocol):
-    """Bytes, or what slices like them."""
+    """Bytes, or an object that slices like them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: slice, /) -> bytes: ...
@@ -210,7 +209,7 @@ class FileBuffer:
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
         start, stop, _ = slice(start, stop).indices(self._length)
-        count = NEAR  # at first: many who search have the next one near
+        count = NEAR  # at first: the match is often close
         while start + len(sub) <= stop:
             found = self._read(start, min(start + count + len(sub) - 1, stop)).find(sub)
             if found >= 0:

@@ -1,15 +1,15 @@
-"""What reading one file may spend: limits that no real checkpoint meets and that keep a crafted one in bounds.
+"""Limits on the memory and time that reading one file may take: no real checkpoint reaches them, crafted files do.
 
-A byte of a pickle can ask for 56 bytes of memory (an empty list), so what is made is counted by what Python says that
-it takes. It ends at four times the file, or at 64 MB where that is more. The bound is a trade-off. Honest data takes
-more than four times its bytes as well: a log of a row for each step takes 8 to 13 times as much, hundreds of thousands
-of small tensors 4 to 9 times, and to refuse one of these is worse than to spend memory on a crafted file. So a file
-may take up to sixteen times its size, 256 MB at most, or ten times, 1 GB at most; a file of empty lists still ends at
-a third of what it asks for. What a small file was packed from counts up to eight times the packed size.
+One byte of a pickle can allocate 56 bytes of memory (an empty list), so every object is counted with its size in
+Python. The limit is four times the file's size, or 64 MB if that is more. It is a trade-off: honest data can take more
+than that (a log with one row per step takes 8 to 13 times its bytes, hundreds of thousands of small tensors 4 to 9
+times), and refusing such a file is worse than spending memory on a crafted one. So a file may also take sixteen times
+its size up to 256 MB, or ten times up to 1 GB; a file of empty lists is still stopped at a third of what it asks for.
+The unpacked content of a compressed file counts up to eight times the packed size.
 
-A pickle of a few bytes can also name one object many times over: whatever copies an object, hashes it or shows it has
-to be bounded, or a small file takes all time (memo bombs, colliding keys, calls that copy the same list again and
-again). Nothing here depends on what the objects mean."""
+A pickle of a few bytes can also refer to one object many times. Copying, hashing and printing objects has to be bounded
+too, or a small file never ends (memo bombs, colliding keys, calls that copy the same list again and again). Nothing
+here depends on what the objects mean."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from typing import Any
 
 from ckptfix.errors import HostileError, hostile
 
-MEMORY = 64 << 20  # bytes that the parsed form of a small file may take
-MEMORY_SHARE = 4  # how many times its size the parsed form of a large file may take
+MEMORY = 64 << 20  # bytes of memory that parsing a small file may take
+MEMORY_SHARE = 4  # memory that parsing a large file may take, as a multiple of its size
 
-# The same for a file that is not large, and the bytes at which that ends: rows of numbers, and small tensors.
+# Multiples allowed for smaller files, each up to a number of bytes: rows of numbers, and many small tensors.
 DENSE_SHARES = ((16, 256 << 20), (10, 1 << 30))
 
-# How many times a packed file what is in it counts; it may expand to anything. Logs and names pack five to one.
+# Unpacked size that counts, as a multiple of the packed size: a bomb expands to anything, logs and names five to one.
 PACKING = 8
 
-# Opcodes, beyond half the size of the file, that its pickles may have: a few seconds of work. Opcodes that leave
-# nothing after them cost no memory, and deflate packs a thousand of them into a byte.
+# Opcodes that the pickles of a file may have beyond half its size: a few seconds of work. Opcodes that leave nothing on
+# the stack cost no memory, and deflate packs a thousand of them into a byte.
 STEPS = 3_000_000
-SLOT = 9  # bytes of a place in a list that grows by an eighth when it is full
-STORAGE = 320  # bytes of what is kept of a storage beside itself: where its bytes lie, and its places in tables
+SLOT = 9  # bytes per item of a list, which grows by an eighth when it is full
+STORAGE = 320  # bytes kept per storage beside the object itself: its place in the file, and its entries in tables
 TEXT, NUMBER, LIST, DICT = 40, 32, 72, 200  # bytes of the parts of parsed JSON
 
-# Items that the calls of a pickle may be handed to copy, beyond this many times its size: protocol 2 hands the bytes of
-# each tensor over twice, as text to `_codecs.encode` and as bytes to `_load_from_bytes`.
+# Items that the calls of a pickle may copy: this number, plus a multiple of the file's size. Protocol 2 passes the
+# bytes of each tensor twice, as text to `_codecs.encode` and as bytes to `_load_from_bytes`.
 HANDED, HANDED_SHARE = 1 << 20, 3
-KEY_NODES = 256  # parts of a key of a dict: a tuple is hashed through, and a shared nested one costs 2^depth
-KEY_STEPS = 5  # opcodes that a look at such a key counts as
-KEY_BITS = 4096  # size of a number that is a key
-NAME_DIGITS = 1000  # of a number in the name of a tensor; int() refuses more than 4,300
+KEY_NODES = 256  # parts of a dict key: hashing a tuple visits all of it, and a nested shared one costs 2^depth
+KEY_STEPS = 5  # opcodes that checking such a key counts as
+KEY_BITS = 4096  # bits of a number used as a key
+NAME_DIGITS = 1000  # digits of a number in the name of a tensor; int() refuses more than 4,300
 
-# Keys of one hash in one dict; each costs a look at all the others. Only numbers can be chosen to collide.
+# Keys with the same hash in one dict; each is compared with all others. Only numbers can be chosen to collide.
 COLLISIONS = 64
-_PLACES = 1 << 16  # counts of hashes that are kept, whatever the number of keys: those of many keys share one
+_PLACES = 1 << 16  # counters of hashes; if there are more keys, several hashes share a counter
 
-# What a pickle can fill with any number of things, by its exact type: it makes no others.
+# The types that a pickle can fill with any number of items, compared exactly: a pickle makes no subclasses.
 _SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, OrderedDict, set))
 _PLAIN_HASH = (1 << 61) - 1  # a smaller int is its own hash
 
 
 class Bounds:
-    """The limits on parsing one file of ``size`` bytes. Every method raises ``HostileError`` where one is exceeded.
+    """The limits on parsing one file of ``size`` bytes. Every method raises ``HostileError`` if one is exceeded.
 
-    ``names`` are the globals that its pickles named so far (``Document.names``): of a file that cannot be read there
-    is not a document that would have them."""
+    ``names`` collects the globals that its pickles name (as ``Document.names``, which a file that cannot be read does
+    not have)."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self._size = path, size
@@ -71,7 +71,7 @@ class Bounds:
         self._keys = self._sets = 0
 
     def unpack(self, size: int) -> None:
-        """Allow for what is packed in the file: ``size`` bytes, as far as they are no bomb's."""
+        """Raise the limits for a packed file of ``size`` unpacked bytes, but not by more than ``PACKING`` allows."""
         believed = Bounds(self.path, max(self._size, min(size, PACKING * self._size)))
         self.left += max(0, believed.limit - self.limit)
         self._steps, self._handed = max(self._steps, believed._steps), max(self._handed, believed._handed)
@@ -88,7 +88,7 @@ class Bounds:
             )
 
     def step(self, count: int, waiting: int) -> None:
-        """Count opcodes that were run, and see that the values which wait on the stack find room."""
+        """Count executed opcodes, and check that the ``waiting`` values on the stack fit into memory."""
         self._steps -= count
         if self._steps < 0:
             raise hostile(self.path, "its pickle never ends and builds nothing")
@@ -96,20 +96,20 @@ class Bounds:
             self.spend(SLOT * waiting)
 
     def make(self, made: Any) -> Any:
-        """Return the new value itself, counted."""
+        """Count the memory of a new value, and return the value."""
         self.left -= getsizeof(made) + 8
         if self.left < 0:
             self.spend(0)
         return made
 
     def fill(self, owner: Any, how: Callable[[Any], Any], values: Any) -> None:
-        """Put values into a container by one of its methods, and count what it grows by."""
+        """Add values to a container with its method ``how``, and count how much it grows."""
         before = getsizeof(owner)
         how(values)
         self.spend(getsizeof(owner) - before)
 
     def expect_json(self, raw: str | bytes) -> None:
-        """Count what a JSON text will take, by its brackets, quotes and commas."""
+        """Count the memory that a JSON text will take, estimated from its brackets, quotes and commas."""
         costs = {'"': TEXT, ",": NUMBER, "[": LIST, "{": DICT}
         counts = (
             (raw.count(sign) if isinstance(raw, str) else raw.count(sign.encode())) * cost
@@ -123,15 +123,15 @@ class Bounds:
         pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
         constant: Callable[[str], Any] | None = None,
     ) -> Any:
-        """Return the value of a JSON text, once it is known to find room; ``pairs`` and ``constant`` are the hooks of
-        ``json.loads`` for objects and for NaN and infinity.
+        """Parse a JSON text after checking its size; ``pairs`` and ``constant`` are the hooks of ``json.loads`` for
+        objects and for NaN and infinity.
 
-        Raises ``ValueError`` and ``RecursionError`` as it does."""
+        Raises ``ValueError`` and ``RecursionError`` as ``json.loads`` does."""
         self.expect_json(raw)
         return json.loads(raw, object_pairs_hook=pairs, parse_constant=constant)
 
     def hand(self, *values: Any) -> None:
-        """Count what a call is handed and may copy. Short arguments are shared by honest pickles too."""
+        """Count the arguments of a call, which it may copy. Short ones are free: honest pickles share them too."""
         for value in values:
             if type(value) in _SIZED and len(value) > 64:
                 self._handed -= len(value)
@@ -142,8 +142,7 @@ class Bounds:
             )
 
     def key(self, key: Any, owner: int) -> Any:
-        """Return the key itself, once it is known that it can be put in bounded time into the dict or set that
-        ``owner``, a number, identifies."""
+        """Return the key after checking that inserting it takes bounded time. ``owner`` identifies the dict or set."""
         if type(key) is str or key is None or (type(key) is int and -_PLAIN_HASH < key < _PLAIN_HASH):
             return key
         bounded_key(key, self.path)
@@ -152,7 +151,7 @@ class Bounds:
             self._keys += 1
             self._steps -= KEY_STEPS
             self._hashes[place] += 1
-            # An honest dict may have any number of keys: they lie evenly.
+            # An honest dict may have any number of keys: their hashes are spread evenly.
             if self._hashes[place] > COLLISIONS + 4 * self._keys // _PLACES:
                 raise hostile(
                     self.path, "the keys of a dict are chosen to have one hash, so that it takes for ever to fill"
@@ -160,13 +159,13 @@ class Bounds:
         return key
 
     def keys(self, keys: Iterable[Any]) -> list[Any]:
-        """Return the keys of one new dict or set, each of them bounded."""
+        """Return the keys of a new dict or set after checking each."""
         self._sets += 1
         return [self.key(key, -self._sets) for key in keys]
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ``ValueError`` if it has a key twice."""
+    """Return the dict of a JSON object's pairs. Raises ``ValueError`` if a key occurs twice."""
     made = dict(pairs)
     if len(made) != len(pairs):
         doubled, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -175,7 +174,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def bounded_key(key: Any, path: str) -> Any:
-    """Return the key itself, once it is known that it can be hashed and shown in bounded time."""
+    """Return the key after checking that hashing and printing it takes bounded time."""
     nodes, pending = 0, [key]
     while pending:
         value = pending.pop()
@@ -196,7 +195,7 @@ def bounded_keys(keys: Iterable[Any], path: str) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a file in a message: short, and had in bounded time whatever it is."""
+    """Return a short text for a value of a file, in bounded time whatever the value is."""
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:40])
     if isinstance(value, int) and value.bit_length() > 128:

@@ -1,6 +1,6 @@
 """Files at URLs, read in ranges: the names in a checkpoint of any size take a few hundred kB.
 
-``http``, ``https`` and ``hf`` need no package; every other scheme is one of fsspec."""
+``http``, ``https`` and ``hf`` need no package; every other scheme is handled by fsspec."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# Bytes of a request: as few as an answer costs anyway, then twice as many each time as long as the file is read on.
+# Bytes of a request: the first takes little more time than one of a byte; sequential reads double the size each time.
 LEAST, MOST = 1 << 16, 8 << 20
-KEPT = 8  # answers that are kept in memory, beside the first: as many as threads read side by side, twice
+KEPT = 8  # answers cached in memory besides the first: two for each thread that reads
 TIMEOUT = 60.0  # seconds without a byte after which a request has failed
-PATIENCE = Patience(attempts=4, asked=60.0)  # about four seconds, if the server does not ask for more: the user waits
+PATIENCE = Patience(attempts=4, asked=60.0)  # about four seconds unless the server asks for more: the user waits
 
-# The extra of ckptfix that brings the package of a scheme.
+# The extra of ckptfix that installs the package of a scheme.
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
-# Where backends say which version of a file is there, the most certain first.
+# The fields in which backends give the version of a file, most reliable first.
 STAMPS = "ETag etag md5Hash blob_id content_md5 LastModified mtime modified updated created".split()
 
 _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 
 
 class Answer(NamedTuple):
-    """A range of a file, the size of the whole, and what identifies the version that it is from."""
+    """A range of a file, the size of the whole file, and a text that identifies its version."""
 
     data: bytes
     size: int
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class RemoteFile(OpenFile):
-    """A file at a URL. Raises ``UnreadableError`` if it cannot be read, and if its server sends no ranges."""
+    """A file at a URL. Raises ``UnreadableError`` if it cannot be read, or if its server does not send ranges."""
 
     is_remote = True
 
@@ -98,7 +98,7 @@ class RemoteFile(OpenFile):
         with self._lock:
             before = next((len(data) for begin, data in self._answers if begin + len(data) == start), 0)
         end = start + min(max(stop - start, 2 * before, LEAST), MOST)
-        if end >= self._length:  # what ends a file, as the directory of an archive, is read from its end to its start
+        if end >= self._length:  # the end of a file, such as the directory of an archive, is read backwards
             start, end = max(0, min(start, self._length - LEAST)), self._length
         answer = self._ask(start, end)
         self._check(answer)
@@ -122,13 +122,13 @@ def _answered(action: Callable[[], T], url: str, verb: str) -> T:
 
 
 def download_advice(url: str) -> str:
-    """Return how to get a file, as the end of a sentence."""
+    """Return the advice to download a file, as the end of a sentence."""
     words = download_words(url)
     return f"download it first: {typed(words)}" if words else "copy it to this machine first"
 
 
 def download_words(url: str) -> list[str]:
-    """Return the command that downloads a checkpoint into the working directory; empty if there is none."""
+    """Return the command that downloads a checkpoint into the working directory, as arguments; empty if none does."""
     if _HUB.fullmatch(url):
         kind, name, revision, path = _hub_parts(url)
         words = ["hf", "download", name, *([] if path.endswith(".index.json") or not path else [path])]
@@ -139,7 +139,7 @@ def download_words(url: str) -> list[str]:
 
 
 def local_name(url: str) -> str:
-    """Return the path that a checkpoint has in the working directory after that command."""
+    """Return the path of a checkpoint in the working directory after the command of ``download_words``."""
     if _HUB.fullmatch(url):
         return _hub_parts(url)[3] or "."
     return url.partition("?")[0].rstrip("/").rpartition("/")[2]
@@ -158,7 +158,7 @@ def files_beside(url: str) -> list[str] | None:
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows redirects. The token goes along to the same server (a renamed repository), and to no other."""
+    """Follows redirects, and sends the token to the same server only (for a renamed repository)."""
 
     def redirect_request(self, old: Request, *answer: Any) -> Request | None:
         new = super().redirect_request(old, *answer)
@@ -189,14 +189,14 @@ def _http_range(name: str, url: str, token: str | None, start: int, stop: int) -
                     if len(data) < min(stop, size) - start:
                         raise TransferError(f"{name}: {len(data)} bytes came of a range of {stop - start}")
                     return Answer(data, size, stamp)
-            elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # the whole of a small file
+            elif start == 0 and len(data := answer.read(LEAST)) < LEAST:  # a small file as a whole
                 return Answer(data[:stop], len(data), stamp)
     except HTTPError as error:
         if error.code == 416 and start == 0 and error.headers.get("Content-Range") == "bytes */0":
             return Answer(b"", 0, "")
         if error.code != 416 or start:
             raise _explained(name, error) from error
-    except URLError as error:  # what it is about is inside
+    except URLError as error:  # it wraps the error of the connection
         raise error.reason if isinstance(error.reason, OSError) else error from error
     raise UnreadableError(
         f"{name}: its server sends files as a whole only, and no ranges of them; {download_advice(name)}"
@@ -213,7 +213,7 @@ def _store_range(system: AbstractFileSystem, path: str, start: int, stop: int) -
 
 
 def _range_of(url: str) -> Callable[[int, int], Answer]:
-    """Return what gives the bytes of a file from one place to another, fewer at its end."""
+    """Return the function that reads a range of a file (``start``, ``stop``); it returns fewer bytes at the end."""
     scheme = url.partition("://")[0]
     if scheme == "hf":
         kind, name, revision, path = _hub_parts(url)
@@ -226,8 +226,8 @@ def _range_of(url: str) -> Callable[[int, int], Answer]:
 
 
 def file_system(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of fsspec for a URL, and the path in it. Keys and endpoints come from where the backend
-    looks for them. fsspec keeps one of each kind for a process and its threads."""
+    """Return the file system of fsspec for a URL, and the path in it. The backend finds keys and endpoints as it always
+    does. fsspec shares one file system of each kind between all threads of a process."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
@@ -243,16 +243,16 @@ def file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def read_range(system: AbstractFileSystem, path: str, start: int, stop: int) -> bytes:
-    """Return a range of a file in one request."""
+    """Read a range of a file in one request."""
     if system.async_impl:
         return bytes(system.cat_file(path, start=start, end=stop))
-    with system.open(path, "rb", cache_type="none") as file:  # the usual cache reads megabytes ahead
+    with system.open(path, "rb", cache_type="none") as file:  # the default cache reads megabytes ahead
         file.seek(start)
         return bytes(file.read(stop - start))
 
 
 def stamp_of(info: Mapping[str, Any]) -> str:
-    """Return what a backend says of the version of a file, as text: it may be a number or a date."""
+    """Return as text the version of a file that a backend gives, which may be a number or a date."""
     value = next((info[field] for field in STAMPS if info.get(field)), "")
     if isinstance(value, datetime):
         value = value.timestamp()
@@ -286,7 +286,7 @@ def _token() -> str | None:
 
 
 def _explained(url: str, error: HTTPError) -> Exception:
-    """Return the error for a refusal of the hub, which also hides what is not there; any other as it is."""
+    """Return the error for a refusal of the hub, which also refuses unknown names; any other error as it is."""
     if not url.startswith("hf://"):
         return error
     kind, name, revision, _ = _hub_parts(url)
@@ -304,7 +304,7 @@ def _explained(url: str, error: HTTPError) -> Exception:
 
 
 def _hub_parts(url: str) -> tuple[str, str, str, str]:
-    """Return of a URL of the hub the kind of the repository (empty for models), its name, the revision and the path."""
+    """Split a URL of the hub into the kind of repository (empty for models), its name, the revision and the path."""
     match = _HUB.fullmatch(url)
     if match is None:
         raise UsageError(

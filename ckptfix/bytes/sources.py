@@ -1,4 +1,4 @@
-"""Where bytes lie: in a file, in a compressed member of a file, or in memory."""
+"""Sources of bytes: ranges of files, memory, and bytes that are computed when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptfix.core.facts import Fact
 from ckptfix.core.spec import ByteSource, TensorSpec
 from ckptfix.errors import Opt, UnreadableError, damaged
 
-BLOCK = 1 << 20  # bytes read at a time: so few that they are still in the processor's cache when they are looked at
+BLOCK = 1 << 20  # bytes read at a time: they stay in the processor's cache until they are used
 
 
 class FileBytes(Struct, frozen=True, eq=False, gc=False):
@@ -48,7 +48,7 @@ class MemoryBytes(Struct, frozen=True, eq=False):
 
 
 class SwappedBytes(Struct, frozen=True, eq=False):
-    """A storage of a big-endian machine: its elements of ``width`` bytes, turned round when they are read."""
+    """A storage of a big-endian machine: the bytes of each element (``width`` bytes) are swapped when read."""
 
     source: ByteSource
     width: int
@@ -58,7 +58,7 @@ class SwappedBytes(Struct, frozen=True, eq=False):
         return self.source.nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` as a little-endian machine has them; they need not be at an edge."""
+        """Return bytes ``start`` to ``stop`` in little-endian order; the range may begin and end inside an element."""
         first = start - start % self.width
         last = min(stop + -stop % self.width, self.nbytes // self.width * self.width)
         elements = array(_UNSIGNED[self.width], bytes(self.source.read(first, last)))
@@ -66,7 +66,7 @@ class SwappedBytes(Struct, frozen=True, eq=False):
         return memoryview(elements).cast("B")[start - first : stop - first]
 
 
-_UNSIGNED = {2: "H", 4: "I", 8: "Q"}  # the type code of `array` for an unsigned number of that many bytes
+_UNSIGNED = {2: "H", 4: "I", 8: "Q"}  # type code of `array` for an unsigned integer, by its bytes
 
 
 class WindowBytes(Struct, frozen=True, eq=False):
@@ -81,8 +81,8 @@ class WindowBytes(Struct, frozen=True, eq=False):
 
 
 class ComputedBytes(Struct, frozen=True, eq=False):
-    """Bytes that are worked out when they are read. ``compute`` gives those of the units ``first`` to ``last``, each of
-    ``size`` bytes."""
+    """Bytes that are computed when they are read. ``compute(first, last)`` returns units ``first`` to ``last``, each
+    of ``size`` bytes."""
 
     nbytes: int
     size: int
@@ -97,7 +97,7 @@ class ComputedBytes(Struct, frozen=True, eq=False):
 
 
 class KeptBytes(ComputedBytes, frozen=True, eq=False):
-    """The same of large units, such as a whole tensor: the last ones are kept, as they are read in pieces."""
+    """Computed bytes in large units, such as a whole tensor: the last ones are cached, because reads are smaller."""
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop``."""
@@ -112,25 +112,25 @@ def _unit(source: KeptBytes, number: int) -> memoryview:
 
 
 class PartedBytes:
-    """Bytes that are those of other sources, which a writer copies as ranges of their files if it can."""
+    """Bytes that come from other sources; a writer copies them as ranges of files if it can."""
 
     __slots__ = ()
 
     nbytes: int
 
     def within(self, start: int, stop: int) -> Iterable[tuple[ByteSource, int, int]]:
-        """Return in order the sources that have bytes ``start`` to ``stop``, each with the first and one past the last
-        of them; nothing if the pieces are too short to be looked at one by one."""
+        """Return the sources of bytes ``start`` to ``stop`` in order, each with the range of its bytes; nothing if the
+        pieces are too short to be copied one by one."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of all of them."""
+        """Return bytes ``start`` to ``stop``."""
         pieces = [part.read(first, last) for part, first, last in self.within(start, stop)]
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
 
 class JoinedBytes(PartedBytes):
-    """Several sources, one after another."""
+    """Several sources in sequence."""
 
     def __init__(self, parts: tuple[ByteSource, ...]) -> None:
         self.parts, self.nbytes = parts, sum(part.nbytes for part in parts)
@@ -143,8 +143,8 @@ class JoinedBytes(PartedBytes):
 
 
 class LateBytes:
-    """The bytes of a storage whose place is known only after the pickle has been read, or is sought when they are asked
-    for: finding it may be a request over a network."""
+    """The bytes of a storage whose place is set once the pickle has been read (``inner``), or is looked up on first use
+    by ``seek``, which may take a request over a network."""
 
     __slots__ = ("inner", "nbytes", "seek")
 
@@ -154,7 +154,7 @@ class LateBytes:
 
     @property
     def found(self) -> ByteSource:
-        """The place. Raises ``UnreadableError`` if it is not where it should be."""
+        """The source. Raises ``UnreadableError`` if it is missing."""
         if self.inner is None:
             assert self.seek is not None, "a storage was read before its file"
             self.inner = self.seek()
@@ -165,7 +165,7 @@ class LateBytes:
 
 
 def located(source: ByteSource) -> FileBytes | None:
-    """Return the range of a file that a source is; None if its bytes have to be made first."""
+    """Return the range of a file that holds a source's bytes; None if they are computed or in memory."""
     if isinstance(source, FileBytes):
         return source
     if isinstance(source, LateBytes):
@@ -176,7 +176,7 @@ def located(source: ByteSource) -> FileBytes | None:
 
 
 def ranges_of(source: ByteSource, start: int, stop: int) -> list[FileBytes]:
-    """Return the ranges of files that bytes of a source are, in order; none if some have to be made first."""
+    """Return the ranges of files that hold a source's bytes, in order; empty if some are computed or in memory."""
     if isinstance(source, PartedBytes):
         found = [ranges_of(*each) for each in source.within(start, stop)]
         return [each for some in found for each in some] if all(found) else []
@@ -185,11 +185,10 @@ def ranges_of(source: ByteSource, start: int, stop: int) -> list[FileBytes]:
 
 
 def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
-    """Yield bytes ``start`` to ``stop`` in blocks of ``BLOCK``, the last one shorter, each valid until the next one is
-    asked for.
+    """Yield bytes ``start`` to ``stop`` in blocks of ``BLOCK``, the last one shorter. Each is valid until the next.
 
-    What is in a file is read into one buffer again and again, which the next stream uses too when this one has ended:
-    fresh memory would take longer than the reading."""
+    Files are read into one buffer, which is reused by later streams: allocating memory would take longer than
+    reading."""
     place = located(source)
     if place is None and isinstance(source, WindowBytes):
         yield from stream(source.source, source.offset + start, source.offset + stop)
@@ -197,7 +196,7 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
     pieces: Iterable[memoryview] | None = None
     if isinstance(source, JoinedBytes):
         pieces = (block for each in source.within(start, stop) for block in stream(*each))
-    elif place is None and hasattr(source, "pieces"):  # bytes that are computed, in pieces of a size of their own
+    elif place is None and hasattr(source, "pieces"):  # computed in pieces of the source's own size
         pieces = source.pieces(start, stop)
     if place is None and pieces is None:
         yield from (source.read(at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
@@ -220,7 +219,7 @@ def stream(source: ByteSource, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield ``nbytes`` bytes that come in pieces of any size in blocks as long as the buffer, the last one shorter."""
+    """Yield ``nbytes`` bytes from pieces of any size in blocks as long as the buffer, the last one shorter."""
     filled = 0
     for piece in pieces:
         while piece.nbytes:
@@ -232,16 +231,16 @@ def _regrouped(pieces: Iterable[memoryview], nbytes: int, buffer: memoryview) ->
                 filled = 0
 
 
-# Buffers of `BLOCK` bytes that no stream has: as many as threads read side by side.
+# Free buffers of `BLOCK` bytes, as many as threads read in parallel.
 _BUFFERS: deque[memoryview] = deque(maxlen=4)
 
 
-PIECE = 64 << 10  # bytes that are copied at once: so few that no fresh memory is asked for them
+PIECE = 64 << 10  # bytes compared at a time: copies of this size need no fresh memory from the system
 
 
 def are_equal(one: Iterable[memoryview], other: Iterable[memoryview]) -> bool:
-    """Return whether two streams of equal blocks have the same bytes."""
-    # A memoryview is compared number by number, a bytearray by memcmp: well worth the copy of a piece.
+    """Return whether two streams with blocks of the same sizes have the same bytes."""
+    # Memoryviews are compared item by item, a bytearray by memcmp, which is worth copying each piece.
     return all(
         bytearray(mine[start : start + PIECE]) == theirs[start : start + PIECE]
         for mine, theirs in zip(one, other, strict=True)
@@ -250,12 +249,11 @@ def are_equal(one: Iterable[memoryview], other: Iterable[memoryview]) -> bool:
 
 
 class Content(Struct, eq=False, weakref=True):
-    """The bytes of one input, whole: a file that is read as far as it is asked for, or a buffer in memory.
+    """All bytes of one input: a file that is read on demand, or a buffer in memory.
 
-    ``path`` is what messages call it. ``member`` is the name of a file that was inside of another one.
-    ``damage`` says what is wrong with the files that it was inside of, and ``wrapper`` is the form of the outermost of
-    them.
-    ``shared_bounds`` limits what reading it may spend, if it is part of a larger file or packed in a smaller one."""
+    ``path`` is its name in messages. If it was inside archives or compressed streams, ``member`` is its name there,
+    ``damage`` is what is wrong with them, and ``wrapper`` is the form of the outermost one.
+    ``shared_bounds`` are the limits of the file that it is part of or packed in."""
 
     path: str
     buffer: Buffer
@@ -267,13 +265,13 @@ class Content(Struct, eq=False, weakref=True):
     size: int = 0
 
     def __post_init__(self) -> None:
-        self.size = len(self.buffer)  # asked for with every storage
+        self.size = len(self.buffer)  # kept because it is needed for every storage
 
     @classmethod
     def of_file(cls, path: str) -> Content:
         """Return the content of a file or URL. Raises ``UnreadableError`` if it does not open, or is empty."""
         if is_url(path):
-            from ckptfix.bytes.remote import RemoteFile  # which brings the modules for HTTP
+            from ckptfix.bytes.remote import RemoteFile  # loads the modules for HTTP
 
             file: OpenFile = RemoteFile(path)
         else:
@@ -284,7 +282,7 @@ class Content(Struct, eq=False, weakref=True):
 
     @classmethod
     def of_open_file(cls, file: OpenFile, member: str = "") -> Content:
-        """Return the content of a file that is open and not empty."""
+        """Return the content of an open file, which is not empty."""
         return cls(file.path, FileBuffer(file), file, member)
 
     def __len__(self) -> int:
@@ -294,12 +292,12 @@ class Content(Struct, eq=False, weakref=True):
         return bytes(self.buffer[index])
 
     def find(self, sub: bytes, start: int = 0, stop: int | None = None) -> int:
-        """Return where bytes are first, from ``start`` on; -1 if they are not there."""
+        """Return the first position of ``sub`` from ``start`` on; -1 if it is not there."""
         return self.buffer.find(sub, start, stop)
 
     @property
     def is_remote(self) -> bool:
-        """Whether every look at another place is a request over a network."""
+        """Whether each read may be a request over a network."""
         return self.file is not None and self.file.is_remote
 
     @property
@@ -309,14 +307,14 @@ class Content(Struct, eq=False, weakref=True):
         return self.shared_bounds
 
     def source(self, offset: int, nbytes: int) -> ByteSource:
-        """Return a range of the content, which outlives it."""
+        """Return a range of the content as a source, which stays valid after the content is gone."""
         if self.file is not None:
             return FileBytes(self.file, offset, nbytes)
         return MemoryBytes(memoryview(self.buffer[:])[offset : offset + nbytes])
 
 
 class WindowContent(Content, kw_only=True):
-    """A range of another content, as a content of its own; its sources point into the outer file."""
+    """A range of another content; its sources point into the outer file."""
 
     outer: Content
     start: int
@@ -340,12 +338,12 @@ class WindowContent(Content, kw_only=True):
         return WindowBytes(self.outer.source(self.start, self.size), offset, nbytes)
 
 
-SECTOR = 512  # bytes of the shortest run of zeros that may be space without data: disks and file systems lose no less
+SECTOR = 512  # bytes of the shortest run of zeros that may be lost data: disks and file systems lose whole sectors
 _ZEROS = bytes(BLOCK)
 
 
 class TornBytes(Struct, frozen=True, eq=False):
-    """A storage of ``nbytes`` of which only the first ``whole`` are there, in ``source``."""
+    """A storage of ``nbytes`` bytes of which only the first ``whole`` exist, in ``source``."""
 
     path: str
     nbytes: int
@@ -353,7 +351,7 @@ class TornBytes(Struct, frozen=True, eq=False):
     source: ByteSource | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``. Raises ``UnreadableError`` if they are gone."""
+        """Return bytes ``start`` to ``stop``. Raises ``UnreadableError`` if some of them are lost."""
         if stop > self.whole or self.source is None:
             raise UnreadableError(
                 f"{self.path}: the bytes of a storage are gone; leave the tensor out with ", Opt("salvage", True)
@@ -362,7 +360,7 @@ class TornBytes(Struct, frozen=True, eq=False):
 
 
 def whole_bytes(source: ByteSource) -> int:
-    """Return how many bytes from the start of a storage on are there."""
+    """Return how many bytes from the start of a storage exist."""
     if isinstance(source, TornBytes):
         return source.whole
     if isinstance(source, LateBytes):
@@ -389,33 +387,33 @@ def is_torn(value: Any) -> bool:
 
 
 def zero_tail(content: Content) -> int:
-    """Return where the zeros begin that reach to the end of the content; its size if its last byte is not zero."""
+    """Return the position of the zeros at the end of the content; its size if its last byte is not zero."""
     end = len(content)
     step = 4096
     while end:
         start = max(0, end - step)
         block = content[start:end]
-        if block != _ZEROS[: len(block)]:  # ten times as fast as to strip them: a model may end in zeros by right
+        if block != _ZEROS[: len(block)]:  # ten times as fast as rstrip, and an intact model may end in many zeros
             return start + len(block.rstrip(b"\0"))
         end, step = start, BLOCK
     return 0
 
 
 def filled_end(content: Content) -> int:
-    """Return where the data of a content that is known to be cut ends: before a sector or more of zeros at its end."""
+    """Return where the data of a truncated content ends: before the zeros at its end, if they fill a sector."""
     zeros = zero_tail(content)
     return zeros if len(content) - zeros >= SECTOR else len(content)
 
 
-SAMPLE = 1 << 16  # bytes before the zeros that are looked at
-DENSE = 0.01  # the largest share of zeros among the numbers in front
+SAMPLE = 1 << 16  # bytes before the zeros that are examined
+DENSE = 0.01  # largest share of zeros among these numbers
 
 
 def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) -> int | None:
-    """Return where the zeros begin that were never filled; None if the end of the file may be meant.
+    """Return the position of the zeros at the end that were never filled with data; None if they may be values.
 
-    ``placed`` gives contiguous tensors and the byte of the content at which each begins. The file of a URL is not
-    looked at: what was uploaded was complete, and its zeros would all be fetched."""
+    ``placed`` gives contiguous tensors, each with its position in the content. Remote files are not examined: uploads
+    are complete, and all of the zeros would be downloaded."""
     if content.is_remote:
         return None
     zeros = zero_tail(content)
@@ -429,7 +427,7 @@ def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) ->
             continue
         row = max(spec.nbytes // (spec.shape[0] if len(spec.shape) > 1 else 1), 1)
         offset = zeros - start
-        # Inside of a number, or between two of a row: next to its edge, they may be zero themselves.
+        # Inside a number, or between two of a row: next to the edges of a row, values may be zero themselves.
         is_inside = offset % itemsize > 0 or 2 * itemsize <= offset % row <= row - 2 * itemsize
         if start >= zeros:
             follows = True
@@ -440,9 +438,9 @@ def unfilled_from(content: Content, placed: Iterable[tuple[int, TensorSpec]]) ->
 
 
 def _is_dense(content: Content, start: int, zeros: int, spec: TensorSpec) -> bool:
-    """Return whether hardly a number of the tensor before the zeros is zero itself, or so small that its last byte is.
+    """Return whether almost no number of the tensor before position ``zeros`` has a last byte of zero.
 
-    A complex number is two."""
+    A complex number counts as two."""
     itemsize = spec.itemsize
     lasts = (itemsize // 2, itemsize) if DTYPES[spec.dtype].is_complex else (itemsize,)
     first = start + max(0, (zeros - start - SAMPLE) // itemsize) * itemsize

@@ -1,4 +1,4 @@
-"""Passes over many bytes beside the main thread. Reads, checksums, memcmp and flushes run without Python's lock."""
+"""Passes over many bytes in threads. Reads, checksums, memcmp and flushes release Python's lock."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-THREADS = 2  # two read nearly as fast as a machine with few cores can; a migration runs other jobs beside them
-AHEAD = 2 * THREADS  # batches that are begun before the result of the first one is taken
+THREADS = 2  # two read nearly as fast as a machine with few cores can, and a migration runs several jobs
+AHEAD = 2 * THREADS  # batches started before the first result is consumed
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 @contextmanager
 def background(threads: int = 1) -> Iterator[Executor]:
-    """Provide threads for passes whose results are wanted at the end; what they have not begun then is cancelled."""
+    """Provide a thread pool as a context; at its end, tasks that have not started are cancelled."""
     from concurrent.futures import ThreadPoolExecutor
 
     if _alone.get():
         yield _at_once()
         return
-    # What a thread of it would hand to others, it does itself: their buffers would only add up.
+    # A thread of the pool uses no further threads: their buffers would only add up.
     pool = ThreadPoolExecutor(threads, initializer=_alone.set, initargs=(True,))
     try:
         yield pool
@@ -38,7 +38,7 @@ def background(threads: int = 1) -> Iterator[Executor]:
 
 @contextmanager
 def without_threads() -> Iterator[None]:
-    """Do in this thread what ``background`` would do beside it: for files so small that a thread costs more."""
+    """Run the tasks of ``background`` in the calling thread: for files so small that a thread costs more."""
     token = _alone.set(True)
     try:
         yield
@@ -51,13 +51,13 @@ def _at_once() -> Executor:
     from concurrent.futures import Executor, Future
 
     class AtOnce(Executor):
-        """Does what it is given before it returns."""
+        """An executor that runs each task inside ``submit``."""
 
         def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
             future: Future[T] = Future()
             try:
                 future.set_result(fn(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - it is raised where the result is asked for, as by a thread
+            except Exception as error:  # noqa: BLE001 - raised by `Future.result`, as with a thread
                 future.set_exception(error)
             return future
 
@@ -65,9 +65,9 @@ def _at_once() -> Executor:
 
 
 def side_by_side(work: Callable[[T], Result], batches: Sequence[T]) -> Iterator[Result]:
-    """Yield the results of ``work`` on each batch, in their order, from threads if they can help.
+    """Yield the results of ``work`` for each batch in order, computed in threads if that helps.
 
-    At most ``AHEAD`` results wait to be taken, so that large ones do not fill the memory."""
+    At most ``AHEAD`` results wait to be consumed, so that large ones do not fill the memory."""
     if len(batches) < 2 or processors() < 2 or _alone.get():
         yield from map(work, batches)
         return
@@ -88,8 +88,8 @@ def processors() -> int:
 
 
 def batched(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Group neighbours as long as they have at most ``limit`` bytes: handing over each small one to a thread would take
-    longer than the work on it."""
+    """Group consecutive items into batches of at most ``limit`` bytes (a larger item is a batch of its own): passing
+    each small item to a thread would take longer than the work on it."""
     batch: list[T] = []
     size = 0
     for item in items:

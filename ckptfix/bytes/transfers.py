@@ -1,4 +1,4 @@
-"""What fails at a place (a disk, a server, a bucket), and whether another try may help."""
+"""Errors of places (a disk, a server, a bucket), and retries of those that may pass."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class PlaceError(CkptfixError):
 
 
 class AbsentError(PlaceError):
-    """There is no such file, folder or bucket."""
+    """The file, folder or bucket does not exist."""
 
 
 class ForbiddenError(PlaceError):
-    """The user has no permission for it."""
+    """The user has no permission."""
 
 
 class NoSpaceError(PlaceError):
-    """The disk has not enough room for a file."""
+    """The disk has too little space for a file."""
 
 
 class TransferError(PlaceError):
-    """A transfer failed as often as it was tried."""
+    """All attempts of a transfer failed."""
 
 
-# The base classes of what backends raise besides `OSError`.
+# The base classes of exceptions that backends raise besides `OSError`.
 _BACKENDS = (
     ("aiohttp", "ClientError"),
     ("azure.core.exceptions", "AzureError"),
@@ -60,7 +60,7 @@ _BACKENDS = (
 _FORBIDDEN = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError")
 _SENSELESS = ("ParamValidationError", "InvalidURL", "UnsupportedProtocol")
 
-# What stays as it is, however often it is tried.
+# Errors that do not go away when the operation is retried.
 _FINAL = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), AbsentError),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ForbiddenError),
@@ -70,7 +70,7 @@ _FINAL = {
 }
 
 _STATUS = {401: ForbiddenError, 403: ForbiddenError, 404: AbsentError, 410: AbsentError}
-_PASSING = {408, 409, 412, 423, 425, 429}  # the statuses below 500 that another try may change
+_PASSING = {408, 409, 412, 423, 425, 429}  # the statuses below 500 that may succeed when retried
 
 _ADVICE: dict[type[PlaceError], str] = {
     AbsentError: "check the name",
@@ -80,16 +80,16 @@ _ADVICE: dict[type[PlaceError], str] = {
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """Return the classes of exceptions that a place may raise. Any other is a bug, and is not caught."""
+    """Return the classes of exceptions that a place may raise. Any other exception is a bug, and is not caught."""
     modules = ((sys.modules.get(module), name) for module, name in _BACKENDS)
     found = (getattr(module, name, None) for module, name in modules if module is not None)
     own = tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
-    # Until Python 3.11 asyncio's TimeoutError is not the built-in one; a name that is not text is a UnicodeError.
+    # Before Python 3.11, asyncio's TimeoutError is not the built-in one; names that are not text raise UnicodeError.
     return (PlaceError, OSError, asyncio.TimeoutError, HTTPException, EOFError, UnicodeError, NotImplementedError, *own)
 
 
 def explained(error: Exception, where: str, verb: str) -> PlaceError:
-    """Return the error of a place for an exception; ``verb`` is what could not be done to the file."""
+    """Return the ``PlaceError`` for an exception; ``verb`` (a participle) is what could not be done to the file."""
     if isinstance(error, PlaceError):
         return error
     kind = final_kind(error) or PlaceError
@@ -99,7 +99,7 @@ def explained(error: Exception, where: str, verb: str) -> PlaceError:
 
 
 def final_kind(error: BaseException) -> type[PlaceError] | None:
-    """Return what an exception means for good; None if another try may help."""
+    """Return the class of a permanent error; None if a retry may help."""
     if isinstance(error, PlaceError):
         return None if isinstance(error, TransferError) else type(error)
     if isinstance(error, FileNotFoundError):
@@ -117,7 +117,7 @@ def final_kind(error: BaseException) -> type[PlaceError] | None:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an exception carries, each backend in its own way."""
+    """Return the HTTP status of an exception, which each backend stores differently; None if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -129,7 +129,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _asked_pause(error: BaseException) -> float:
-    """Return the seconds that a server asks to wait (``Retry-After``, RFC 9110); 0 if it says nothing of it."""
+    """Return the seconds that a server asks to wait (``Retry-After``, RFC 9110); 0 if it does not ask."""
     headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
     said = str(headers.get("Retry-After") or "") if isinstance(headers, Mapping | Message) else ""
     if said.isdecimal():
@@ -141,10 +141,10 @@ def _asked_pause(error: BaseException) -> float:
 
 
 class Patience(Struct, frozen=True):
-    """How often something is tried, and the seconds between the tries: about ``first``, twice that, and so on,
-    ``longest`` at most, and what a server asks for up to ``asked``.
+    """How often to retry, and how long to wait: about ``first`` seconds, then twice that and so on up to ``longest``,
+    or as long as a server asks, up to ``asked``.
 
-    The pauses are up to half longer or shorter at random: workers that were throttled together come back one by one."""
+    Pauses vary at random by up to half, so that workers that were throttled together do not return together."""
 
     attempts: int = 6
     first: float = 0.5
@@ -152,19 +152,19 @@ class Patience(Struct, frozen=True):
     asked: float = 300.0
 
     def pause(self, tried: int) -> float:
-        """Return the pause after the given number of tries, in seconds."""
+        """Return the seconds to wait after ``tried`` attempts."""
         return float(min(self.first * 2 ** (tried - 1), self.longest) * random.uniform(0.5, 1.5))
 
 
-# About 15 seconds in all. Backends retry a few times by themselves before any of these tries fails.
+# About 15 seconds in all. Backends also retry a few times themselves before one of these attempts fails.
 BATCH_PATIENCE = Patience()
 
 
 def persistently(action: Callable[[], T], where: str, verb: str, patience: Patience | None = None) -> T:
-    """Return what the action gives, and retry it if its failure may pass.
+    """Return the result of ``action``, retrying it after failures that may pass.
 
-    Raises a ``PlaceError`` at once if it cannot (no permission, not there, no space), and ``TransferError`` after the
-    last try."""
+    Raises a ``PlaceError`` at once after a permanent failure (no permission, missing, no space), and ``TransferError``
+    after the last attempt."""
     patience = patience or BATCH_PATIENCE
     for tried in range(1, patience.attempts + 1):
         try:
