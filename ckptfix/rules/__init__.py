@@ -1,6 +1,6 @@
 """The rules, in the order in which they run. Each sees the checkpoint after the edits of those before it.
 
-A module that begins with a code is the rule of that code; the others hold what rules share."""
+A module whose name begins with a code is that rule; the others hold what rules share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 OF_FILES = "FIL"  # the family of defects of the file and its container
-OF_MISFITS = "FIT"  # the family of what a target has otherwise, or not at all
+OF_MISFITS = "FIT"  # the family of what the target has in another form, or not at all
 FITTING = ("KEY", "BUF", OF_MISFITS)  # the families of rules that make the keys of a checkpoint those of a target
 VALUES = ("VAL",)  # the rules about values
 
@@ -88,7 +88,7 @@ FOR_LOADING = (*FOR_NAMES, "BUF", "FIT105")  # the rules that make a checkpoint 
 
 
 def named(name: str) -> Rule:
-    """Return the rule of this name, for a room that makes a finding of it, or looks for one."""
+    """Return the rule with this name, for rooms that report it or look for its findings."""
     return next(rule for rule in RULES if rule.name == name)
 
 

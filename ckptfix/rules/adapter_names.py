@@ -1,4 +1,4 @@
-"""Which tensors of a base the layers of an adapter change, by their names, and what to say if they are not there."""
+"""Which tensors of the base an adapter's layers change, matched by name, and the errors if the base lacks them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HEADS = ("lm_head", "embed_out")
 _ORIGINAL = re.compile(r"(?:^|\.)(?:(?:in|out)put_blocks|middle_block|(?:double|single|joint)_blocks)[._]")
 _DROPPED = 3  # leading segments of a layer's name that the base may lack
 
-# Segments that may stand in the place of each other: releases of a library nest the same layers in other modules.
+# Segments that may replace each other: releases of a library nest the same layers in different modules.
 _OUTER = frozenset("model base_model module language_model text_model transformer".split())
 
 
 class BaseNames:
-    """The tensors that the layers of an adapter are beside of, by the names of the layers.
+    """The tensors of the base, by the names that an adapter's layers have.
 
-    The names are those of the base, or differ from them by the same prefix on every layer."""
+    These names are the base's own, or differ from them by one prefix that all layers share."""
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter, layers: list[AdapterLayer]) -> None:
         self.checkpoint, self.adapter, self.layers = checkpoint, adapter, layers
@@ -36,7 +36,7 @@ class BaseNames:
         self.known: dict[str, list[str]] = defaultdict(list)
         for key, spec in checkpoint.specs.items():
             module, _, leaf = key.rpartition(".")
-            # A layer beside a parameter, such as that of all experts, has the name of its module too.
+            # A layer for a bare parameter, such as the weights of all experts, is named after the module too.
             if leaf == "weight" or len(spec.shape) == 3:
                 self.known[self.dot.join(module.split("."))].append(key)
         self.dropped, self.prefix, self.found = self._find()
@@ -47,7 +47,7 @@ class BaseNames:
         return len(self.found) == len({layer.module for layer in self.layers})
 
     def renamed(self, name: str) -> str:
-        """Return the key of the base for one of the adapter's model."""
+        """Return the base's key for a key of the adapter's model."""
         return self.prefix + ".".join(name.split(".")[self.dropped :])
 
     def _find(self) -> tuple[int, str, dict[str, str]]:
@@ -55,7 +55,7 @@ class BaseNames:
         best: tuple[int, str, dict[str, str]] = (0, "", {})
         for dropped in range(_DROPPED + 1):
             if dropped and self.dot == "_" and modules[0].split("_")[:dropped] != ["text", "model"]:
-                continue  # which transformers 5 leaves out; the segments of others are not known
+                continue  # without dots, only text_model is recognised, which transformers 5 omits
             tails = {module: self.dot.join(module.split(self.dot)[dropped:]) for module in modules}
             ends = [*tails.values()]
             if not all(ends) or len(set(ends)) < len(ends):
@@ -96,11 +96,11 @@ class BaseNames:
         return True
 
     def _prefixes(self, tail: str) -> list[str]:
-        """Return what the base may have before the names of the layers, by one of them."""
+        """Return the prefixes under which the base has a layer whose name ends with ``tail``."""
         return [name.removesuffix(tail) for name in self.known if name == tail or name.endswith(self.dot + tail)]
 
     def key_of(self, layer: AdapterLayer) -> str:
-        """Return the tensor that a layer changes. Raises ``AdapterError`` if it may be one of several."""
+        """Return the key of the tensor that a layer changes. Raises ``AdapterError`` if it is ambiguous."""
         keys, sizes = self.known[self.found[layer.module]], self.adapter.sizes(layer)
         if len(keys) > 1:
             keys = [key for key in keys if {*self.checkpoint.specs[key].shape[-2:]} == sizes] or keys
@@ -119,14 +119,14 @@ class BaseNames:
         kinds: dict[str, set[str]] = defaultdict(set)
         for name, keys in self.known.items():
             if not name.startswith(self.prefix) or any(f"{name}.".startswith(block) for block in extra):
-                continue  # a layer that predicts more tokens is in the file, and not in the model of transformers
+                continue  # layers for multi-token prediction are in the file, but not in the model of transformers
             module = ".".join((*head, name.removeprefix(self.prefix)))
             if len(self.checkpoint.specs[keys[0]].shape) > 1 and _is_target(config, module):
                 kinds[re.sub(r"\d+", "", module)].add(module)
         leaves = {module.rpartition(".")[2] for module in own}
         for modules in kinds.values():
             leaf = next(iter(modules)).rpartition(".")[2]
-            # Experts of release 4 are modules, and those of release 5, on which it may have been trained, are not.
+            # Experts are modules in transformers 4 and not in 5, with which the adapter may have been trained.
             if leaf not in leaves and not any(".experts." in module for module in modules):
                 raise AdapterError(
                     f"{self.adapter.path}: its configuration names {leaf}, which the base has in "
@@ -148,7 +148,7 @@ class BaseNames:
                 )
 
     def mismatch(self) -> AdapterError:
-        """Return what to say of layers that are not in the base."""
+        """Return the error for layers that the base lacks."""
         path, base = self.adapter.path or self.checkpoint.path, self.checkpoint.path
         lacking = [layer.module for layer in self.layers if layer.module not in self.found]
         number = len(self.layers)
@@ -197,14 +197,14 @@ class BaseNames:
         )
 
     def _may_be_tied(self, module: str) -> bool:
-        """Return whether a layer is a head, by its name or by having the shape of the embedding."""
+        """Return whether a layer may be a tied head: it is named like one, or has the embedding's shape."""
         sizes = next(self.adapter.sizes(layer) for layer in self.layers if layer.module == module)
         words = (frozenset(spec.shape) for key, spec in self.checkpoint.specs.items() if is_of_words(key))
         return is_of_words(f"{module}.weight") or sizes in words
 
 
 def quantised(checkpoint: Checkpoint, words: str) -> AdapterError:
-    """Return the error for a base whose weights are codes."""
+    """Return the error for a base whose weights are quantised."""
     words = f"{checkpoint.path}: {words}; merge into the original weights and quantise the result"
     if not any(layer.scheme in MULTIPLIED for layer in wanted_layers(checkpoint.specs, None).values()):
         return AdapterError(words)
@@ -213,7 +213,7 @@ def quantised(checkpoint: Checkpoint, words: str) -> AdapterError:
 
 
 def _is_target(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether a configuration names a module, by the rule of peft; no where it does so by an expression."""
+    """Return whether a configuration targets a module, by peft's rules; False if a regular expression decides it."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if not isinstance(excluded, list) or config.get("layers_pattern"):
         return False
@@ -225,7 +225,7 @@ def _is_target(config: Mapping[str, Any], module: str) -> bool:
     if only is None or only == [] or module in targets:
         return True
     layers = only if isinstance(only, list) else [only]
-    # The number in the first list of modules, and in older releases of peft that in the last one.
+    # peft takes the index in the outermost list of modules, older releases that in the innermost.
     numbers = [int(part) for part in module.split(".")[2:-1] if part.isdecimal()]
     return bool(numbers) and numbers[0] in layers and numbers[-1] in layers
 
@@ -239,10 +239,11 @@ def _either(names: Iterable[str]) -> str:
 
 
 def is_of_words(key: str) -> bool:
-    """Return whether a key is that of an embedding of words or of a head, by its name."""
+    """Return whether a key is named like a word embedding or a language model's head."""
     return key.rpartition(".")[0].rpartition(".")[2] in (*EMBEDDINGS, *HEADS)
 
 
 def is_copied(adapter: Adapter, key: str) -> bool:
-    """Return whether an adapter has a module of its own in the place of that of a key, which may be tied to others."""
+    """Return whether an adapter replaces a key's module by a full copy (``modules_to_save``), which may be tied to
+    others."""
     return _is_named(adapter.config.get("modules_to_save"), key.rpartition(".")[0])

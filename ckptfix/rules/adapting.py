@@ -1,4 +1,4 @@
-"""What is done about tensors of another shape: the edits that ``--adapt`` asks for, and the recipes to offer."""
+"""Adapting tensors of another shape: the edits that ``--adapt`` asks for, and the recipes to offer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ckptfix.rules.class_maps import class_rows
 from ckptfix.rules.misfits import Case
 from ckptfix.rules.position_tables import size, window
 
-_SHOWN = 4  # recipes that a message names, of all that can be given
+_SHOWN = 4  # recipes that a message names at most
 _BY_HAND = "ROWSxCOLUMNS:ROWSxCOLUMNS"
 
 
 def of_use(given: Sequence[Adaptation], known: Sequence[Case], done: Collection[str]) -> set[Adaptation]:
-    """Return the adaptations that fit a tensor of some case, or whose recipe is among those that were applied before
-    (``done``)."""
+    """Return the adaptations that apply to a tensor of some case, or were applied earlier (``done`` has their
+    labels)."""
     picked = ((case, chosen(case.name, key, case.recipes, given)) for case in known for key in case.shapes)
     fitting = {asked for case, asked in picked if asked and (case.name == HEAD or asked.recipe in case.recipes)}
     return fitting | {asked for asked in given if asked.label in done}
@@ -32,9 +32,9 @@ def of_use(given: Sequence[Adaptation], known: Sequence[Case], done: Collection[
 def adapt_edits(
     case: Case, given: Sequence[Adaptation], specs: Mapping[str, TensorSpec], used: Collection[Adaptation]
 ) -> tuple[Adapt, ...]:
-    """Return the edits for those tensors of a case that were asked for.
+    """Return the edits for the tensors of a case that were asked for.
 
-    Raises ``UsageError`` if a recipe that is not ``used`` for others is not for them, and names the right one."""
+    Raises ``UsageError``, naming the right recipe, if one does not apply to a tensor and is not ``used`` for others."""
     edits = []
     for key, (old, new) in case.shapes.items():
         asked = chosen(case.name, key, case.recipes, given)
@@ -55,20 +55,20 @@ def adapt_edits(
             shown = window if case.name == WINDOW_BIAS else tuple
             by_hand = ":".join(size(shown(grid)) for grid in case.grids) if case.grids else _BY_HAND
             right = Opt("adapt", asked.with_recipe(f"{asked.recipe}:{by_hand}"))
-            if asked.old is not None and not case.grids:  # they were given, and there are no better ones
+            if asked.old is not None and not case.grids:  # the user gave grids, and no better ones are known
                 raise UsageError(Opt("adapt", asked.text), f" does not fit {key}: {case.unclear}")
             raise UsageError(f"{key} cannot be adapted: {case.unclear}; give the file's and the model's grids: ", right)
         grids = (*case.grids[0], *case.grids[1]) if case.grids else ()
-        # One past the last row of the file is a new one.
+        # One past the file's last row means a new row.
         rows = (*range(min(old[0], new[0]) - 1), *[old[0]] * (new[0] - old[0]), old[0] - 1) if case.keeps_last else ()
         edits.append(Adapt(key, key, asked.label, specs[key].dtype, old, new, grids, rows))
     return tuple(edits)
 
 
 def narrowed(case: Case) -> str:
-    """Return what to say before the recipes if the file has more input channels than the model, which are left out.
+    """Return the advice that precedes the recipes if the file has more input channels than the model, else nothing.
 
-    No library has a formula for that, except to one channel, and to a third where neighbouring pixels were gathered."""
+    No library has a formula that removes channels, except to one, or to a third if neighbouring pixels were merged."""
     for old, new in case.shapes.values() if case.name == IN_CHANS else ():
         if old[1] > new[1] > 1 and old[1] != 3 * new[1]:
             return (
@@ -79,15 +79,15 @@ def narrowed(case: Case) -> str:
 
 
 def _effect(text: str) -> str:
-    """Return what ``pos_embed=timm`` does."""
+    """Return what a recipe such as ``pos_embed=timm`` does."""
     name, _, recipe = text.partition("=")
     return RECIPES[name][recipe]
 
 
 def recipes_of(case: Case, target: Target, untrained: Mapping[str, int]) -> Iterator[Remedy]:
-    """Yield the recipes for a case, that of the model's own library first; without the grids it makes no command.
+    """Yield the recipes for a case, that of the model's own library first; a placeholder if the grids are unknown.
 
-    ``untrained`` are the parameters of the target that the file does not have in their shape, with their numel."""
+    ``untrained`` maps the target's parameters that the file lacks in their shape to their numel."""
     if case.name == HEAD:
         yield Remedy.of("keeps the classes that both have, with one row per line", adapt=Placeholder("head=MAP.txt"))
         return

@@ -69,26 +69,26 @@ def missing_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Findin
 
 
 def _uncounted(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield paths of modules with the running statistics of a BatchNorm and no counter, each with its closing dot."""
+    """Yield the modules with a BatchNorm's running statistics but no counter, as prefixes that end with a dot."""
     specs = checkpoint.specs
     for module in _with_leaf(checkpoint, "running_mean"):
         mean, variance = specs[module + "running_mean"], specs.get(module + "running_var")
         is_norm = variance is not None and len(mean.shape) == 1 and mean.shape == variance.shape
         counter = module + NUM_BATCHES_TRACKED
-        # A damaged file may have lost one that was not zero, with or without a wrapper's prefix.
+        # A damaged file may have lost a counter that was not zero, with or without a wrapper's prefix.
         is_lost = any(f".{key}".endswith(f".{counter}") for key in checkpoint.lost)
         if is_norm and counter not in checkpoint.entries and not is_lost:
             yield module
 
 
 def _with_leaf(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Return paths of the modules that have a tensor of this name, each with its closing dot."""
+    """Return the modules that have a tensor of this name, as prefixes that end with a dot."""
     candidates = [key for key in checkpoint.specs if key.endswith(name)]
     return [module for module, leaf in map(split_key, candidates) if leaf == name]
 
 
 def _incomplete(checkpoint: Checkpoint) -> list[str]:
-    """Return the uncounted modules that are a BatchNorm by what the file says."""
+    """Return the uncounted modules that are a BatchNorm according to the file."""
     uncounted = list(_uncounted(checkpoint))
     if not uncounted:
         return []
@@ -99,12 +99,12 @@ def _incomplete(checkpoint: Checkpoint) -> list[str]:
         has_weights = any(module + "weight" in checkpoint.specs for module in _with_leaf(checkpoint, "running_mean"))
         return [module for module in uncounted if has_weights and module + "count" not in checkpoint.entries]
     counted_versions = {_version(checkpoint, module) for module in _with_leaf(checkpoint, NUM_BATCHES_TRACKED)}
-    # A frozen BatchNorm has version 1 or 3, and no counter of its own: those of version 2 beside it say nothing of it.
+    # A frozen BatchNorm has version 1 or 3 and never a counter, even if BatchNorms of version 2 in the file do.
     versions = {_COUNTING_VERSION} | {version for version in counted_versions if version < _COUNTING_VERSION}
     return [module for module in uncounted if _version(checkpoint, module) in versions]
 
 
 def _version(checkpoint: Checkpoint, module: str) -> int:
-    """Return the version that ``_metadata`` gives a module, 0 if it says nothing."""
+    """Return a module's version in ``_metadata``, 0 if it has none."""
     version = (checkpoint.metadata or {}).get(module.removesuffix("."), {}).get("version")
     return version if isinstance(version, int) else 0

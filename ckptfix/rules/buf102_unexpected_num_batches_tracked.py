@@ -30,7 +30,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def unexpected_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Drop the counters that the target, or the release that is aimed at, has no place for."""
+    """Drop the counters that the target, or the torch release of ``--for-torch``, has no place for."""
     is_before_counters = context.settings.is_for_torch_before(COUNTED_SINCE)
     if not is_before_counters and context.target is None:
         return

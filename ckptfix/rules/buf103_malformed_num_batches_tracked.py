@@ -35,7 +35,7 @@ from ckptfix.rules.rule import Context, Rule
 
 _DEFAULT: tuple[str, tuple[int, ...]] = ("int64", ())  # what BatchNorm gives a counter
 
-# Binary digits up to which a dtype holds every whole number.
+# Bits up to which a dtype represents every integer.
 _DIGITS = {
     **{"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8},
     **{f"int{bits}": bits - 1 for bits in (8, 16, 32, 64)},
@@ -44,7 +44,7 @@ _DIGITS = {
 
 
 def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Give counters the shape and the dtype that BatchNorm gives them, or the target, where it differs."""
+    """Give counters the shape and dtype of the target, or else of BatchNorm."""
     edits: list[Edit] = []
     forms: dict[str, int] = {}
     keys = []
@@ -52,7 +52,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
     zeros: list[Edit] = []
     for key, spec in context.checkpoint.specs.items():
         if not key.endswith(NUM_BATCHES_TRACKED) or split_key(key)[1] != NUM_BATCHES_TRACKED:
-            continue  # most are ruled out by the end of the text
+            continue  # endswith rules out most keys at low cost
         slot = context.target.slots.get(key) if context.target else None
         dtype, shape = (slot.dtype, slot.shape) if slot is not None else _DEFAULT
         if not (cure := _cure(key, spec, dtype, shape)):
@@ -85,7 +85,7 @@ def malformed_num_batches_tracked(rule: Rule, context: Context) -> Iterator[Find
 
 
 def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None) -> list[Edit]:
-    """Return the edits that give a counter this form; none for what is fine, or is not a counter at all."""
+    """Return the edits that give a counter this dtype and shape; none if it has them, or is not a counter."""
     cure: list[Edit] = []
     if spec.numel != 1 or spec.storage is None:
         return cure
@@ -97,13 +97,13 @@ def _cure(key: str, spec: TensorSpec, dtype: str, shape: tuple[int, ...] | None)
 
 
 def _is_number(dtype: str) -> bool:
-    from ckptfix.values.decode import encoding  # what decodes values comes with it, and most counters are well formed
+    from ckptfix.values.decode import encoding  # imported late: most counters are well formed
 
     return not (DTYPES[dtype].is_complex or DTYPES[dtype].is_quantized) and encoding(dtype) is not None
 
 
 def _value(spec: TensorSpec) -> float:
-    """Return the value of a counter. It is one element, so that a rule may read it without asking for the values."""
+    """Return the value of a counter: one element, which is read even if values are not scanned."""
     from ckptfix.values.decode import encoding
 
     form = encoding(spec.dtype)
@@ -115,6 +115,6 @@ def _value(spec: TensorSpec) -> float:
 
 
 def _holds(dtype: str, value: float) -> bool:
-    """Return whether a dtype holds a value, and the value is a whole number."""
+    """Return whether a value is an integer that a dtype can represent."""
     is_signed = not dtype.startswith("uint")
     return value.is_integer() and abs(value) < 2 ** _DIGITS.get(dtype, 0) and (is_signed or value >= 0)

@@ -52,11 +52,11 @@ from ckptfix.rules.rule import Context, Rule
 _ROTARY = frozenset(
     {"inv_freq", "cos_cached", "sin_cached", "freqs_cos", "freqs_sin", "freqs_cis_real", "freqs_cis_imag"}
 )
-_AFFORDABLE = 4 << 30  # bytes of weights of a model that is built to look at its buffers
+_AFFORDABLE = 4 << 30  # bytes of weights of the largest model that is built to compare its buffers
 
 
 def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Drop or fill buffers that the target can work out for itself."""
+    """Drop or fill buffers that the target can compute itself."""
     checkpoint = context.checkpoint
 
     def safe(edits: Sequence[Fill | Drop], noun: str, what: str, **evidence: object) -> Finding:
@@ -85,7 +85,7 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
         what = "unexpected: this model computes them and does not save them"
         yield safe([*map(Drop, extra)], "buffer", what, known={leaf: TRANSIENT[leaf] for leaf in leaves})
     known = list(_known(target))
-    # Those that the file has for another size of the model, such as another window.
+    # Buffers of a model of another size, such as another window.
     resized = [fill for fill in known if (spec := checkpoint.specs.get(fill.key)) and spec.shape != fill.shape]
     if resized:
         shapes = {
@@ -99,7 +99,7 @@ def transient_buffer(rule: Rule, context: Context, target: Target) -> Iterator[F
 
 
 def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether the target does not want a stored buffer and can do without its values."""
+    """Return whether the target neither wants a stored buffer nor needs its values."""
     if key in target.slots or key in target.entries:
         return False
     spec = checkpoint.specs[key]
@@ -107,18 +107,18 @@ def is_superfluous(key: str, checkpoint: Checkpoint, target: Target) -> bool:
 
 
 def _different(extra: list[str], context: Context, target: Target) -> dict[str, float]:
-    """Return the superfluous buffers whose values are not the model's own, with the largest difference of each.
+    """Return the superfluous buffers whose values differ from the model's own, with the largest difference of each.
 
-    Compared to a few units of the coarser dtype, and no closer than 1e-3: the cosine of a large angle depends on the
-    device that worked it out."""
+    The tolerance is a few eps of the coarser dtype, at least 1e-3: the cosine of a large angle depends on the device
+    that computed it."""
     comparable = [key for key in extra if key in target.transient and _is_computed(key, context.checkpoint.specs[key])]
     nbytes = sum(slot.numel * DTYPES[slot.dtype].itemsize for slot in target.slots.values())
     if not comparable or not context.settings.values or target.initial is None or nbytes > _AFFORDABLE:
         return {}
-    from ckptfix.bytes.checksums import is_sound  # nothing else here reads a byte
+    from ckptfix.bytes.checksums import is_sound  # imported late: only this reads values
 
     specs = context.checkpoint.specs
-    # What fails its checksum has other values than were saved, and tells nothing of the model's configuration.
+    # A buffer that fails its checksum shows nothing about the model's configuration.
     comparable = [key for key in comparable if all(map(is_sound, specs[key].storages))]
     try:
         initial = target.initial()
@@ -143,7 +143,7 @@ def _is_computed(key: str, spec: TensorSpec) -> bool:
 
 
 def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether a key holds a running statistic that InstanceNorm saved before 0.4.0 without using it."""
+    """Return whether a key is a running statistic that InstanceNorm saved before 0.4.0 without using it."""
     head, leaf = split_key(key)
     module = head.removesuffix(".")
     return (
@@ -156,7 +156,7 @@ def _is_stale_instance_norm(key: str, checkpoint: Checkpoint, target: Target) ->
 
 
 def _known(target: Target) -> Iterator[Fill]:
-    """Yield fills for the buffers of a known name that a fresh model has, or a file that is given in its place."""
+    """Yield fills for the known buffers whose values a fresh model or the reference file has."""
     stored = {} if target.reference is None else target.reference.specs
     for key, slot in target.slots.items():
         has_values = target.initial is not None or (key in stored and stored[key].has_data)

@@ -1,4 +1,4 @@
-"""The rows of a head for other classes: which row of the file each row of the model is, by a map or by two lists."""
+"""The rows of a head for other classes: the row of the file for each row of the model, by a map or by two lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptfix.core.adaptations import Adaptation
 from ckptfix.core.wording import nearest
 from ckptfix.errors import Opt, UsageError, Words
 
-MEAN = "mean"  # what a map has for a class that the file does not have
+MEAN = "mean"  # the entry of a map for a class that the file lacks
 
 _ONE_MORE = ", one more: the background (or no object) needs a name too"
 _OUTPUTS = re.compile(
@@ -21,10 +21,10 @@ _BOX_AND_OBJECT = 5  # its rows before those of the classes
 
 
 def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ...]:
-    """Return for each row of the model its row in the file; one past the last is the mean of all.
+    """Return, for each row of the model, its row in the file; one past the file's last row means the mean of all.
 
-    The map has a class of the file, by its number, or ``mean``, on each line; or the lists have the names of both
-    sides. Raises ``UsageError`` if they do not fit the layers."""
+    A map has one class of the file per line, by number, or ``mean``; two lists have the class names of the file and of
+    the model. Raises ``UsageError`` if they do not fit the layer."""
 
     def refusal(*words: Words) -> UsageError:
         return UsageError(Opt("adapt", asked.text), ": ", *words)
@@ -62,7 +62,7 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
             raise refusal(
                 f"line {number} of {asked.files()[-1]}, {name!r:.60}, is not {rows}; {hint}write mean for a new class"
             )
-        # A name that the model does not want, such as N/A in lists of COCO, may be there several times.
+        # A name that the model does not use, such as N/A in lists of COCO, may be repeated.
         for file, of in zip(asked.files(), lists, strict=True) if len(lists) == 2 and name != MEAN else ():
             if of.count(name) > 1:
                 raise refusal(f"{file} has {name!r:.60} {of.count(name)} times; give each class its own name")
@@ -77,14 +77,15 @@ def class_rows(asked: Adaptation, old: int, new: int, key: str) -> tuple[int, ..
             " and ",
             Opt("fill", "target"),
         )
-    if is_of_boxes(key):  # the coordinates of each class are together, else the classes of each anchor
+    if is_of_boxes(key):  # a class has its coordinates together; an anchor has its classes together
         return tuple(row * groups + part for row in found for part in range(groups))
     kept = (*range(others), *(others + row for row in found))
     return tuple(group * (others + classes) + row for group in range(groups) for row in kept)
 
 
 def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
-    """Return in how many groups an output layer's rows are (boxes, anchors), and how many of each are no classes."""
+    """Return the number of groups (boxes, anchors) of an output layer's rows, and the rows per group that are not
+    classes."""
     others = _BOX_AND_OBJECT if _YOLO.search(key) else 0
     groups = new // (classes + others)
     is_whole = groups > 0 and new == groups * (classes + others) and old % groups == 0 and old > groups * others
@@ -92,7 +93,7 @@ def _groups(key: str, old: int, new: int, classes: int) -> tuple[int, int]:
 
 
 def is_of_boxes(key: str) -> bool | None:
-    """Return whether an output layer is for boxes, and not for classes; None if its name says neither."""
+    """Return whether an output layer predicts boxes rather than classes; None if its name does not say."""
     found = [match[1] is not None for match in _OUTPUTS.finditer(key)]
     return found[-1] if found else None
 

@@ -1,9 +1,8 @@
-"""Third of five steps for an optimizer: which names its positions have, as far as the file and the model show it.
+"""Third of five steps for an optimizer: find the parameter names of its positions.
 
-In comes an ``Optimizer`` and the ``Change`` of the parameters. Out come the ``Naming``s that fit, each with the
-``OptimizerScope``, the parameters that such an optimizer has. The names of the file count first (``named_by_itself``),
-then the groups of a live optimizer (``as_live``), then the recipes (``by_recipe``). What follows is in ``following``.
-"""
+Takes an ``Optimizer`` and the ``Change`` of the parameters, and returns the ``Naming``s that fit, each with its
+``OptimizerScope``: the parameters that such an optimizer has. Names in the file come first (``named_by_itself``), then
+the groups of a live optimizer (``as_live``), then the recipes (``by_recipe``). The next step is ``following``."""
 
 from __future__ import annotations
 
@@ -31,16 +30,17 @@ from ckptfix.rules.origins import Change, Shape
 
 
 class OptimizerScope(Struct, frozen=True):
-    """The parameters of the file that an optimizer may have, and which new ones belong to it."""
+    """The parameters of the file that an optimizer may have, and a test of which new ones belong to it."""
 
     layout: Layout
     takes: Callable[[str], bool]
-    which: str = ""  # which they are if not all, and in whose order if that of the file and that of the model differ
-    is_of_form: bool = False  # whether they are what Muon has, or leaves: of equal shapes, so that any order would fit
+    which: str = ""  # the subset if not all, and whose order if the file's and the model's differ
+    is_of_form: bool = False  # whether shape selects them, as for Muon: many are equal, so that any order would fit
 
 
 def scopes(change: Change) -> Iterator[OptimizerScope]:
-    """Yield what optimizers are built of: all parameters, the trainable ones, or those of one part of a model."""
+    """Yield the sets that optimizers are built from: all parameters, the trainable ones, or those of one part of a
+    model."""
     parameters = change.parameters
     orders = [("the file's order", list(parameters))] if change.is_ordered else []
     orders += [("the model's order", order) for order in change.model_orders if not orders or order != orders[0][1]]
@@ -49,7 +49,7 @@ def scopes(change: Change) -> Iterator[OptimizerScope]:
         firsts = runs_of(order)
         chosen: list[tuple[list[str], Callable[[str], bool], str]] = [(order, lambda key: True, "")]
         forms: list[str] = []
-        if change.kinds:  # what the model does not have may have been a buffer of another one
+        if change.kinds:  # a tensor that the model lacks may have been a buffer
             chosen.append(([key for key in order if change.kinds.get(key)], lambda key: True, "of what the model has"))
         for cold in change.cold:
             keys = [key for key in order if key not in cold]
@@ -71,7 +71,7 @@ def scopes(change: Change) -> Iterator[OptimizerScope]:
             yield OptimizerScope(layout, takes, which, what in forms)
 
 
-# Muon is for matrices, and the rest has an optimizer of its own; so have tables and heads in most scripts.
+# Muon takes the matrices, and another optimizer the rest: in most scripts also embeddings and heads.
 _MATRICES: dict[str, Callable[[str, Shape], bool]] = {
     "matrices": lambda key, shape: len(shape) == 2,
     "hidden matrices": lambda key, shape: len(shape) == 2 and not OUTER.search(key),
@@ -89,21 +89,22 @@ def _in_part(name: str, is_inside: bool) -> Callable[[str], bool]:
 
 
 def counted(optimizer: Optimizer, change: Change) -> Change:
-    """Return a change with copies of tied weights as one parameter if the optimizer has as many as the result."""
+    """Return the change with tied copies counted as one parameter if the optimizer has as many as the result."""
     is_tied = bool(change.aliases) and len(optimizer.ids) == len(change.result)
     return replace(change, is_tied=True) if is_tied else change
 
 
 def widths(change: Change) -> list[Change]:
-    """Return a change, and that with what is only named like a buffer as a parameter if that is another one."""
+    """Return the change, and the one that also counts tensors named like buffers as parameters if that differs."""
     wide = replace(change, is_wide=True)
     return [change, wide] if wide.parameters.keys() != change.parameters.keys() else [change]
 
 
 def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> list[tuple[OptimizerScope, Naming]]:
-    """Return the recipes that fit, only those of the trainer that has left a file of its own, if any. Groups of
-    a script's own are not looked for in more orders of a sorted file than can agree. The orders of few scripts count if
-    no recipe with the model's order fits, and the only ones if they are asked for (``is_rare``)."""
+    """Return the recipes that fit; if a trainer left its own file next to the checkpoint, only that trainer's.
+
+    A script's own groups are not tried if a sorted file allows more than ``ORDERS`` orders. Rare orders count only if
+    no recipe with the model's order fits; ``is_rare`` returns nothing else."""
     new = change.of_model({key: spec.shape for key, spec in change.result.items()})
     known = [scope for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
 
@@ -126,20 +127,20 @@ def by_recipe(optimizer: Optimizer, change: Change, is_rare: bool = False) -> li
 
 
 def are_listed_anew(change: Change, keys: Iterable[str], within: Order) -> bool:
-    """Return whether what is left of some parameters comes in another order if it has the names of the result."""
+    """Return whether a sort by name puts the parameters into another order under the names of the result."""
     old = _renamed(change, keys)
     return [old[key] for key in within(old)] != within(list(old.values()))
 
 
 def _renamed(change: Change, keys: Iterable[str]) -> dict[str, str]:
-    """Return the names of the result for what is left of some parameters, without the segments of wrappers."""
+    """Map parameters to their names in the result, both without wrapper segments."""
     names = {source: key for key in change.result for source in change.origins[key].sources}
     return {bare(key): bare(names[key]) for key in keys if key in names}
 
 
 def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
-    """Return whether a script that lists parameters by name, in whatever groups, may have made an optimizer, and lists
-    them in another order under the names of the result. What a trainer has signed is not such a script's."""
+    """Return whether a script that lists parameters by name may have made an optimizer, and would list them in another
+    order under the names of the result. A trainer's sign in the state rules that out."""
     if stored_names(optimizer) is not None or max(optimizer.sizes) == 1 or not any(map(optimizer.row, optimizer.ids)):
         return False
     layouts = [scope.layout for scope in scopes(change) if len(scope.layout.shapes) == len(optimizer.ids)]
@@ -157,33 +158,34 @@ def is_listed_anew(optimizer: Optimizer, change: Change) -> bool:
 
 
 SIGNS = {recipe.sign for recipe in RECIPES if recipe.sign}
-ORDERS = 20  # of a sorted file's parameters, tried for groups of a script's own, or if the names are known
+ORDERS = 20  # most orders of a sorted file that are tried with a script's own groups or known names
 
 
 def readings(optimizer: Optimizer, change: Change) -> list[Naming]:
-    """Return the names that its positions may have had before the change."""
+    """Return the names that an optimizer's positions may have had before the change."""
     return named_by_itself(optimizer, change.before) or [naming for _, naming in by_recipe(optimizer, change)]
 
 
 def inside(optimizer: Optimizer, naming: Naming) -> str:
-    """Return of which module the names that a state has itself are."""
+    """Return, in words, the module to which the names in an optimizer's state are relative."""
     number, key = next(iter(naming.names.items()))
     prefix = bare(key).removesuffix(bare((stored_names(optimizer) or {})[number]))
     return f"of {prefix[:-1]}" if prefix else "of the whole model"
 
 
 def as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
-    """Name the parameters as those of the optimizer that is to load the state, whose script has made both. If the model
-    has its parameters in another order than the file, those of each group may have been in that of the file."""
+    """Yield the names given by the groups of the live optimizer that is to load the state.
+
+    If the model's order differs from the file's, a group may have been in the file's order."""
     groups = [[change.origins[key].sources for key in group if key in change.origins] for group in change.live or ()]
     if tuple(map(len, groups)) != optimizer.sizes or any(len(sources) != 1 for group in groups for sources in group):
         return
     order = {key: number for number, name in enumerate(change.result) for key in change.origins[name].sources}
     live = [key for group in groups for (key,) in group]
     if not change.parameters.keys() <= order.keys() or not order.keys() >= set(live):
-        return  # an optimizer of a model that had others may have had these
+        return  # the file's optimizer may have had parameters that the result lacks
     readings = [dict(zip(live, live, strict=True))]
-    if change.reorders:  # the script may have met them in the file's order: within its groups, or all in all
+    if change.reorders:  # the script may have listed them in the file's order, within each group or overall
         rank = {key: number for number, key in enumerate(change.before)}
         for parts in ([[key for (key,) in group] for group in groups], [live]):
             pairs = (
@@ -202,7 +204,8 @@ def as_live(optimizer: Optimizer, change: Change) -> Iterator[Naming]:
 
 
 def known_recipes(optimizer: Optimizer, naming: Naming, layout: Layout) -> list[Recipe]:
-    """Return the recipes by which names that are certain are grouped: those of trainers, else of a script's own."""
+    """Return the recipes that give the groups of an optimizer with certain names: those of trainers, else a script's
+    own."""
     if len(optimizer.groups) == 1 or optimizer.is_flat:
         return []
     named = set(naming.names.values())

@@ -48,14 +48,12 @@ from ckptfix.reading.weights.listed_sets import names_in_order
 from ckptfix.reading.weights.prefixed_sets import PLAIN, copied_under, is_follower, lost_dots, sets_of
 from ckptfix.rules.rule import Context, Rule
 
-MOST = 6  # sets that are named
-
-
+MOST = 6  # sets that the remedies name
 _KEEPING = "repairs this set and keeps the others unchanged"
 
 
 def choice(names: Sequence[str], effect: str = "uses only this set") -> tuple[Remedy, ...]:
-    """Return a remedy for each set, and say what it does; those that follow another one last."""
+    """Return a remedy for each set; sets that follow another one, such as averages, come last."""
     ordered = sorted(names, key=is_follower)
     named = tuple(Remedy.of(effect, weights=name) for name in ordered[:MOST])
     rest = (Remedy.of("uses another one", weights=NAME),) if len(names) > MOST else ()
@@ -63,14 +61,14 @@ def choice(names: Sequence[str], effect: str = "uses only this set") -> tuple[Re
 
 
 def choice_of_copies(keys: Collection[str]) -> tuple[Remedy, ...]:
-    """Return the same for sets of which one has the plain names, and each of the others a prefix."""
+    """Return a remedy for each set if one has the plain names and the others a prefix."""
     copies = copied_under(keys)
     names = [PLAIN, *(prefix[:-1] for prefix in copies)]
     return choice(names) if copies else advise("remove one of the two sets of weights")
 
 
 def several_state_dicts(rule: Rule, context: Context) -> Iterator[Finding]:
-    """List the sets of weights where none was picked; take the picked one out of its state_dict."""
+    """List the sets of weights if none was picked; otherwise take the picked one out of its state_dict."""
     if context.checkpoint.picked is not None:
         yield from _picked(rule, context)
     elif unnamed := _places(context.checkpoint):
@@ -98,7 +96,7 @@ def _picked(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _places(checkpoint: Checkpoint) -> list[str]:
-    """Return the keys of what was taken from a list, which are places in it; none after they got names."""
+    """Return the keys of tensors taken from a list, which are positions; none once they have names."""
     taken = value_at(checkpoint.root, checkpoint.container)
     places = [
         path_name((*checkpoint.container, at)) for at in range(len(taken) if isinstance(taken, (list, tuple)) else 0)
@@ -131,7 +129,7 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
     checkpoint = context.checkpoint
     parts: Collection[str] = ()
     if context.target is not None:
-        from ckptfix.rules.fit101_missing_key import parts_of  # with what it imports, which no check without one needs
+        from ckptfix.rules.fit101_missing_key import parts_of  # imported late: only a check with a target needs it
 
         parts = parts_of(checkpoint, context.target)
     taken = path_name(checkpoint.container)
@@ -157,7 +155,9 @@ def _in_container(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _in_state_dict(rule: Rule, context: Context) -> Iterator[Finding]:
-    """With a target, the rules on names find what does not fit, but not an average whose names lost their dots."""
+    """Note two networks in one state_dict.
+
+    With a target, the rules on names report what does not fit, except an average whose names lost their dots."""
     specs, target = context.checkpoint.specs, context.target
     names = sets_of(specs)
     if names and (target is None or (lost_dots(specs, names[1]) and not target.slots.keys() >= specs.keys())):
@@ -177,7 +177,7 @@ def _in_lists(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Say that most of the file was not looked at: the weights may be what was passed over."""
+    """Warn that most of the file was skipped: the weights may be in that part."""
     for fact in context.checkpoint.remarked(Kind.MOST_UNREAD):
         names = fact.data["others"]
         separate = advise("save the weights as one state_dict, with their names")
@@ -185,7 +185,7 @@ def _unread(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield what may be weights too and is not a set of its own: torch reads it, and a strict load does not see it."""
+    """Note other tensors that may be weights: torch.load reads them, but a strict load does not."""
     checkpoint = context.checkpoint
     offered = {candidate.name for candidate in checkpoint.candidates}
     beside = checkpoint.remarked(Kind.WEIGHTS_BESIDE)

@@ -27,8 +27,8 @@ Some things cannot be carried over, and the finding remains:
   (torchao's quantised weights). Nothing is written: torch.load reads the file as it is (the latter after
   `import torchao`). `--ignore FIL102` writes their parts as data, which no module loads; checking such a file reports
   that.
-- Tensors that an unknown function builds from a storage, which are kept as such data. - Parameters of lazy modules that
-  never ran, which are empty.
+- Tensors that an unknown function builds from a storage, which are kept as such data.
+- Parameters of lazy modules that never ran, which are empty.
 
 Notes list attributes that your class stores in a module (class names, strides, a configuration), which no state_dict
 holds; keys that are numbers or tuples, and storages without a tensor, which torch.load reads; and nested tensors, which
@@ -131,12 +131,12 @@ def _not_carried(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-# What nested tensors pickle as, strided and jagged; `weights_only` knows both.
+# What strided and jagged nested tensors are pickled as; weights_only=True accepts both.
 _NESTED = frozenset({"torch._utils._rebuild_nested_tensor", "torch.nested._internal.nested_tensor._rebuild_njt"})
 
 
 def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> Iterator[Finding]:
-    """Note what torch.load reads as it is, and a written file does not have, or has otherwise."""
+    """Note what torch.load reads as it is and the output lacks, or has in another form."""
     attributes = own_attributes(value_at(checkpoint.root, checkpoint.container))
     on_tensors = [remark.place for remark in checkpoint.remarked(Kind.ATTRIBUTE_OF_TENSOR)]
     storages = [edit.where for edit in conversions if edit.before == BARE_STORAGE]
@@ -165,7 +165,7 @@ def _otherwise(rule: Rule, checkpoint: Checkpoint, conversions: list[Plain]) -> 
 
 
 def _shown(conversions: list[Plain]) -> Iterator[tuple[str, str]]:
-    """Yield what becomes of which places; a log of a thousand epochs is one."""
+    """Yield each place with its conversion; the places of a long log are folded into one."""
     changes: dict[str, list[str]] = {}
     for edit in conversions:
         changes.setdefault(f"{edit.before} → {edit.after}", []).append(edit.where)
@@ -174,7 +174,7 @@ def _shown(conversions: list[Plain]) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(name: str) -> str:
-    """Return the text of a key that is bytes, by what represents it among the keys; empty if it is not bytes."""
+    """Return the text of a key that is bytes, given its repr; empty if it is not bytes."""
     try:
         found = literal_eval(name)
         return found.decode() if isinstance(found, bytes) else ""
@@ -183,7 +183,7 @@ def _text_of(name: str) -> str:
 
 
 def not_weights_only(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Convert everything beside the weights into plain data."""
+    """Convert everything besides the weights to plain data."""
     checkpoint = context.checkpoint
     yield from _not_carried(rule, checkpoint)
     names = [clause(remark) for remark in checkpoint.remarked(Kind.NON_STRING_KEY)]

@@ -30,7 +30,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def lost_extras(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name what a safetensors file will not have."""
+    """Report what a safetensors file cannot hold."""
     if context.settings.format != "safetensors":
         return
     from ckptfix.writing.safetensors import lost_extras as places_lost

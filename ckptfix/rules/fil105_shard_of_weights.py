@@ -12,11 +12,12 @@ intact but few; and weights next to the ranks that wrote them, as saved by the t
 (`checkpoint-100/model.safetensors`, `checkpoint-100/global_step100`).
 
 For a folder of merged ranks, notes say that the weights are fp32 masters, which copies differ between ranks, what was
-computed from several ranks (biases that GPT-NeoX sums, norms that differ), and what was left out. Warnings name
+computed from several ranks (biases that GPT-NeoX sums, norms that differ), and what was left out. Warnings name:
 
-- fp32 masters that, rounded to the training's dtype, differ from its weights; - files of two ranks with the same
-  values, and files named after another rank: `repair` then writes nothing, because the merged weights would be wrong; -
-  ranks from another run, whose settings, norms or biases differ from those of most ranks.
+- fp32 masters that, rounded to the training's dtype, differ from its weights;
+- files of two ranks with the same values, and files named after another rank: `repair` then writes nothing, because the
+  merged weights would be wrong;
+- ranks from another run, whose settings, norms or biases differ from those of most ranks.
 
 ## Why it matters
 The other values are in the files of the other ranks, or in the optimizer states. Such a file fails to load because of
@@ -53,7 +54,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Say which part of what the file is."""
+    """Report which part of a checkpoint the file is."""
     checkpoint = context.checkpoint
     shard = rank_shard(checkpoint.root, checkpoint.entries) or named_part(Path(checkpoint.member or checkpoint.path))
     if checkpoint.format == FSDP:
@@ -82,7 +83,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
     yield from _merged(rule, checkpoint)
     path = Path(checkpoint.path)
     if (path / "latest").is_file() or path.with_name("latest").is_file():
-        from ckptfix.reading.folders.ranks.zero import beside  # for few files
+        from ckptfix.reading.folders.ranks.zero import beside  # imported late: few files need it
 
         if (found := beside(path)) is not None:
             yield rule.finding(
@@ -107,7 +108,7 @@ def shard_of_weights(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _sharers(parts: Sequence[Any]) -> int:
-    """Return how many ranks have a part of a sharded tensor; 0 if it does not say it."""
+    """Return how many ranks share a tensor that is sharded; 0 if the file does not say."""
     from ckptfix.reading.folders.ranks.divided import divided
     from ckptfix.reading.folders.ranks.files import MALFORMED
 
@@ -118,7 +119,7 @@ def _sharers(parts: Sequence[Any]) -> int:
 
 
 def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Say that merged ranks of FSDP have no names or no shapes, which only a target knows (FIT106)."""
+    """Report merged FSDP ranks without names or shapes, which only a target has (FIT106)."""
     checkpoint = context.checkpoint
     flat = tuple(key for key in checkpoint.specs if key.rpartition(".")[2] in FLAT)
     if context.target is None and (flat or checkpoint.remarked(Kind.FLATTENED)):
@@ -133,7 +134,7 @@ def _flattened(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the fp32 masters that, rounded, are not the weights that the training used."""
+    """Name the fp32 masters that do not round to the weights used in training."""
     specs, copies = context.checkpoint.specs, context.checkpoint.copies
     if not context.settings.values or not copies:
         return
@@ -153,7 +154,7 @@ def _strange_masters(rule: Rule, context: Context) -> Iterator[Finding]:
         )
 
 
-# What is wrong with ranks that were put together, and why.
+# Why ranks that do not belong together give wrong weights.
 _MIXED = {
     Kind.RANK_REPEATED: "each rank has its own part, so one file was copied over the other",
     Kind.RANK_RENAMED: "each rank has its own part, so files were renamed",
@@ -162,7 +163,7 @@ _MIXED = {
 
 
 def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Say which choices were made when ranks were merged."""
+    """Report the choices that were made when ranks were merged."""
     for fact in checkpoint.remarked(Kind.MASTERS):
         dtype = fact.data["dtype"]
         cast = Remedy.of("writes them as the training used them", dtype=dtype)
@@ -174,7 +175,7 @@ def _merged(rule: Rule, checkpoint: Checkpoint) -> Iterator[Finding]:
                 f"{'; '.join(odd)}: {cause}, and the merged weights are wrong",
                 evidence={kind.value.removeprefix("rank-"): len(odd)},
                 remedies=advise("fetch the files of these ranks again"),
-                # That settings differ may have another reason; two files of one rank may not.
+                # Settings may differ for another reason, unlike the files of one rank.
                 blocks=Blocks.NOTHING if kind is Kind.RANK_FOREIGN else Blocks.WRITING,
             )
     differing = checkpoint.remarked(Kind.RANK_COPIES)

@@ -38,7 +38,7 @@ _CONSTANTS = "constants of the code have no names, so the state_dict lacks them"
 
 
 def unnamed_weights(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Say what of a module its state_dict leaves out."""
+    """Report the tensors of a module that its state_dict leaves out."""
     remarked = context.checkpoint.remarked
     for remark in remarked(Kind.FROZEN):
         said, remedies = f"{_FROZEN}: {clause(remark)}", advise("use the file from before freezing")

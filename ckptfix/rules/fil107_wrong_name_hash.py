@@ -16,7 +16,7 @@ There is no fix for the content. `migrate` gives each file that it writes the ha
 and `renames.json` maps old names to new ones.
 
 ## Example
-    FIL107 the name says that the sha256 begins with 19c8e357, and it begins with 0b4c1a2e
+    FIL107 the name says that the sha256 begins with 19c8e357, but it begins with 0b4c1a2e
 
 ## Sources
 - https://pytorch.org/docs/stable/hub.html#torch.hub.load_state_dict_from_url: `filename-<sha256>.ext`

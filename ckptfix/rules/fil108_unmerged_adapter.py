@@ -4,8 +4,9 @@
 With `--adapter`, the tensors of the file that the adapter changes, and by how much. Without it:
 
 - a model saved with an adapter inside: its layers have names like `q_proj.base_layer.weight`, with `lora_A` and
-  `lora_B`; - a file that is only an adapter: its type, its rank, and the layers that it changes. An error if it fits no
-  base: a matrix is missing, or the configuration does not fit.
+  `lora_B`;
+- a file that is only an adapter: its type, its rank, and the layers that it changes. An error if it fits no base: a
+  matrix is missing, or the configuration does not fit.
 
 An adapter with only initial values (a matrix of zeros, scales of one) changes nothing: a note if it is fresh, a warning
 if the file says that it was trained.
@@ -68,7 +69,7 @@ from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import is_float32_in_t5
 
 _BASE = ".base_layer."
-_SHOWN = 7  # kinds of layers whose change the message has; else it has the least and the most
+_SHOWN = 7  # kinds of layers whose change the message lists; with more, it gives the least and the most
 
 
 def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -110,7 +111,8 @@ def unmerged_adapter(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, ...]:
-    """Return the keys that make each layer of an adapter change nothing (zeros, scales of one); none if one does."""
+    """Return the keys whose values (zeros, scales of one) make every layer change nothing; none if a layer changes
+    something."""
     specs = adapter.checkpoint.specs
     own = {key: specs[key] for layer in adapter.layers for key in layer.keys.values()}
     if not context.settings.values or any(".modules_to_save." in key if has_base else key not in own for key in specs):
@@ -127,11 +129,11 @@ def _idle(context: Context, adapter: Adapter, *, has_base: bool) -> tuple[str, .
     return tuple(found)
 
 
-_ADDED = ("bias", "diff", "diff_b", "tokens")  # what changes a tensor by itself, and not in a product
+_ADDED = ("bias", "diff", "diff_b", "tokens")  # roles that change a tensor by themselves, not in a product
 
 
 def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
-    """Return whether the base is in the file, too: the weight of each adapted layer, and weights of others."""
+    """Return whether the file also has the base: the weight of each adapted layer, and other weights."""
     stored = [key for key in checkpoint.specs if _BASE in key and key.endswith("weight")]
     bases = {key.partition(_BASE)[0] for key in stored}
     within = [any(map(bases.__contains__, modules_of(key))) for layer in adapter.layers for key in layer.keys.values()]
@@ -141,12 +143,12 @@ def _has_base(checkpoint: Checkpoint, adapter: Adapter) -> bool:
 
 
 def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle: bool) -> Iterator[Finding]:
-    """Yield what an adapter is, if the file is nothing else."""
+    """Report what an adapter is if the file holds nothing else."""
     own = {key for layer in adapter.layers for key in layer.keys.values()}
     if not adapter.config and any(
         key not in own and key.rpartition(".")[2] == "weight" for key in context.checkpoint.entries
     ):
-        return  # layers of a model that has matrices of low rank itself
+        return  # a model that has low-rank layers itself
     targets = Counter(_last(layer.module) for layer in adapter.layers if not layer.is_kohya)
     names = first_names(list(targets))
     zero = _zero_ranks(adapter) if context.settings.values and not is_idle else {}
@@ -167,7 +169,7 @@ def _alone(rule: Rule, context: Context, adapter: Adapter, kind: str, *, is_idle
 
 
 def _zero_ranks(adapter: Adapter) -> dict[str, int]:
-    """Return how many ranks of a layer are zero, by the key of its second matrix."""
+    """Return how many ranks of each layer are zero, by the key of its second matrix."""
     found = {}
     for layer in adapter.layers:
         specs = [spec for role in ("A", "B") if (spec := adapter.spec(layer, role)) is not None]
@@ -261,7 +263,7 @@ def _refuse_non_finite(context: Context, adapters: Sequence[Adapter], merges: Se
 
 
 def _origin(adapter: Adapter, base: str) -> str:
-    """Return the place of an adapter, and the base that it names if that may be another one."""
+    """Return an adapter's place in words, with the base that it names if that may be another one."""
     if not adapter.path:
         return ""
     if (is_own := adapter.is_trained_on(base)) is not None:
@@ -272,9 +274,9 @@ def _origin(adapter: Adapter, base: str) -> str:
 
 
 def _other_base(adapter: Adapter, checkpoint: Checkpoint) -> tuple[str, bool] | None:
-    """Return the name of the base on a hub, if the adapter was trained on one with another name, and whether that is
-    certain: the one in ``config.json`` is that of the model from which a model was trained on, until it is saved once
-    more."""
+    """Return the base's name on a hub if the adapter was trained on one with another name, and whether that is certain.
+
+    It is not certain from ``config.json``, which keeps the parent's name until a fine-tuned model is saved again."""
     stored, cached = model_config(checkpoint).get("_name_or_path"), _CACHED.search(checkpoint.path)
     own = f"{cached[1]}/{cached[2]}" if cached else stored
     if not (isinstance(own, str) and _HUB.fullmatch(own) and _HUB.fullmatch(adapter.base)):
@@ -291,7 +293,8 @@ _CACHED = re.compile(r"models--([\w-]+)--([\w.-]+)/snapshots/")
 
 
 def _changes(context: Context, adapters: Sequence[Adapter], merges: list[MergeAdapter]) -> dict[str, float]:
-    """Return how large the changes are beside the weights, by the names of their modules: of some rows of each."""
+    """Return the size of the changes relative to the weights, by the names of modules, from some rows of each
+    tensor."""
     files = {adapter.path: adapter.checkpoint for adapter in adapters}
     sums: dict[str, list[float]] = {}
     for edit in merges:
@@ -329,7 +332,7 @@ def _in_words(sizes: Mapping[str, float]) -> str:
 
 
 def _kind(adapter: Adapter) -> str:
-    """Return what an adapter is, in words: its type, its ranks, and how many rows those of several experts take."""
+    """Return an adapter's type and ranks in words, with the number of rows if a tensor holds several experts."""
     types = {layer.type for layer in adapter.layers}
     if "IA3" in types:
         return "an IA3 adapter"
@@ -339,7 +342,7 @@ def _kind(adapter: Adapter) -> str:
         if (one := adapter.with_rank(layer)) is not None and one.shape:
             try:
                 rank = adapter.rank(layer)
-            except AdapterError:  # the configuration is wrong, which the merge says
+            except AdapterError:  # the configuration is wrong, which the merge reports
                 rank = one.shape[0]
             ranks[rank] += 1
             stacked |= {one.shape[0]} - {rank}
@@ -350,7 +353,8 @@ def _kind(adapter: Adapter) -> str:
 
 
 def _with_config(path: str) -> Remedy:
-    """Return how an adapter is merged that is inside of its base, with the configuration beside the file if it is."""
+    """Return the remedy that merges an adapter inside its base, with the configuration next to the file if it has
+    one."""
     file = Path(path).parent / CONFIG
     if file.is_file():
         return Remedy.of("merges it", adapter=(str(file),))

@@ -16,7 +16,7 @@ safetensors cannot hold, such as an optimizer, stays with the weights in a `.pth
 rename the file instead.
 
 ## Example
-    FIL109 a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge)
+    FIL109 the file is a torch file under the name of a safetensors file, which safetensors refuses (HeaderTooLarge)
 
 ## Sources
 https://huggingface.co/docs/safetensors: the format begins with the length of its header."""
@@ -34,7 +34,7 @@ _KINDS = ("a torch file", "a safetensors file")
 
 
 def other_suffix(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Write a file again that has the suffix of another format."""
+    """Write a file again whose suffix is that of another format."""
     for fact in context.checkpoint.remarked(Kind.OTHER_SUFFIX)[:1]:  # shards are alike
         reader, form = fact.data["reader"], fact.data["packed"]
         is_named_safetensors = reader == "safetensors"

@@ -13,7 +13,7 @@ There is no fix, and nothing is written: only the model knows which matrices bel
 convolutions have the same layout in both.
 
 ## Example
-    FIL110 weights of PaddlePaddle, whose linear layers have the transposes of torch's matrices
+    FIL110 weights of PaddlePaddle, whose linear layers are transposed relative to torch's
 
 ## Sources
 https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle/nn/Linear_en.html: the weight is [in_features,
@@ -30,7 +30,7 @@ _NAMES_OF_PARAMETERS = "StructuredToParameterName@@"
 
 
 def paddle_weights(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Keep weights of Paddle from being written as torch's."""
+    """Prevent writing Paddle's weights as torch's."""
     root = context.checkpoint.root
     if isinstance(root, dict) and _NAMES_OF_PARAMETERS in root:
         yield rule.finding(

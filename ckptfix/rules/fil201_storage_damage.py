@@ -40,9 +40,9 @@ REMEDIES = (
 
 
 def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the tensors whose storage fails its checksum; leave them out, or replace them, where that was asked for."""
+    """Name the tensors whose storage fails its checksum; drop or replace them if asked to."""
     keys_of = list(storages_of(context.checkpoint))
-    context.statistics.values()  # the scan of all proves most checksums on its way
+    context.statistics.values()  # the scan verifies most checksums while it reads
     yield from _beside(rule, context)
     are_sound = soundness([storage for storage, _ in keys_of])
     if all(are_sound):
@@ -65,7 +65,7 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
     if not left:
         return
     drop = Fix.requested(map(Drop, left)) if context.settings.salvage else None
-    # With a target the missing keys are a finding of their own afterwards; without one, this one has to stay.
+    # With a target, a later rule reports the missing keys; without one, this finding has to stay.
     yield rule.finding(
         Level.ERROR,
         _message(len(left)),
@@ -79,14 +79,14 @@ def storage_damage(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield a finding for each other part of the file that is damaged: another set of weights, an optimizer."""
+    """Report every other damaged part of the file: another set of weights, an optimizer."""
     for place, specs, is_optimizer in parts_beside(context.checkpoint):
         storages = {id(spec.storage): spec.storage for spec in specs if spec.storage is not None}
         if all(storage.crc32 is None for storage in storages.values()):
             continue
         context.figures_of({str(number): spec for number, spec in enumerate(specs)}).values()
         if bad := soundness(list(storages.values())).count(False):
-            from ckptfix.rules.opt101_stale_optimizer import DROP  # with all that follows parameters, for few files
+            from ckptfix.rules.opt101_stale_optimizer import DROP  # imported late: few files need it
 
             yield rule.finding(
                 Level.ERROR,

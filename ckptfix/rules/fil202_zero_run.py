@@ -32,17 +32,15 @@ from ckptfix.core.spec import Storage, TensorSpec, TensorStatistics
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import WITHOUT_ZERO
 
-LEAST = (
-    SECTOR - WORD
-)  # bytes of whole words in a sector that is not aligned with them, as in a storage that no writer aligned
-DENSE = 0.01  # the largest share of zeros among the other numbers of the matrix
-PART = 64  # bytes of a lost sector in a matrix, at least, if its other bytes are those of the tensors around it
-AROUND = 1 << 16  # bytes of the file before and after a storage that may belong to a hole
-FEW_ROWS = 4  # rows in a sector, or a larger block that the hole is made of, from which on whole rows are a lost block
+LEAST = SECTOR - WORD  # bytes of the whole words in a sector, if the storage is not aligned to words
+DENSE = 0.01  # largest share of zeros among the other numbers of the matrix
+PART = 64  # least bytes of a lost sector in a matrix, if the rest of the sector is in neighbouring tensors
+AROUND = 1 << 16  # bytes of the file before and after a storage that are searched for the rest of a hole
+FEW_ROWS = 4  # least rows per block for zeros in whole rows to count as a lost block
 
 
 def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the tensors with a hole; propose nothing."""
+    """Report the tensors with a hole; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:
         return
     stored: list[tuple[Storage, dict[str, TensorSpec]]] = []
@@ -51,7 +49,7 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
         matrices = {key: spec for key, spec in inside.items() if DTYPES[spec.dtype].is_float and len(spec.shape) > 1}
         if matrices:
             stored.append((storage, matrices))
-    # Asked for together, since they are computed side by side.
+    # All at once, because tensors are scanned in parallel.
     figures = dict(context.statistics.items()) if stored else {}
     suspects: list[tuple[Storage, dict[str, TensorSpec]]] = []
     for storage, matrices in stored:
@@ -85,10 +83,10 @@ def zero_run(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _block(storage: Storage, hole: Hole) -> int:
-    """Return the bytes of the blocks of the file that a hole is made of, with the zeros around its storage: a power of
-    two from a sector on; 0 if it does not begin and end where sectors do, or the file itself. It is known to a word.
+    """Return the size in bytes of the file blocks that make up a hole and the zeros around its storage: a power of two,
+    at least a sector; 0 if it does not begin and end on sector boundaries or at the end of the file, to within a word.
 
-    In a file with checksums, the sectors are those of another one: there are as many as fill the hole."""
+    In a file with checksums, the hole comes from an earlier file: only its length has to be whole sectors."""
     if storage.crc32 is not None:
         length = hole.stop - hole.start
         return SECTOR if length >= LEAST and -length % SECTOR <= 2 * WORD else 0
@@ -110,14 +108,15 @@ def _block(storage: Storage, hole: Hole) -> int:
 
 
 def _is_of_rows(spec: TensorSpec, hole: Hole, block: int) -> bool:
-    """Return whether whole rows inside of a matrix are blocks of the file, no chance if a block has several."""
+    """Return whether whole rows inside a matrix are file blocks, which with several rows per block is not a
+    coincidence."""
     first, stop = spec.extent
     row = (stop - first) // spec.shape[0]
     return spec.is_contiguous and first + WORD < hole.start and hole.stop < stop - WORD and FEW_ROWS * row <= block
 
 
 def _may_hold(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    """Return whether a tensor has as many zeros as a hole: most have not one, and are not read once more."""
+    """Return whether a tensor has enough zeros for a hole. Most have none, and are not read again."""
     if spec.storage is None:
         return False  # sparse: its zeros are not stored
     if spec.dtype == WITHOUT_ZERO:
@@ -134,7 +133,7 @@ def _is_dense_elsewhere(spec: TensorSpec, zeros: int, hole: Hole) -> bool:
 
 
 def _lies_across_rows(spec: TensorSpec, hole: Hole) -> bool:
-    """Return whether the hole begins or ends in the middle of a row of a matrix. It is known to a word."""
+    """Return whether a hole begins or ends inside a row of a matrix, to within a word."""
     first, stop = spec.extent
     if not spec.is_contiguous or hole.stop <= first or hole.start >= stop:
         return False

@@ -48,11 +48,11 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.maps.names import template
 from ckptfix.rules.rule import Context, Rule
 
-Said = tuple[Level, str, str, Collection[str]]  # the level of a finding, its message, what to do, and the keys
+Said = tuple[Level, str, str, Collection[str]]  # a finding's level, message, advice and keys
 
 
 def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Say what is wrong with the file, and what of it is lost; fill that from the donor."""
+    """Report what is wrong with the file and what is lost; fill that from the donor."""
     checkpoint, has_target = context.checkpoint, context.target is not None
     if damage := (*checkpoint.damage, *checkpoint.remarked(*BESIDE)):
         cause = clauses(damage)
@@ -72,7 +72,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
     if left:
         again = "the missing files" if any(fact.kind in ABSENT for fact in damage) else "the file again"
         yield rule.finding(
-            # With a target, what is missing of it is the finding of another rule, and may be filled there.
+            # With a target, another rule reports what is missing, and may fill it.
             Level.NOTE if has_target else Level.ERROR,
             _lost(checkpoint, left),
             keys=left,
@@ -85,7 +85,7 @@ def damaged_file(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
-    """Yield why names and values may be others than were saved."""
+    """Yield the reasons why names or values may differ from what was saved."""
     if differing := [key for fact in damage if fact.kind is Kind.RANKS_DIFFER for key in fact.data["keys"]]:
         keys = [key for key in checkpoint.specs if any(f".{path}".endswith(f".{key}") for path in differing)]
         what = f"{counted(len(differing), 'tensor')} may differ from what was saved: the ranks have different values"
@@ -98,7 +98,7 @@ def _doubts(checkpoint: Checkpoint, damage: Collection[Fact]) -> Iterator[Said]:
     reasons: dict[str, set[str]] = {}
     for fact in checkpoint.remarked(Kind.DOUBTFUL_VALUES):
         reasons.setdefault(clause(fact), set()).add(fact.place)
-    for reason, named in reasons.items():  # a dot means all without a checksum
+    for reason, named in reasons.items():  # the place "." means all tensors without a checksum
         unproved = {key for key, spec in checkpoint.specs.items() if "." in named and not _has_checksums(spec)}
         if keys := [key for key in checkpoint.specs if key in named | unproved]:
             what = f"{counted(len(keys), 'tensor')} may differ from what was saved: {reason}"
@@ -131,10 +131,10 @@ def _has_checksums(spec: TensorSpec) -> bool:
 
 
 def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
-    """Yield what is wrong with the files of a checkpoint, or its notes, and what they have too much."""
+    """Yield what is wrong with the files or the metadata of a checkpoint, and what does not belong to it."""
     remarked = checkpoint.remarked
     for fact in remarked(Kind.UNNAMED_LOSS):
-        # With a target, what is missing of it is the finding of another rule.
+        # With a target, another rule reports what is missing.
         level = Level.NOTE if has_target else Level.ERROR
         what = f"tensors with unknown names are lost: those of {clause(fact)}"
         yield level, what, "fetch the missing files, or name the model to compare with", ()
@@ -177,7 +177,7 @@ def _of_files(checkpoint: Checkpoint, has_target: bool) -> Iterator[Said]:
 
 
 def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
-    """Return how many tensors, and which share of all numbers of the file, where all sizes are known."""
+    """Return in words how many tensors are lost, and their share of all numbers if every size is known."""
     said = f"{len(lost)} of {counted(len(checkpoint.specs) + len(checkpoint.lost), 'tensor')} lost"
     sizes = [spec.numel for spec in lost.values() if spec is not None]
     total = sum(spec.numel for spec in (*checkpoint.specs.values(), *checkpoint.lost.values()) if spec is not None)
@@ -187,10 +187,9 @@ def _lost(checkpoint: Checkpoint, lost: Mapping[str, TensorSpec | None]) -> str:
 
 
 def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | None:
-    """Return the fill from ``--fill FILE`` under the same key; None if the file does not have it in the shape of
-    ``spec``.
+    """Return the fill for a key from ``--fill FILE``; None if that file does not have it in the shape of ``spec``.
 
-    With a target the rule on missing keys fills, under the names that the target has."""
+    With a target, the rule on missing keys fills instead, under the target's names."""
     if context.donor is None or context.target is not None:
         return None
     stored = context.donor.specs.get(key)
@@ -200,18 +199,18 @@ def donor_fill(key: str, spec: TensorSpec | None, context: Context) -> Fill | No
 
 
 # Names in which one bit seems to have changed: keys, entries of the container and tags of devices.
-MANY = 100  # keys of a form of their own from which on the keys have no pattern that one could break
+MANY = 100  # keys with a unique form; with more, the keys have no pattern that one could break
 _OF_LAYERS = RUNNING_STATISTICS | {"weight", "bias"}
 _OF_TRAINERS = "state_dict model_state_dict model optimizer optimizer_state_dict scheduler lr_scheduler epoch".split()
 
-# Where a torch of any release puts tensors, those of the makers of other chips included.
+# The devices of any torch release, including those of other makers' chips.
 _DEVICE = re.compile(r"(cpu|cuda|hip|mps|meta|xpu|hpu|npu|xla|ipu|mtia|mlu|musa|vulkan|maia|privateuseone)(:\w+)*")
 
 
 def misspelt(keys: Collection[str]) -> dict[str, str]:
-    """Return the keys that only one other bit keeps from a pattern of the others, with the names that have it.
+    """Return the keys that differ by one bit from a name in the pattern of the others, with these names.
 
-    A word of a few letters may differ by a bit from another one, and a number by right."""
+    Numbers and short words do not count: two of them may differ by one bit and both be right."""
     known = {key: template(key) for key in keys}
     forms = Counter(known.values())
     parents = Counter([key.rpartition(".")[0] for key in known])
@@ -232,13 +231,13 @@ def misspelt(keys: Collection[str]) -> dict[str, str]:
 
 
 def misspelt_entries(keys: Iterable[object]) -> dict[object, str]:
-    """Return the keys of a container that one bit keeps from what trainers call an entry, with the names of these."""
+    """Return the keys of a container that differ by one bit from an entry that trainers write, with the right names."""
     wrong = {other: name for name in _OF_TRAINERS for other in _one_bit_from(name)}
     return {key: wrong[key] for key in keys if key in wrong}
 
 
 def odd_devices(tags: Iterable[str]) -> list[str]:
-    """Return the tags that no device has, or that one bit keeps from those of torch; another maker's may be right."""
+    """Return the tags that no device can have, or that differ by one bit from one of torch's."""
     return [
         tag
         for tag in tags
@@ -254,7 +253,7 @@ def _one_bit_from(name: str) -> Iterator[str]:
 
 
 def _is_slip(key: str, name: str) -> bool:
-    """Return whether two names that differ in one character are not two numbers, or two words of a few letters."""
+    """Return whether the one different character is a slip, and not part of two numbers or two short words."""
     at = next(at for at, (one, other) in enumerate(zip(key, name, strict=True)) if one != other)
     if not name[at].isalpha():
         return not (key[at].isdigit() and name[at].isdigit())

@@ -37,19 +37,19 @@ from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.decode import Array
 from ckptfix.values.roles import is_layers_own
 
-FEW = 1 << 17  # places of which a set is sooner made than numpy imported
-MOST = 256  # distances between equal places at which these are compared
-LONGEST = 1 << 24  # bytes of a run from which on it is a part of the layout, and not a block
-TOGETHER = 4  # runs that two matrices have in common, at most, if these are copies
-UNIT = 8  # numbers of a row or a kernel from which on a run does not begin and end with one by chance
-LONG = 64  # numbers of a row for each that may be equal beyond its end, as in rows that are nearly alike
+FEW = 1 << 17  # hashes up to which making a set is faster than importing numpy
+MOST = 256  # distances between places with equal hashes at which runs are compared
+LONGEST = 1 << 24  # bytes of the shortest run that is part of the layout rather than a block
+TOGETHER = 4  # most runs that two matrices share if these are copies
+UNIT = 8  # a row or kernel with more numbers does not begin or end with a run by chance
+LONG = 64  # numbers of a row per number that may be equal beyond its end, as in rows that are nearly alike
 BESIDE = 8  # numbers on each side of a run that are compared too
-LAST_BITS = {2: 4, 4: 1 << 13}  # steps of a number, by its bytes, that rounding and a few gradients make
-_PIECES = (1 << 12, 1 << 20)  # bytes that are compared at once: first, and from then on
+LAST_BITS = {2: 4, 4: 1 << 13}  # by itemsize, the units in the last place that rounding and a few gradients change
+_PIECES = (1 << 12, 1 << 20)  # bytes per comparison: the first one, and all others
 
 
 class _Matrix(Struct, frozen=True, gc=False):
-    """A matrix in a file: where it begins and ends there, and its shape."""
+    """A matrix in a file: where it begins and ends, and its shape."""
 
     key: str
     file: FileBytes
@@ -59,8 +59,8 @@ class _Matrix(Struct, frozen=True, gc=False):
     itemsize: int
 
     def is_edge(self, place: int) -> bool:
-        """Return whether a row, or a kernel, of the matrix begins or ends at a byte of the file, or next to it if it is
-        long: one more number may be equal by chance."""
+        """Return whether a row or kernel begins or ends at this offset of the file, or near it if the row is long: its
+        next numbers may be equal by chance."""
         number, unit = (place - self.start) // self.itemsize, 1
         for size in reversed(self.shape[1:]):
             unit *= size
@@ -69,11 +69,11 @@ class _Matrix(Struct, frozen=True, gc=False):
         return False
 
 
-Run = tuple[_Matrix, _Matrix, int, int, int]  # two matrices, where each has the run in the file, and its bytes
+Run = tuple[_Matrix, _Matrix, int, int, int]  # two matrices, the run's offset in the file for each, and its bytes
 
 
 def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the tensors with a run that is somewhere else too; propose nothing."""
+    """Report the tensors with a run that also occurs elsewhere; propose nothing."""
     if context.checkpoint.format == IN_MEMORY:
         return
     files: dict[str, list[tuple[_Matrix, memoryview, memoryview]]] = defaultdict(list)
@@ -96,13 +96,13 @@ def copied_block(rule: Rule, context: Context) -> Iterator[Finding]:
 
 def _placed(key: str, spec: TensorSpec) -> _Matrix:
     file = located(spec.storage.source) if spec.storage is not None else None
-    assert file is not None, "words and marks are kept of what is in a file"
+    assert file is not None, "words and marks are kept only for tensors in a file"
     start = file.offset + spec.offset * spec.itemsize
     return _Matrix(key, file, start, start + spec.nbytes, spec.shape, spec.itemsize)
 
 
 def _copies(found: Sequence[tuple[_Matrix, memoryview, memoryview]]) -> Iterator[Run]:
-    """Yield the runs that are in two places."""
+    """Yield the runs that occur in two places."""
     matrices = [matrix for matrix, *_ in found]
     first = [-(-matrix.start // DISK_BLOCK) * DISK_BLOCK for matrix in matrices]
     blocks = _runs(
@@ -123,11 +123,11 @@ def _copies(found: Sequence[tuple[_Matrix, memoryview, memoryview]]) -> Iterator
 def _runs(
     matrices: Sequence[_Matrix], hashes: Sequence[memoryview], places: Callable[[int, memoryview], Array]
 ) -> Iterator[Run]:
-    """Yield the runs around equal hashes, of some distances between the two places a few each."""
+    """Yield the runs around equal hashes: a few for each distance between two places."""
     count = sum(map(len, hashes))
     if not count or (count <= FEW and len({*chain.from_iterable(hashes)}) == count):
         return
-    # Tied tensors are in one place.
+    # Tied tensors share a place: keep one.
     place, chosen = np.unique(np.concatenate([places(*each) for each in enumerate(hashes)]), return_index=True)
     hashed = np.concatenate([np.asarray(some) for some in hashes])[chosen]
     owner = np.repeat(np.arange(len(hashes)), [len(some) for some in hashes])[chosen]
@@ -150,14 +150,14 @@ def _runs(
 
 
 def _run(one: _Matrix, other: _Matrix, at: int, to: int) -> Run:
-    """Return the run of equal numbers around two places, as far as it is not too long."""
+    """Return the run of equal numbers around two places, up to ``LONGEST``."""
     before = _equal(one, other, at, to, -1, min(at - one.start, to - other.start, LONGEST))
     after = _equal(one, other, at, to, 1, min(one.stop - at, other.stop - to, LONGEST))
     return one, other, at - before, to - before, before + after
 
 
 def _equal(one: _Matrix, other: _Matrix, at: int, to: int, way: int, most: int) -> int:
-    """Return how many bytes are equal from two places on, or before them, in whole numbers."""
+    """Return how many bytes, in whole numbers, are equal after two places (``way`` 1) or before them (-1)."""
     done, piece = 0, _PIECES[0]
     while done < most:
         size = min(piece, most - done)
@@ -175,7 +175,7 @@ def _equal(one: _Matrix, other: _Matrix, at: int, to: int, way: int, most: int) 
 
 
 def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
-    """Return whether a run was copied, and is not equal by design."""
+    """Return whether a run was copied rather than equal by design."""
     if not SECTOR <= size < LONGEST or (at - one.start == to - other.start and one.shape == other.shape):
         return False
     if any(matrix.is_edge(start) and matrix.is_edge(start + size) for matrix, start in ((one, at), (other, to))):
@@ -183,12 +183,12 @@ def _is_copied(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> boo
     if _are_alike(one, other, at, to, size):
         return False
     words = np.frombuffer(one.file.file.read(at, min(size // 8 * 8, DISK_BLOCK)), np.uint64)
-    return len(np.unique(words)) > len(words) // 2  # and not a few numbers over and over, as of an initialisation
+    return len(np.unique(words)) > len(words) // 2  # unlike an initialisation, which repeats a few numbers
 
 
 def _are_alike(one: _Matrix, other: _Matrix, at: int, to: int, size: int) -> bool:
-    """Return whether the numbers beside a run differ by their last bits: rows that were made alike, such as those of
-    classes that a young head has not met."""
+    """Return whether the numbers next to a run differ only in their last bits: rows with the same initial values, such
+    as those of classes that a head has not yet seen."""
     reach, numbers = BESIDE * one.itemsize, np.dtype(f"<i{one.itemsize}")
     gaps = [np.empty(0, np.int64)]
     for way in (-reach, size):

@@ -46,7 +46,7 @@ REMEDIES = (
 
 
 def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name what the file would run."""
+    """Report what loading the file would run."""
     fix = None
     if context.settings.disarm and context.checkpoint.specs:
         armed = context.checkpoint.remarked(Kind.PAYLOAD, Kind.HIDDEN_PICKLE)
@@ -73,7 +73,7 @@ def executable_payload(rule: Rule, context: Context) -> Iterator[Finding]:
             evidence={"globals": names, "files": files},
             fix=fix and replace(fix, edits=() if payload else fix.edits),
             remedies=remedies,
-            blocks=Blocks.WRITING,  # a load of the weights reads none of them
+            blocks=Blocks.WRITING,  # loading the weights reads none of these files
         )
     if stored := context.checkpoint.remarked(Kind.STORED_CODE):
         edits = tuple(Plain(remark.place, GRAPH_CODE, "nothing") for remark in stored)

@@ -60,7 +60,7 @@ _SINGULAR = advise(
 
 
 def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """List what is missing; fill it if the user asks for that, and count what was filled apart."""
+    """List what is missing; fill it if the user asks for that, and report what was filled separately."""
     filled: list[str] = []
     unfilled: list[str] = []
     edits: list[Edit] = []
@@ -112,7 +112,8 @@ def missing_key(rule: Rule, context: Context, target: Target) -> Iterator[Findin
 
 
 def _apart(keys: Collection[str], checkpoint: Checkpoint) -> list[str]:
-    """Return the other sets of the file that are one module's each: `decoder` has the missing `decoder.fc.weight`."""
+    """Return the other sets of the file that belong to one module each: `decoder` has the missing
+    `decoder.fc.weight`."""
     found = []
     for each in checkpoint.candidates:
         members = value_at(checkpoint.root, each.path) if each.path != checkpoint.container else None
@@ -123,10 +124,10 @@ def _apart(keys: Collection[str], checkpoint: Checkpoint) -> list[str]:
 
 
 def parts_of(checkpoint: Checkpoint, target: Target) -> dict[str, list[Fill]]:
-    """Return what completes the state_dict from other sets of weights, by their names: `generator` with `0.weight`
-    beside `model`, where the model has all of it as `generator.0.weight`."""
+    """Return the fills that complete the state_dict from other sets of weights, by the names of these: the set
+    `generator` with `0.weight`, next to `model`, if the model has all of it as `generator.0.weight`."""
     if not checkpoint.container or any(key.startswith(f"{checkpoint.container[-1]}.") for key in target.slots):
-        return {}  # which of the sets it is that the code which reads the file completes, nothing says
+        return {}  # nothing shows which of the sets the other ones complete
     found: dict[str, list[Fill]] = {}
     for each in checkpoint.candidates:
         members = checkpoint.members(each) if each.path and each.path != checkpoint.container else {}
@@ -155,14 +156,14 @@ def _missing(context: Context, target: Target) -> Iterator[tuple[str, ...]]:
 
 
 def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | None:
-    """Return the fill for the first key of a tied group from where the user said, None if nothing fits."""
+    """Return the fill for the first key of a tied group from the user's source; None if nothing fits."""
     key = group[0]
     slot = target.slots.get(key)
     entries = context.checkpoint.entries
     if slot is None or context.settings.fill is None or _is_singular(key, entries):
         return None
     if entries and entries.keys().isdisjoint(target.slots.keys() | target.entries):
-        return None  # nothing of the file is for the target: a fill would make a model of nothing but fillings
+        return None  # nothing in the file belongs to the target: the result would consist of fills only
     if context.settings.fill == "target":
         if target.initial is None or slot.shape is None:
             return None
@@ -175,7 +176,7 @@ def _fill(group: tuple[str, ...], context: Context, target: Target) -> Fill | No
 
 
 def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
-    """Return how much of the target the keys are, in words and in figures. Tied keys count once."""
+    """Return the share of the target that the keys are, in words and as evidence. Tied keys count once."""
     parameters, gone = _parameters(target), set(keys)
     numel = sum(parameters[key] for key in parameters if not gone.isdisjoint(target.names[key]))
     total = sum(parameters.values())
@@ -184,7 +185,7 @@ def _extent(keys: list[str], target: Target) -> tuple[str, dict[str, int]]:
 
 
 def _is_singular(key: str, entries: Collection[str]) -> bool:
-    """Return whether a key is a singular vector of spectral_norm, and the file has the other one."""
+    """Return whether a key is a singular vector of spectral_norm whose partner is in the file."""
     return key.endswith("_v") and f"{key[:-2]}_u" in entries
 
 
@@ -194,7 +195,7 @@ def _origin(context: Context) -> str:
 
 
 def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Remedy]:
-    """Yield what to do about keys that were not filled, given what was asked for already."""
+    """Yield what to do about keys that were not filled, given what was asked for."""
     fill = context.settings.fill
     if any(_is_singular(key, context.checkpoint.entries) for key in keys):
         yield from _SINGULAR
@@ -209,19 +210,19 @@ def _remedies(keys: list[str], context: Context, target: Target) -> Iterator[Rem
 
 
 def _embedding_for(keys: list[str], checkpoint: Checkpoint, target: Target) -> str:
-    """Return the one embedding of words of the shape of the only missing weight; empty if there is none."""
+    """Return the only word embedding with the shape of the only missing weight; empty if there is none."""
     shape = target.slots[keys[0]].shape if keys[1:] == [] and keys[0] in target.slots else None
     alike = [key for key, spec in checkpoint.specs.items() if spec.shape == shape]
     if len(alike) != 1 or shape is None or len(shape) != 2 or shape[0] <= shape[1]:
         return ""
-    from ckptfix.values.roles import is_embedding  # most looks at names do without it
+    from ckptfix.values.roles import is_embedding  # imported late: few checks need it
 
     return alike[0] if is_embedding(alike[0]) else ""
 
 
 def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **options: object) -> Iterator[Remedy]:
-    """Yield where the values of some keys may come from, with what has to be given besides: the model itself, and what
-    stays untrained then, or another checkpoint."""
+    """Yield the sources that can supply the keys: the model itself, with what then stays untrained, or another
+    checkpoint. ``options`` are given in addition."""
     if target.initial is not None:
         price = untrained(checkpoint, target)
         lost = tuple((key, price[key]) for key in keys if key in price)
@@ -230,28 +231,23 @@ def fillings(keys: Iterable[str], checkpoint: Checkpoint, target: Target, **opti
     yield Remedy.of("takes them from another checkpoint", **options, fill=FILE)
 
 
-_LAYER = re.compile(r"([^.]+(?:\.(?!\d+\.)[^.]+)*)\.(\d+)\.")  # the first number is that of a layer
+_LAYER = re.compile(r"([^.]+(?:\.(?!\d+\.)[^.]+)*)\.(\d+)\.")  # the first number is the layer's
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
-MANY = 8  # from this many missing tensors on, it is not chance that all of their shapes are among those left over
-
-LAYERS = 4  # layers of one stack that differ on both sides, from which on they are no heads of a detector's levels
-
-# Modules around each other that are looked at. A crafted key has any number of segments, and each path is kept.
-DEEPEST = 32
-
-
-MOST = 0.5  # share of a model's parameters from which on a model without them is another one
+MANY = 8  # least number of missing tensors whose shapes are not all among the leftover ones by chance
+LAYERS = 4  # least number of layers of a stack that differ on both sides; fewer may be a detector's heads
+DEEPEST = 32  # modules kept per key: a crafted key can have any number of segments
+MOST = 0.5  # a file that lacks this share of a model's parameters belongs to another model
 NAME_THE_MODEL = advise("name the model that the file belongs to: the file lacks most parameters of this one")
 
 
 def _parameters(target: Target) -> dict[str, int]:
-    """Return the numel of each parameter, ties once."""
+    """Return the numel of each parameter; tied ones count once."""
     return {key: target.slots[key].numel for key in target.names if target.slots[key].is_parameter}
 
 
 def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
-    """Return the target's parameters that the file does not have in their shape, with their numel, ties once."""
+    """Return the numel of the target's parameters that the file lacks in their shape; tied ones count once."""
     specs, names = checkpoint.specs, target.names
     return {
         key: numel
@@ -261,30 +257,30 @@ def untrained(checkpoint: Checkpoint, target: Target) -> dict[str, int]:
 
 
 def is_of_another_model(checkpoint: Checkpoint, target: Target, adaptable: Collection[str] = ()) -> bool:
-    """Return whether half of the target's parameters or more are not in the file, nor among the ``adaptable`` keys."""
+    """Return whether the file lacks at least half of the target's parameters, not counting ``adaptable`` keys."""
     total = sum(_parameters(target).values())
     lost = sum(numel for key, numel in untrained(checkpoint, target).items() if key not in adaptable)
     return total > 0 and lost >= MOST * total
 
 
 def other_layout(context: Context, target: Target) -> str:
-    """Return how the leftover tensors of the file may hold the missing ones of the target, as a remedy; empty if
-    they do not seem to. What the file had under its name, in a shape that the user gave up, is not missing."""
+    """Return a remedy that says how the leftover tensors of the file may hold the missing ones; empty if they do not
+    seem to. A key whose stored shape the user gave up is not missing."""
     checkpoint, known = context.checkpoint, target.slots.keys() | target.entries
     given_up = {edit.key for edit in context.plan.edits if isinstance(edit, Drop)}
-    filled = {edit.key for edit in context.plan.edits if isinstance(edit, Fill)}  # they were missing, too
+    filled = {edit.key for edit in context.plan.edits if isinstance(edit, Fill)}  # they were missing too
     if wanted_layers(checkpoint.specs, target):
         return DEQUANTISE
     others = {key: spec for key, spec in checkpoint.specs.items() if key not in known}
     views = {spec.view if spec.storage is not None else key: key for key, spec in reversed(others.items())}
     firsts = set(views.values())
-    left = {key: spec.shape for key, spec in others.items() if key in firsts}  # tied ones once
+    left = {key: spec.shape for key, spec in others.items() if key in firsts}  # tied ones count once
     gone = {
         key: slot.shape
         for key, slot in target.slots.items()
         if (key not in checkpoint.entries or key in filled) and key not in given_up and slot.shape is not None
     }
-    # What a layer was called before peft put an adapter to it, and before it wrapped the model.
+    # The layers' names before peft added an adapter, and before it wrapped the model.
     plain = [key.replace(".base_layer.", ".") for key in left if ".base_layer." in key]
     adapted = {*plain, *(key.removeprefix("base_model.model.") for key in plain)}
     if number := sum(key in adapted for key in gone):
@@ -306,7 +302,7 @@ def other_layout(context: Context, target: Target) -> str:
                 f"before applying {norm}"
             )
     parts = [key for keys in in_parts(left).values() for key in keys]
-    if any(left[key] in gone.values() for key in parts):  # a part is not the weight itself
+    if any(left[key] in gone.values() for key in parts):  # a part has the weight's shape, but is not the weight
         return (
             f"{counted(len(in_parts(left)), 'weight')} of the file in parts ({first_names(parts)}), as weight_norm, "
             "spectral_norm and pruning store them, but not under the model's names: rename them with --rename OLD=NEW"
@@ -326,8 +322,8 @@ def other_layout(context: Context, target: Target) -> str:
 
 
 def _beside_moved(edits: Iterable[Edit], left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say where a weight was taken from one module of the file to another, and the bias was not: the
-    fused bias of DINOv3 has rows for keys, too, which transformers' layers lack."""
+    """Return the advice if a weight was moved between modules without its bias: the fused bias of DINOv3 has rows for
+    keys too, which transformers' layers lack."""
     moved = {split_key(edit.key)[0]: edit.parts[0].source for edit in edits if isinstance(edit, Assemble)}
     for key in gone:
         module, leaf = split_key(key)
@@ -339,7 +335,7 @@ def _beside_moved(edits: Iterable[Edit], left: Mapping[str, Shape], gone: Mappin
 
 
 def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say where the missing tensors have the shapes of those left over."""
+    """Return the advice if the missing tensors have the shapes of the leftover ones."""
     shapes, wanted = Counter(left.values()), Counter(gone.values())
     is_distinctive = any(len(shape) > 1 for shape in wanted) and (shapes == wanted or len(gone) >= MANY)
     if not is_distinctive or not wanted <= shapes:
@@ -358,7 +354,7 @@ def _renamed(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
 
 
 def _renamed_within(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say if modules have a tensor of the missing one's shape left over, or differ in name only."""
+    """Return the advice if a leftover tensor in the same module has the missing one's shape, or only names differ."""
     places, wanted = ({_place(*item): item[0] for item in side.items()} for side in (left, gone))
     if places.keys() == wanted.keys() and len(places) == len(left) == len(gone) > 0:
         place, key = next(iter(wanted.items()))
@@ -395,7 +391,7 @@ def _has_parts(tensors: Mapping[str, Shape], key: str, norm: str) -> bool:
 
 
 def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
-    """Return what to say if tensors with a longer name (`weight_packed`) have as many elements as a missing one."""
+    """Return the advice if a tensor with a longer name (`weight_packed`) has as many elements as a missing one."""
     found = {key: other for other in left for key in _stems(other) if key in gone and key != other}
     same = {key: other for key, other in found.items() if math.prod(left[other]) == math.prod(gone[key]) > 1}
     if not same:
@@ -408,7 +404,7 @@ def _repacked(left: Mapping[str, Shape], gone: Mapping[str, Shape]) -> str:
 
 
 def _of_other_version(left: Mapping[str, Shape], wanted: Iterable[str]) -> str:
-    """Return what to say if layers of one stack have weights that the other side lacks, both here and there."""
+    """Return the advice if layers of one stack have weights on each side that the other side lacks."""
     mine = _by_layer(key for key, shape in left.items() if not is_buffer_name(key, shape))
     theirs = _by_layer(wanted)
     for stack, layers in mine.items():
@@ -432,7 +428,8 @@ def _by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _stems(key: str) -> Iterator[str]:
-    """Yield what is before each dot and underscore of the last segments of a key: the names that it may be made of."""
+    """Yield the names that a key may be derived from: its beginnings before each dot or underscore of the last two
+    segments."""
     last = key.rfind(".", 0, max(key.rfind("."), 0)) + 1
     return (key[:at] for at in range(last, len(key)) if key[at] in "._")
 
@@ -440,7 +437,7 @@ def _stems(key: str) -> Iterator[str]:
 def _rearranged(
     left: Mapping[str, Shape], gone: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Mapping[str, Shape], Mapping[str, Shape]]]:
-    """Yield the innermost modules in which as many elements are left over as missing, in other shapes."""
+    """Yield the innermost modules with as many leftover elements as missing ones, in other shapes."""
     mine, theirs = _below(left), _below(gone)
     ours, wanted = (
         {path: sum(map(math.prod, each.values())) for path, each in side.items()} for side in (mine, theirs)
@@ -453,7 +450,7 @@ def _rearranged(
 
 
 def _below(tensors: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Return the tensors below each module, by its path."""
+    """Return the tensors below each module, by the module's path."""
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
     for key, shape in tensors.items():
         for path in islice(modules_of(key), DEEPEST):

@@ -11,9 +11,10 @@ decoder or an auxiliary head, or the file belongs to another model.
 Unsafe: `--unsafe-fixes` drops learned values. It is not suggested, and the report says what to do instead, if
 
 - the keys may be the missing ones in another layout (fused or split projections, stacked experts, `weight_norm` on only
-  one side); - they are a LoRA that was never merged: they are the trained part, and have to be merged first; - they are
-  the statistics that a policy normalises its inputs with: without them it runs but behaves differently; - no key of the
-  file fits the target: it is the wrong model, or the wrong state_dict of the file.
+  one side);
+- they are a LoRA that was never merged: they are the trained part, and have to be merged first;
+- they are the statistics that a policy normalises its inputs with: without them it runs but behaves differently;
+- no key of the file fits the target: it is the wrong model, or the wrong state_dict of the file.
 
 ## Example
     ckptfix repair googlenet.pth --model my_models:googlenet_without_aux --unsafe-fixes
@@ -41,24 +42,22 @@ from ckptfix.rules.fil101_several_state_dicts import choice, choice_of_copies
 from ckptfix.rules.fit101_missing_key import NAME_THE_MODEL, is_of_another_model, other_layout
 from ckptfix.rules.rule import Context, Rule
 
-# In the keys of low-rank adapters, beside or around the layers that they change.
+# Segments in the keys of low-rank adapters, next to the layers that they change or around them.
 _ADAPTER = re.compile(r"(^|[._])(lora|hada|lokr)_\w|(^|\.)base_layer\.")
 
 _MERGE = "merge the adapter first, by its configuration or with the library that made it, and repair the result"
-
-
 _MERGE_INTO_BASE = "merge an adapter into its model: ckptfix repair MODEL_FILE --adapter ADAPTER"
 
 
 def _of_adapter(keys: list[str]) -> tuple[Remedy, ...]:
-    """Return what to do with an adapter, inside its base or by itself; empty if there is no adapter."""
+    """Return what to do with an adapter, inside its base or on its own; empty if the keys are not an adapter's."""
     if not any(map(_ADAPTER.search, keys)):
         return ()
     return advise(_MERGE if any(".base_layer." in key for key in keys) else _MERGE_INTO_BASE)
 
 
 def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """List what the target has no place for."""
+    """List the keys that the target has no place for."""
     checkpoint = context.checkpoint
     members = value_at(checkpoint.root, checkpoint.container)
     apart = [str(key) for key, value in members.items() if is_of_training(value)] if isinstance(members, dict) else []
@@ -93,7 +92,7 @@ def unexpected_key(rule: Rule, context: Context, target: Target) -> Iterator[Fin
         f"{counted(len(unexpected), 'key')} that the target does not have",
         keys=unexpected,
         evidence=evidence,
-        # What holds the model's weights in another form must not be dropped together with something else.
+        # Keys that hold the model's weights in another form must not be dropped along with the rest.
         fix=replace(drops, applicability=Applicability.DISPLAY_ONLY) if hidden else drops,
         remedies=choice_of_copies(checkpoint.entries)
         if is_copy

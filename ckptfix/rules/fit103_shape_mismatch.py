@@ -81,14 +81,14 @@ _TRANSPOSED = advise(
     "of the same layers fit but may be transposed too"
 )
 
-MOST_AXES = 6  # axes of a tensor up to which all orders are tried
+MOST_AXES = 6  # axes of the largest tensor whose orders are tried
 
-# By key the shape in the file, None for an entry that is not a tensor, and the one in the target.
+# By key: the shape in the file, None for an entry that is not a tensor, and the shape in the target.
 Pairs = dict[str, tuple[Shape | None, Shape]]
 
 
 def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Show both shapes; drop the keys if the user asks for that."""
+    """Show both shapes; adapt or drop the keys if the user asks for that."""
     checkpoint, specs = context.checkpoint, context.checkpoint.specs
     pairs: Pairs = {}
     reshapes = []
@@ -178,13 +178,14 @@ def shape_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
 
 
 def _shown(pairs: Mapping[str, tuple[Shape | None, Shape]]) -> dict[str, Any]:
-    """Return the evidence of a finding about shapes."""
+    """Return the shapes as a finding's evidence."""
     lists = {key: (None if old is None else list(old), list(new)) for key, (old, new) in pairs.items()}
     return {"shapes": {key: {"file": old, "target": new} for key, (old, new) in lists.items()}}
 
 
 def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
-    """Return whether each column of a table is a sine: then the rows on both sides of one sum to a multiple of it."""
+    """Return whether each column of a table is a sine: the sum of the rows before and after each row is a multiple of
+    it."""
     shape = checkpoint.specs[key].shape
     if len(shape) != 2 or shape[0] < _FEWEST_ROWS or not POSITIONS.search(key):
         return False
@@ -197,7 +198,7 @@ def _is_of_sinusoids(checkpoint: Checkpoint, key: str) -> bool:
 def _of_same_formula(
     fixed: Sequence[str], shapes: Mapping[str, tuple[Shape, Shape]], checkpoint: Checkpoint, target: Target
 ) -> list[str]:
-    """Return the tables of sinusoids that the target has with more rows, of which the first are those of the file."""
+    """Return the tables of sinusoids that the target has with more rows, beginning with those of the file."""
     longer = [
         key for key in fixed if shapes[key][0][0] < shapes[key][1][0] and shapes[key][0][1:] == shapes[key][1][1:]
     ]
@@ -217,13 +218,13 @@ def _of_same_formula(
     return found
 
 
-_FEWEST_ROWS = 8  # of a table that can be known to be of sinusoids
+_FEWEST_ROWS = 8  # of a table in which sinusoids can be recognised
 
 
 def _case_findings(
     rule: Rule, context: Context, target: Target, case: Case, edits: tuple[Adapt, ...], left: Pairs
 ) -> Iterator[Finding]:
-    """Yield what a known recipe makes fit: the edits that were asked for, and the recipes for the rest."""
+    """Yield the findings for a known case: the edits that were asked for, and the recipes for the rest."""
     for recipe in dict.fromkeys(edit.recipe for edit in edits):
         mine = [edit for edit in edits if edit.recipe == recipe]
         yield rule.finding(
@@ -248,7 +249,7 @@ def _case_findings(
 
 
 def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[int, ...], list[str]]:
-    """Return the keys whose axes are in another order, if only one order gives the shapes of all such tensors."""
+    """Return the keys whose axes are in another order, by that order, if only one order fits all such tensors."""
     found = {}
     for rank in sorted({len(new) for _, new in pairs.values()} & set(range(2, MOST_AXES + 1))):
         alike = {key: (old or (), new) for key, (old, new) in pairs.items() if len(new) == rank}
@@ -257,7 +258,7 @@ def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[
             for axes in permutations(range(rank))
             if all(len(old) == rank and tuple(old[axis] for axis in axes) == new for old, new in alike.values())
         ]
-        uneven = [old for old, _ in alike.values() if 1 not in old]  # a kernel of 1x3 is not one of 3x1
+        uneven = [old for old, _ in alike.values() if 1 not in old]  # a 1x3 kernel is not a 3x1 kernel
         orders = [axes for axes in orders if uneven and not _mixes_equal(axes, uneven)]
         if (
             len(orders) == 1
@@ -273,7 +274,7 @@ def _turned(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> dict[tuple[
 
 
 def _mixes_equal(axes: tuple[int, ...], shapes: list[Shape]) -> bool:
-    """Return whether an order mixes axes of equal size beside each other, which only their order tells apart."""
+    """Return whether an order permutes adjacent axes of equal size, which shapes cannot tell apart."""
     runs = [[0]]
     for axis in range(1, len(axes)):
         if all(shape[axis] == shape[axis - 1] for shape in shapes):
@@ -322,7 +323,7 @@ def _unknown(
 
 
 def _moved(pairs: Pairs, checkpoint: Checkpoint, target: Target) -> str:
-    """Return which matrix of another shape may be one that is missing elsewhere, as a sentence; empty if none is."""
+    """Return, as a clause, which matrix of another shape may be one that is missing elsewhere; empty if none."""
     missing = {slot.shape: key for key, slot in target.slots.items() if key not in checkpoint.entries}
     for key, (shape, _) in pairs.items():
         if shape is not None and len(shape) > 1 and shape in missing:
@@ -336,10 +337,10 @@ def _dropped(keys: Iterable[str], context: Context) -> Fix | None:
 
 
 def _is_plain(spec: TensorSpec) -> bool:
-    """Return whether another shape leaves everything else as it is: the axis of a quantizer counts axes."""
+    """Return whether a reshape changes nothing else, unlike with a quantizer, which refers to an axis by number."""
     return spec.layout == "strided" and spec.quantizer is None and spec.is_contiguous
 
 
 def _is_transposed(old: Shape | None, new: Shape) -> bool:
-    """Return whether one has the axes of the other in another order. A vector in two dimensions has no order."""
+    """Return whether two shapes differ only in the order of axes. A vector in two dimensions has no order."""
     return old is not None and old != new and sorted(old) == sorted(new) and sum(size > 1 for size in old) > 1

@@ -53,7 +53,7 @@ _SORTS = {
 
 
 def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """List tensors of another dtype, apart by what a load does with them."""
+    """List the tensors of another dtype, grouped by what a load does with them."""
     casts: dict[str, list[Cast]] = {sort: [] for sort in _SORTS}
     for cast in _casts(context.checkpoint, target):
         casts[_sort(cast, context, target)].append(cast)
@@ -62,7 +62,7 @@ def dtype_mismatch(rule: Rule, context: Context, target: Target) -> Iterator[Fin
             continue
         dtypes = Counter(f"{cast.before} → {cast.dtype}" for cast in alike)
         largest = {cast.key: context.statistics[cast.key].absmax for cast in alike if sort == "overflow"}
-        # A dtype that the user asked for is not to be cast away again.
+        # Do not undo a dtype that the user asked for.
         is_cast = sort == "plain" and context.settings.dtype is None
         yield rule.finding(
             level,
@@ -79,7 +79,7 @@ def _casts(checkpoint: Checkpoint, target: Target) -> Iterator[Cast]:
     quantised = {key for layer in wanted_layers(checkpoint.specs, target).values() for key in layer.parts.values()}
     for key, spec in checkpoint.specs.items():
         if key in quantised:
-            continue  # another rule says that these are codes
+            continue  # another rule reports these codes
         slot = target.slots.get(key)
         if slot is not None and spec.dtype != slot.dtype and (_rank(spec.dtype), _rank(slot.dtype)) != (0, 0):
             yield Cast(key, spec.dtype, slot.dtype)
@@ -89,7 +89,7 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
     if DTYPES[cast.before].is_quantized or are_codes(cast.key, context.checkpoint.specs):
         return "quantized"
     slot = target.slots[cast.key]
-    # Of a file as the target, a parameter is but a guess.
+    # With a file as the target, which tensors are parameters is a guess.
     is_parameter = (
         len(slot.shape or ()) > 1 and is_layers_own(cast.key) if target.modules is None else slot.is_parameter
     )
@@ -103,6 +103,6 @@ def _sort(cast: Cast, context: Context, target: Target) -> str:
 
 
 def _rank(dtype: str) -> int:
-    """Return the rank of a kind of numbers: each can hold those before it, integers being the first."""
+    """Return the rank of a kind of numbers, where each kind can hold the earlier ones: integers are 0."""
     kind = DTYPES[dtype]
     return 3 if kind.is_quantized else 2 if kind.is_complex else 1 if kind.is_float else 0

@@ -39,7 +39,7 @@ from ckptfix.rules.rule import Context, Rule
 
 def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
     """Supply a tied key from its twin, and report twins that differ."""
-    # A file of tied layers has one of them, and the target may have both: then the model of the file says which.
+    # The file may have one tensor for two that the target has untied: then the file's own model has the tie.
     groups = (*target.ties, *(context.source_model.ties if context.source_model is not None else ()))
     if ties := list({edit.key: edit for edit in _ties(context.checkpoint, target, groups)}.values()):
         yield rule.finding(
@@ -63,7 +63,7 @@ def tie(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
 
 
 def _ties(checkpoint: Checkpoint, target: Target, groups: Iterable[tuple[str, ...]]) -> Iterator[Tie]:
-    """Yield a tie for every missing key of a group that the file has a fitting member of."""
+    """Yield a tie for every missing key of a group if the file has a fitting member of the group."""
     for group in groups:
         stored = [key for key in group if key in checkpoint.specs and target.accepts(key, checkpoint.specs[key].shape)]
         if stored:
@@ -72,7 +72,7 @@ def _ties(checkpoint: Checkpoint, target: Target, groups: Iterable[tuple[str, ..
 
 
 def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]]:
-    """Yield the stored keys of every group whose values differ, in the model's order: the last is what a load keeps."""
+    """Yield the stored keys of every group whose values differ, in the model's order: a load keeps the last."""
     for group in target.ties:
         specs = {key: checkpoint.specs[key] for key in group if key in checkpoint.specs}
         comparable = [spec for spec in specs.values() if spec.storage is not None and spec.quantizer is None]
@@ -81,7 +81,7 @@ def _unequal(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, ...]
 
 
 def _is_equal(one: TensorSpec, other: TensorSpec, path: str) -> bool:
-    """Return whether two tensors hold the same bytes. Those of another shape or dtype count as equal."""
+    """Return whether two tensors hold the same bytes. Tensors that differ in shape or dtype count as equal."""
     if one.view == other.view or (one.dtype, one.shape) != (other.dtype, other.shape):
         return True
     return have_same_bytes(one, other, path)

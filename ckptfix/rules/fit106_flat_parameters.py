@@ -38,7 +38,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Take the weights out of flat parameters, and give flattened ones their shapes."""
+    """Take the weights out of flat parameters, and give flattened weights their shapes."""
     checkpoint = context.checkpoint
     edits: list[Assemble] = []
     taken, odd, unordered = [], {}, []
@@ -92,7 +92,7 @@ def flat_parameters(rule: Rule, context: Context, target: Target) -> Iterator[Fi
 
 
 def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
-    """Return the names of the target's parameters that each flat parameter holds, in their order."""
+    """Return the names of the target's parameters that each flat parameter holds, in order."""
     flats = {
         key.rpartition(".")[0]: key
         for key, spec in checkpoint.specs.items()
@@ -101,7 +101,7 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
     held: dict[str, list[str]] = {key: [] for key in flats.values()}
     for names in target.names.values() if flats else ():
         left = (name for name in names if target.slots[name].is_parameter and name not in checkpoint.entries)
-        if (name := next(left, None)) is None:  # as buffers are that no file tells
+        if (name := next(left, None)) is None:  # a buffer, or already in the file
             continue
         above = name
         while above and above not in flats:
@@ -112,7 +112,7 @@ def _held(checkpoint: Checkpoint, target: Target) -> dict[str, list[str]]:
 
 
 def _is_sorted(target: Target) -> bool:
-    """Return whether a file's keys are sorted, which is how writers of safetensors put those of each dtype."""
+    """Return whether a target file's keys are sorted within each dtype, as writers of safetensors do."""
     by_dtype: dict[str, list[str]] = {}
     for name, slot in target.slots.items():
         by_dtype.setdefault(slot.dtype, []).append(name)
@@ -120,7 +120,7 @@ def _is_sorted(target: Target) -> bool:
 
 
 def _flattened(checkpoint: Checkpoint, target: Target) -> Iterator[Assemble]:
-    """Yield the shapes of weights that have their names, and one dimension."""
+    """Yield a reshape for every weight that has its name, but only one dimension."""
     if not checkpoint.remarked(Kind.FLATTENED):
         return
     for name, slot in target.slots.items():

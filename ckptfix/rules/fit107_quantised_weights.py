@@ -57,7 +57,7 @@ _OTHER_SHAPE = "the model's shapes differ from those in their `quant_state`"
 
 
 def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose to dequantise what the target wants as plain floats, or refuse to write it."""
+    """Propose to dequantise the weights that the target wants as plain floats, or refuse to write them."""
     specs = context.checkpoint.specs
     layers = wanted_layers(specs, context.target)
     if not layers:
@@ -79,7 +79,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
             remedies=(Remedy.of(made, unsafe_fixes=True),),
             blocks=Blocks.FILLING | Blocks.WRITING,
         )
-    others: dict[str, list[str]] = {}  # the layers by why nothing is made of them
+    others: dict[str, list[str]] = {}  # the layers that are not dequantised, by reason
     for path in layers:
         if not cures[path]:
             others.setdefault(_reason(states.get(path), context.target), []).append(path)
@@ -94,7 +94,7 @@ def quantised_weights(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _reason(state: QuantState | str | None, target: Target | None) -> str:
-    """Return why no floats are made of a layer, after its format."""
+    """Return why a layer is not dequantised, as the end of the message."""
     if isinstance(state, str):
         return f", and {state}"
     if target is not None:
@@ -104,13 +104,13 @@ def _reason(state: QuantState | str | None, target: Target | None) -> str:
 
 
 def _config(context: Context) -> str:
-    """Return what to do about the configuration beside the file, which describes quantised weights."""
+    """Return what to do about the config.json next to the file if it describes quantised weights."""
     is_named = "quantization_config" in model_config(context.checkpoint)
     return "; then remove `quantization_config` from config.json" if is_named else ""
 
 
 def _quant_states(layers: Mapping[str, QuantisedLayer], context: Context) -> dict[str, QuantState | str]:
-    """Return what layers of bitsandbytes in four bits say of themselves, or why floats cannot be made of them."""
+    """Return the `quant_state` of each 4-bit layer of bitsandbytes, or the reason why it cannot be dequantised."""
     specs, file = context.checkpoint.specs, context.checkpoint.path
     is_read = context.settings.values
     if not is_read and context.target is None:
@@ -125,7 +125,7 @@ def _quant_states(layers: Mapping[str, QuantisedLayer], context: Context) -> dic
 def _as_asked(
     layers: Mapping[str, QuantisedLayer], states: Mapping[str, QuantState | str], context: Context
 ) -> Target | None:
-    """Return the weights in the dtype of ``--dtype`` as a target, if no model says what it wants."""
+    """Return a target with the weights in the dtype of ``--dtype``, for use without a model."""
     dtype, specs = context.settings.dtype, context.checkpoint.specs
     if dtype is None or DTYPES[dtype].itemsize == 1:
         return None
@@ -137,7 +137,7 @@ def _as_asked(
 def _cure(
     path: str, layer: QuantisedLayer, context: Context, states: Mapping[str, QuantState | str], target: Target
 ) -> tuple[Edit, ...]:
-    """Return the edits that make floats of the codes; none if the formula is not known."""
+    """Return the edits that dequantise a layer; none if the formula is not known."""
     specs, key = context.checkpoint.specs, f"{path}weight"
     beside = tuple(Drop(other) for part, other in layer.parts.items() if part != "weight")
     if path in states:
@@ -162,7 +162,7 @@ def _cure(
 def _unpacked(
     layers: Mapping[str, QuantisedLayer], specs: Mapping[str, TensorSpec], target: Target
 ) -> dict[str, tuple[Edit, ...]]:
-    """Return the edits that unpack layers of MXFP4: in rows or turned, as the shapes of the model's matrices say."""
+    """Return the edits that unpack layers of MXFP4, transposed or not, as the shapes of the model's matrices show."""
     shapes = {
         path: unpacked_shape(*(specs[layer.parts[part]] for part in ("blocks", "scales")))
         for path, layer in layers.items()
@@ -186,7 +186,7 @@ def _unpacked(
 
 
 def _is_in_rows(layer: QuantisedLayer, context: Context) -> bool:
-    """Return whether the codes are in row order, and not in one of those that bitsandbytes had for older processors."""
+    """Return whether the codes are in row-major order, unlike bitsandbytes' formats for older processors."""
     if "weight_format" not in layer.parts:
         return True
     spec = context.checkpoint.specs[layer.parts["weight_format"]]

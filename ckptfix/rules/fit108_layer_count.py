@@ -43,7 +43,7 @@ Layer = Mapping[str, tuple[int, ...] | None]  # the shapes of a layer's tensors,
 
 
 class Stack(NamedTuple):
-    """A path below which the layers are numbered, and how many the file and the target have."""
+    """A path with numbered layers below it, and their number in the file and in the target."""
 
     path: str
     old: int
@@ -51,7 +51,7 @@ class Stack(NamedTuple):
 
 
 def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Name the stacks; drop, move and copy layers if the user asks for that."""
+    """Report the stacks; drop, move and copy layers if the user asks for that."""
     file = _stacks({key: spec.shape for key, spec in context.checkpoint.specs.items()})
     model = _stacks({key: slot.shape for key, slot in target.slots.items()})
     given = {text: each for text in context.settings.adapt if (each := adaptation(text)).name == DEPTH}
@@ -82,7 +82,7 @@ def layer_count(rule: Rule, context: Context, target: Target) -> Iterator[Findin
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int, Layer]]:
-    """Return the number of layers and the tensors of each, by path, for stacks whose layers are all alike."""
+    """Return the number of layers and the tensors of one layer, by path, for stacks whose layers are all alike."""
     found: dict[str, dict[str, dict[str, tuple[int, ...] | None]]] = defaultdict(lambda: defaultdict(dict))
     for key, shape in shapes.items():
         for path, number, rest in layers_of(key):
@@ -96,7 +96,7 @@ def _stacks(shapes: Mapping[str, tuple[int, ...] | None]) -> dict[str, tuple[int
 
 
 def _layers(asked: Adaptation, stack: Stack) -> tuple[int, ...]:
-    """Return the layer of the file for each of the model. Raises ``UsageError`` if they are not as many."""
+    """Return the file's layer for each layer of the model. Raises ``UsageError`` if their number is wrong."""
     layers = asked.layers()
     if len(layers) != stack.new or max(layers) >= stack.old:
         even = ",".join(str(n * stack.old // stack.new) for n in range(stack.new))
@@ -110,7 +110,7 @@ def _layers(asked: Adaptation, stack: Stack) -> tuple[int, ...]:
 
 
 def _edits(stack: Stack, layers: tuple[int, ...], specs: Mapping[str, TensorSpec]) -> Iterator[Edit]:
-    """Yield the edits for one stack: a layer stays or its first use moves it, and any other one copies it."""
+    """Yield the edits for one stack: the first use of a layer keeps or moves it, and every other one copies it."""
     first = {old: old if layers[old : old + 1] == (old,) else layers.index(old) for old in layers}
     for key, spec in specs.items():
         number, rest = next(((int(at), rest) for path, at, rest in layers_of(key) if path == stack.path), (-1, ""))

@@ -52,7 +52,7 @@ _FORMS = (
     (SPECTRAL_NORM, ("parametrizations.{}.original", "parametrizations.{}.0._u", "parametrizations.{}.0._v")),
     (PRUNING, ("{}_orig", "{}_mask")),
 )
-"""What each keeps of a tensor: first what has its shape, then what it is computed with."""
+"""The keys of each form: first the part with the shape of the weight, then what it is combined with."""
 
 _PART = re.compile(r"(?:(?P<module>.+)\.)?(?:parametrizations\.(?P<new>[^.]+)\..+|(?P<old>[^.]+)_(?:[guv]|orig|mask))")
 
@@ -90,7 +90,7 @@ def reparametrised_weight(rule: Rule, context: Context, target: Target) -> Itera
 
 
 def _whole(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[Adapt, Rename]]:
-    """Yield what makes the parts of `weight_norm` of each plain weight of which the target has these parts."""
+    """Yield the edits that make the parts of `weight_norm` from a plain weight if the target has these parts."""
     for name, keys in in_parts([key for key in target.slots if key not in specs]).items():
         for form, (main, *others) in forms_of(name):
             spec = specs.get(name)
@@ -103,7 +103,7 @@ def _whole(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[Ad
 
 
 def _raw(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[str, str]]:
-    """Yield what was trained of weights that were saved after a dropout, and the names of these weights."""
+    """Yield the trained copy of each weight that was saved after dropout, and the name of the weight."""
     for key, spec in specs.items():
         name = key.removesuffix("_raw")
         if name != key not in target.slots and name in specs and target.accepts(name, spec.shape):
@@ -111,7 +111,7 @@ def _raw(specs: Mapping[str, TensorSpec], target: Target) -> Iterator[tuple[str,
 
 
 def in_parts(keys: Collection[str]) -> dict[str, set[str]]:
-    """Return the keys of the parts of each tensor that is in parts, by the name of the tensor."""
+    """Return the keys of the parts of each tensor that is stored in parts, by the name of the tensor."""
     found: dict[str, set[str]] = {}
     for key in keys:
         if match := _PART.fullmatch(key):
@@ -123,8 +123,8 @@ def in_parts(keys: Collection[str]) -> dict[str, set[str]]:
 
 
 def renamed_parts(name: str, to: str, keys: Collection[str]) -> dict[str, str]:
-    """Return the names that the parts of a tensor get, by their keys, if the tensor is called ``to``; the part with its
-    shape comes first. Empty if they are the parts of no form that is known."""
+    """Return the new key of each part if the tensor is renamed to ``to``; the part with its shape comes first. Empty if
+    ``keys`` are not the parts of a known form."""
     for (_, old), (_, new) in zip(forms_of(name), forms_of(to), strict=True):
         if set(old) == set(keys):
             return dict(zip(old, new, strict=True))
@@ -132,14 +132,14 @@ def renamed_parts(name: str, to: str, keys: Collection[str]) -> dict[str, str]:
 
 
 def forms_of(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys that each form has of a tensor."""
+    """Yield each form with the keys of a tensor's parts."""
     module, dot, leaf = name.rpartition(".")
     for form, templates in _FORMS:
         yield form, [module + dot + template.format(leaf) for template in templates]
 
 
 def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold, str]]:
-    """Yield what computes each tensor that the target lacks, and its name in the target."""
+    """Yield the edit that computes each tensor that the target lacks in parts, and its name in the target."""
     parts = in_parts([key for key in entries if key not in target.slots])
     taken, put = _prefixes(parts, target)
     for stem, keys in parts.items():
@@ -159,7 +159,7 @@ def _folds(entries: Mapping[str, object], target: Target) -> Iterator[tuple[Fold
 
 
 def _prefixes(names: Collection[str], target: Target) -> tuple[str, str]:
-    """Return the prefix that these names have too much, or lack, if without it all are names of the target."""
+    """Return the prefixes to remove and to add if that makes all names keys of the target in only one way."""
     first = min(names, default="")
     dots = [at + 1 for at, letter in enumerate(first) if letter == "."]
     found = [(first[:at], "") for at in dots]
@@ -172,7 +172,8 @@ def _prefixes(names: Collection[str], target: Target) -> tuple[str, str]:
 
 
 def _axis(form: str, shape: Shape, beside: list[Shape], module: str | None) -> int | None:
-    """Return the axis that the norm leaves, -1 if it is over all; None if the parts do not fit or do not show it."""
+    """Return the axis that the norm keeps, -1 if it is over all axes; None if the parts do not fit or do not show
+    it."""
     if form == PRUNING:
         return 0 if beside == [shape] else None
     if form == WEIGHT_NORM:

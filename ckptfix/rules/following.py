@@ -1,9 +1,9 @@
-"""Fourth of five steps for an optimizer: what the plan's edits do to it.
+"""Fourth of five steps for an optimizer: how its state follows the plan's edits.
 
-In comes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``evidence`` has for its positions. Out
-comes ``Followed``, the groups of the result with the place that each parameter gets its state from, and its ``edits``,
-which ``engine.optimizers`` carries out. Nothing is guessed here: what cannot be carried exactly starts anew, as it does
-for a parameter that is new."""
+Takes an ``Optimizer``, the ``Change`` of the parameters, and the names that ``evidence`` found for its positions.
+Returns ``Followed``: the groups of the result, the source of each parameter's state, and the ``edits`` that
+``engine.optimizers`` carries out. Nothing is guessed: a state that cannot be carried exactly starts anew, as for a new
+parameter."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from ckptfix.rules.evidence import (
 )
 from ckptfix.rules.origins import Change, Shape
 
-STEP = "step"  # the count of steps in a row, which is a tensor of one element since torch 1.12
+STEP = "step"  # the step count in a row, a tensor of one element since torch 1.12
 
 
 class StateStep(NamedTuple):
-    """The next parameter of a group of the result, and the id that its state comes from."""
+    """A parameter in a group of the result, and the id from which its state comes."""
 
     key: str
     source: Any = None
@@ -49,10 +49,10 @@ class StateStep(NamedTuple):
 
 
 class Followed(Struct, frozen=True):
-    """An optimizer in step with the result: ``groups`` are those of the result, each with the old one that it is like.
+    """An optimizer that matches the result: its ``groups``, each with the old group that it is like.
 
-    ``anew`` are the parameters of the result that start without a state though the optimizer had one of what they are
-    made of, and ``gone`` the parameters of the file that are in no group any more."""
+    ``anew`` are parameters of the result that start without a state although the optimizer had one for their sources;
+    ``gone`` are parameters of the file that are in no group any more."""
 
     optimizer: Optimizer
     naming: Naming
@@ -61,16 +61,16 @@ class Followed(Struct, frozen=True):
     anew: tuple[str, ...]
     added: tuple[str, ...]
     gone: tuple[str, ...]
-    which: str = ""  # which parameters it has, and in whose order, if that may be different
+    which: str = ""  # which parameters it has and in whose order, if there is a choice
 
     @property
     def source(self) -> str:
-        """How its parameters are named."""
+        """The source of its parameters' names."""
         return f"{self.naming.source} {self.which}".rstrip()
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the state may stay as it is."""
+        """Whether the state can stay as it is."""
         olds, has_state = self.optimizer.groups, bool(self.optimizer.state)
         if has_state and self.like != tuple(range(len(olds))):
             return False
@@ -93,7 +93,8 @@ class Followed(Struct, frozen=True):
         return True
 
     def edits(self, order: tuple[str, ...] = ()) -> tuple[Edit, ...]:
-        """Return the edits that bring it in step, and the keys of the state_dict into an order."""
+        """Return the edits that make the state match the result; ``order`` is the new order of the state_dict's
+        keys."""
         where = self.optimizer.name
         moments = (
             Moments(where, number, step.key, None if step.source is None else str(step.source), step.shape, step.parts)
@@ -104,9 +105,9 @@ class Followed(Struct, frozen=True):
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """What tells two ways to follow apart: equal for two recipes that lead to the same state."""
+        """A key that is equal for two ways that lead to the same state."""
         if not self.optimizer.state:
-            return self.like, tuple(map(len, self.groups))  # there is nothing that could go astray
+            return self.like, tuple(map(len, self.groups))  # there is no state to assign wrongly
         if self.optimizer.is_keyed:
             return self.like, tuple(map(frozenset, self.groups))
         if stored_names(self.optimizer) is not None:
@@ -115,7 +116,8 @@ class Followed(Struct, frozen=True):
 
 
 def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
-    """Return each way to keep an optimizer in step: one if its names are certain, or all recipes that fit agree."""
+    """Return the different ways in which an optimizer can follow: one if its names are certain or all fitting recipes
+    agree."""
     if optimizer.is_joint and change.touches:
         return []
     change = counted(optimizer, change)
@@ -145,8 +147,8 @@ def ways(optimizer: Optimizer, change: Change) -> list[Followed]:
 
 
 def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
-    """Return the orders of few scripts that the shapes allow as well as the recipe of a way, and that would lead to
-    another state; none beside names that are certain."""
+    """Return the rare orders that fit the shapes as well as a way's recipe but lead to another state; none if names are
+    certain."""
     if way.naming.is_certain:
         return []
     change = counted(optimizer, change)
@@ -159,7 +161,7 @@ def rivals(optimizer: Optimizer, change: Change, way: Followed) -> list[str]:
 
 
 def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) -> Followed | None:
-    """Follow names that are certain, by the recipe of their groups if there is one."""
+    """Follow certain names, by the recipe of their groups if there is one."""
     known = replace(change, is_wide=True).parameters
     scope = OptimizerScope(Layout({}), lambda key: key not in change.frozen, which)
     made: list[Followed | None] = []
@@ -171,26 +173,26 @@ def _as_named(optimizer: Optimizer, naming: Naming, change: Change, which: str) 
             made.append(follow(optimizer, replace(naming, recipe=recipe), change, replace(scope, layout=layout)))
     found = {way.outcome: way for way in made if way is not None}
     if found and None in made and naming.source == NAMED:
-        return None  # a recipe that lists names in order, beside one that nothing tells to do so
+        return None  # one recipe gives an order, another one does not
     if len(found) == 1:
         return next(iter(found.values()))
-    # Recipes that agree except for groups that became empty, which their own script may make or not.
+    # The recipes may differ only in groups that became empty, which a script may or may not create.
     agree = len({tuple(filter(None, way.groups)) for way in found.values()}) == 1
     is_free = not found and all(recipe.is_own for recipe in recipes) and not (recipes and change.reorders)
     return follow(optimizer, naming, change, scope) if agree or is_free else None
 
 
 def follow(optimizer: Optimizer, naming: Naming, change: Change, scope: OptimizerScope) -> Followed | None:
-    """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
+    """Return the optimizer after the change; None if a group of the result matches none of its groups."""
     return _Following(optimizer, naming, change, scope).followed()
 
 
 Grouped = tuple[Sequence[int], Sequence[Sequence[StateStep]]]
-"""The groups of the result, each with the old one that it is like."""
+"""For each group of the result, the old one that it is like; and the groups."""
 
 
 class _Following(Struct, dict=True):
-    """An optimizer under one reading of its names, and what becomes of it by a change."""
+    """An optimizer with one reading of its names, and how it follows a change."""
 
     optimizer: Optimizer
     naming: Naming
@@ -200,7 +202,7 @@ class _Following(Struct, dict=True):
 
     @cached_property
     def ids(self) -> dict[str, Any]:
-        """The id of each parameter of the file, by all names of its tensor."""
+        """The id of each parameter of the file, under all names of its tensor."""
         before = self.change.before
         of_view = {before[key].view: number for number, key in self.naming.names.items()}
         tied = {key: of_view.get(spec.view) for key, spec in before.items() if spec.storage is not None and spec.numel}
@@ -209,24 +211,24 @@ class _Following(Struct, dict=True):
 
     @cached_property
     def group_of(self) -> dict[str, int]:
-        """The old group of each id, by its text."""
+        """The old group of each id, by the id's text."""
         groups = self.optimizer.groups
         return {str(number): place for place, group in enumerate(groups) for number in group["params"]}
 
     def sources(self, key: str) -> list[str]:
-        """Return the parameters of the file that a key of the result comes from and that have an id."""
+        """Return the parameters of the file with an id from which a key of the result is made."""
         return [source for source in self.change.origins[key].sources if source in self.ids]
 
     def places(self, steps: Iterable[StateStep]) -> list[int]:
-        """Return the old groups of what parameters of the result come from."""
+        """Return the old groups of the sources of the given parameters."""
         return [self.group_of[str(self.ids[source])] for step in steps for source in self.sources(step.key)]
 
     def row(self, key: str) -> Mapping[str, Any]:
-        """Return what is kept of a parameter of the file."""
+        """Return the state of a parameter of the file."""
         return self.optimizer.row(self.ids[key])
 
     def followed(self) -> Followed | None:
-        """Return the optimizer in step with the result; None if a group of the result is like none that it has."""
+        """Return the optimizer after the change; None if a group of the result matches none of its groups."""
         change, live = self.change, self.change.live
         steps: list[StateStep] = []
         anew: list[str] = []
@@ -242,7 +244,7 @@ class _Following(Struct, dict=True):
                 continue
             step = self._carried(key, spec)
             if step.source is not None and step.source in carried:
-                step = StateStep(key)  # a tie that is undone: the state stays with its first name
+                step = StateStep(key)  # a tie is undone: the state stays with the first name
             carried.add(step.source)
             steps.append(step)
             if step.source is None and not step.parts:
@@ -269,7 +271,7 @@ class _Following(Struct, dict=True):
         return Followed(self.optimizer, self.naming, tuple(like), whole, tuple(anew), tuple(added), gone, which)
 
     def _begun(self, like: int, steps: Sequence[StateStep]) -> tuple[StateStep, ...] | None:
-        """Give the shape to those that begin with a state; None if one has to, and it is not known."""
+        """Return a group whose new parameters have a shape if they need a state; None if it cannot be created."""
         optimizer = self.optimizer
         is_new = [step.source is None and not step.parts for step in steps]
         if not any(is_new):
@@ -280,7 +282,7 @@ class _Following(Struct, dict=True):
         return tuple(step._replace(shape=self.change.after[step.key].shape) if new else step for step, new in pairs)
 
     def _carried(self, key: str, spec: TensorSpec) -> StateStep:
-        """Return where the state of a parameter comes from; nowhere if it cannot be carried exactly."""
+        """Return where a parameter's state comes from; from nowhere if it cannot be carried exactly."""
         origin, ids = self.change.origins[key], self.ids
         sources = origin.sources
         if not origin.is_trained or not all(source in ids for source in sources):
@@ -299,13 +301,13 @@ class _Following(Struct, dict=True):
         return StateStep(key, None, spec.shape, parts)
 
     def _is_of_elements(self, name: str) -> bool:
-        """Return whether tensors of this name have the shape of their parameter in all rows: what Shampoo keeps of an
-        axis of a square matrix has it by chance."""
+        """Return whether tensors of this name have their parameter's shape in all rows: Shampoo's tensor for one axis
+        of a square matrix has it by chance."""
         known = ((self.row(key).get(name), self.change.before[key].shape) for key in self.ids)
         return all(logical_shape(value) in (shape, (), (1,)) for value, shape in known)
 
     def _as_in(self, live: Sequence[Sequence[str]]) -> Grouped:
-        """Group the parameters as a live optimizer does; each group is like that which most of them were in."""
+        """Group the parameters like a live optimizer; each group is like the old one of most of its parameters."""
         of_key = {step.key: step for step in self.steps}
         groups = [[of_key.get(key, StateStep(key)) for key in keys] for keys in live]
         like = []
@@ -317,16 +319,16 @@ class _Following(Struct, dict=True):
         return like, groups
 
     def _by_recipe(self, recipe: Recipe) -> Grouped | None:
-        """Group the parameters of the result as the trainer would; None if a group is like none that there was."""
+        """Group the parameters of the result as the trainer would; None if a group matches none of the old ones."""
         change, layout = self.change, self.scope.layout
         old = self._labels(recipe)
         of_key = {step.key: step for step in self.steps}
         is_open = recipe.rises is None and not recipe.is_mixed and not all(self.optimizer.sizes)
         if is_open and not all(change.origins[key].sources for key in of_key):
-            return None  # the empty group may be for what is new
+            return None  # the empty group may be for the new parameters
         if recipe.within is not None and are_listed_anew(change, layout.shapes, recipe.within):
-            return None  # a prefix that is gone may have been in the names that were sorted
-        if recipe.is_own:  # what was in a part of the model stays with it, whatever its name
+            return None  # the sorted names may have had a prefix that is gone
+        if recipe.is_own:  # parameters stay with their part of the model, whatever their new name
             sources = {key: source for key in of_key for source in self.sources(key)}
             own: Callable[[Layout, str], Any] = recipe.label
 
@@ -343,10 +345,10 @@ class _Following(Struct, dict=True):
                 _met(of, recipe.listed(lay), lay, old, dict(groups)) for of, lay in ((own, layout), (label_of, after))
             ]
             if not is_known or met[0] != met[1]:
-                return None  # nothing tells where a script lists a group, or whether it keeps an empty one
+                return None  # unknown: where the script lists a group, and whether it keeps an empty one
         left = {places[0] for step in self.steps if (places := self.places([step]))}
         if sum(bool(members) for _, members in groups) < len(left):
-            return None  # groups that both have parameters left would be one, which the script may see otherwise
+            return None  # two groups with parameters would be merged, which the script may not do
         like: list[int] = []
         for label, members in groups:
             found = old.get(label)
@@ -359,7 +361,7 @@ class _Following(Struct, dict=True):
         return like, [members for _, members in groups]
 
     def _labels(self, recipe: Recipe) -> dict[Hashable, int]:
-        """Return the group that each label of a recipe has in the optimizer."""
+        """Return the optimizer's group for each label of a recipe."""
         old = {label: place for place, (label, _) in enumerate(recipe.groups(Layout({})))}
         for place, group in enumerate(self.optimizer.groups):
             if group["params"]:
@@ -367,7 +369,8 @@ class _Following(Struct, dict=True):
         return old
 
     def _group_like(self, members: Sequence[StateStep]) -> int | None:
-        """Return the old group of some parameters, or of others of their kind, if its hyperparameters are all equal."""
+        """Return the old group of some parameters, or of others of their kind, if all candidates have equal
+        hyperparameters."""
         before, after = self.change.before, self.change.after
 
         def kind(step: StateStep) -> tuple[str, int]:
@@ -390,12 +393,12 @@ class _Following(Struct, dict=True):
         return None
 
     def _are_alike(self, places: Sequence[int]) -> bool:
-        """Return whether old groups have the same hyperparameters."""
+        """Return whether old groups have equal hyperparameters."""
         settings = [_settings(self.optimizer.groups[place]) for place in places]
         return all(one == settings[0] for one in settings)
 
     def _in_own_order(self) -> Sequence[StateStep] | None:
-        """Return the parameters in the model's order if the optimizer had that, else in its own; None if unknown."""
+        """Return the parameters in the model's order if the optimizer used it, else in its own; None if unknown."""
         optimizer, change, names = self.optimizer, self.change, self.naming.names
         if self.naming.source != NAMED:
             return self.steps
@@ -414,7 +417,8 @@ class _Following(Struct, dict=True):
         return sorted(self.steps, key=lambda step: min(own[step.key]))
 
     def _may_be_sorted(self, groups: Sequence[Sequence[StateStep]]) -> bool:
-        """Return whether a script may list the result in another order: its names, or the groups as it meets them."""
+        """Return whether a script may list the result in another order, because it sorts names or orders groups by
+        their first parameter."""
         names, change = self.naming.names, self.change
         lists = [[bare(names[number]) for number in group["params"]] for group in self.optimizer.groups]
         made = [[bare(step.key) for step in group] for group in groups]
@@ -438,7 +442,7 @@ class _Following(Struct, dict=True):
         return False
 
     def _in_own_groups(self) -> Grouped | None:
-        """Leave each parameter in its group; a new one goes to those of its module, around it, or of its kind."""
+        """Keep each parameter in its group; a new one joins the group of its module, an enclosing one, or its kind."""
         steps, groups = self._in_own_order(), self.optimizer.groups
         if steps is None:
             return None
@@ -463,9 +467,8 @@ class _Following(Struct, dict=True):
 
 
 def _is_reshapable(row: Mapping[str, Any], shape: Shape) -> bool:
-    """Return whether another shape of the same elements changes the shape of moments and nothing else: none is factored
-    or put together by a class, and no list has one for each axis. Blocks of 8-bit moments are counted over all
-    elements."""
+    """Return whether a reshape of the parameter changes only the shape of its moments: none is factored or a tensor
+    subclass, and no list has an item per axis. Blocks of 8-bit moments run over all elements."""
     if any(isinstance(value, (list, tuple)) for _, value in values_in(row)):
         return False
     moments = [value for name, value in values_in(row) if logical_shape(value) and not BLOCKWISE.fullmatch(name)]
@@ -480,7 +483,8 @@ def _is_plain(value: TensorSpec) -> bool:
 
 
 def _are_elementwise(rows: Sequence[Mapping[str, Any]], shapes: Sequence[Shape]) -> bool:
-    """Return whether all tensors of some rows have an element for each of their parameter, and all else is equal."""
+    """Return whether all tensors of some rows have one element per element of their parameter, and the rest is
+    equal."""
     if any(row.keys() != rows[0].keys() for row in rows) or () in shapes:
         return False
     for name in rows[0]:
@@ -505,7 +509,7 @@ def _met(
 
 
 def _met_first(lists: Sequence[Sequence[str]], within: Order) -> list[int]:
-    """Return the numbers of lists in the order in which their first members come."""
+    """Return the numbers of lists in the order of their first members."""
     place = {key: number for number, key in enumerate(within(list(chain(*lists))))}
     firsts = [min(map(place.__getitem__, keys)) for keys in lists if keys]
     return sorted(range(len(firsts)), key=firsts.__getitem__)

@@ -35,7 +35,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Take the segments of wrappers out of every key, and out of the paths of ``_metadata``."""
+    """Remove wrapper segments from every key, and from the paths of ``_metadata``."""
     target = context.target
     if target is not None and any(has_wrapper_segment(key) for key in target.slots):
         return
@@ -58,7 +58,7 @@ def wrapper_segment(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _rows(rule: Rule, context: Context, new: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the paths of ``_metadata`` that keep a segment when the keys have lost theirs."""
+    """Report the paths of ``_metadata`` that still have a segment after the keys lost theirs."""
     metadata = context.checkpoint.metadata
     if new:
         metadata = rename_metadata(metadata, {key: new.get(key, key) for key in context.checkpoint.entries})

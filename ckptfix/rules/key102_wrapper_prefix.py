@@ -52,23 +52,21 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)+)(\d+)\.")
 
-# The counter of mmengine's averaged models. Other modules count under this name too, so that it goes only where a
-# target has no place for it.
+# The counter of mmengine's averaged models. Other modules use this name too, so it is dropped only if a target has no
+# place for it.
 STEPS = "steps"
 
-# Wrappers around each other that are compared with a target. Each makes all keys anew, and a crafted key has any number
-# of segments.
-DEEPEST = 16
+DEEPEST = 16  # nested wrappers to try: each try renames all keys, and a crafted key can have any number of segments
 
 
 def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Take leading ``module.`` segments off, and AveragedModel's counters beside them out."""
+    """Remove leading ``module.`` segments, and the counters of AveragedModel next to the model."""
     checkpoint, target = context.checkpoint, context.target
     if two_sets(checkpoint.entries):
         return
     counters = _counters(checkpoint, target)
     keys = [key for key in checkpoint.entries if key not in counters]
-    # Without a target, as many ``module.`` go as every single key has.
+    # Without a target, remove as many ``module.`` as every key has.
     shared = shared_modules(keys) if target is None else 0
     new = {key: without_first(key, shared) for key in keys} if shared else {}
     if target is not None:
@@ -102,7 +100,7 @@ def wrapper_prefix(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
-    """Return the counters of AveragedModels around the whole model, beside which all keys go on with ``module``."""
+    """Return the counters of AveragedModels that wrap the whole model: all other keys have one more ``module``."""
     if target is not None and any(is_counter(key) for key in target.slots):
         return ()
     specs = checkpoint.specs
@@ -118,7 +116,8 @@ def _counters(checkpoint: Checkpoint, target: Target | None) -> tuple[str, ...]:
 
 
 def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return one cut for all keys, also those that the target lacks, or one for each, whichever agrees more."""
+    """Return one cut for all keys, including those that the target lacks, or one for each key, whichever agrees
+    more."""
 
     def agreement(new: Mapping[str, str]) -> int:
         return sum(_wants(checkpoint, key, target, new.get(key, key)) for key in keys)
@@ -131,7 +130,8 @@ def _by_target(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[
 
 
 def _each_for_itself(checkpoint: Checkpoint, keys: list[str], target: Target) -> dict[str, str]:
-    """Return the keys that the target lacks by the first cut that it wants, then those of another shape."""
+    """Return the new names of keys that the target lacks, each by the shortest cut that it wants; then those of keys
+    with another shape."""
     strange = [key for key in keys if key not in target.slots and key not in target.entries]
     names = {
         key: [without_first(key, count) for count in range(1, min(leading_modules(key), DEEPEST) + 1)]
@@ -153,8 +153,8 @@ def _wants(checkpoint: Checkpoint, key: str, target: Target, name: str) -> bool:
 
 
 def _half_prefixed(keys: list[str]) -> list[str]:
-    """Return the keys with the prefix whose module has keys without it too (``module.bn1.weight`` beside ``bn1.bias``),
-    or whose layers are numbered on without it (``module.blocks.0.weight`` beside ``blocks.1.weight``)."""
+    """Return the prefixed keys whose module also has keys without the prefix (``module.bn1.weight`` and ``bn1.bias``),
+    or whose numbered layers continue without it (``module.blocks.0.weight`` and ``blocks.1.weight``)."""
     stripped = {key: without_first(key, depth) for key in keys if (depth := leading_modules(key))}
     if not stripped:
         return []
@@ -170,7 +170,7 @@ def _half_prefixed(keys: list[str]) -> list[str]:
 
 
 def _numbers(keys: Iterable[str]) -> dict[str, set[str]]:
-    """Return the numbers of the layers in each stack, ``{"blocks.": {"0", "1"}}``."""
+    """Return the layer numbers of each stack: ``{"blocks.": {"0", "1"}}``."""
     numbers: dict[str, set[str]] = {}
     for found in filter(None, map(_NUMBERED.match, keys)):
         numbers.setdefault(found[1], set()).add(found[2])

@@ -35,7 +35,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Give keys the wrapper segments that the target has, and an AveragedModel its counter."""
+    """Add the wrapper segments that the target has, and the counter of an AveragedModel."""
     checkpoint = context.checkpoint
     if two_sets(checkpoint.entries):
         return
@@ -58,7 +58,7 @@ def missing_wrapper_prefix(rule: Rule, context: Context, target: Target) -> Iter
 
 
 def _new_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
-    """Return the prefix of all keys of the target for all keys, if that agrees more than names without wrappers."""
+    """Return the keys with one prefix for all, if that agrees more than matching names without wrappers."""
 
     def agreement(new: Mapping[str, str]) -> int:
         return sum(target.accepts(new.get(key, key), spec.shape) for key, spec in checkpoint.specs.items())
@@ -72,7 +72,7 @@ def _new_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
 
 
 def _shared_wrappers(keys: Iterable[str]) -> list[str]:
-    """Return the segments of wrappers that all keys begin with, the last segment of a key not counted."""
+    """Return the wrapper segments that all keys begin with, not counting the last segment of a key."""
     shared: list[str] = []
     for parts in zip(*(key.split(".")[:-1] for key in keys), strict=False):
         if len(set(parts)) != 1 or parts[0] not in {MODULE, *WRAPPER_SEGMENTS}:
@@ -82,7 +82,7 @@ def _shared_wrappers(keys: Iterable[str]) -> list[str]:
 
 
 def _by_bare_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
-    """Return the keys without a place for which the target has exactly one name, once one agrees in shape too."""
+    """Return the new names of keys for which the target has exactly one, if at least one agrees in shape too."""
     wanted = _by_bare_name((*target.slots, *target.entries))
     present = _by_bare_name(checkpoint.entries)
     new: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _by_bare_names(checkpoint: Checkpoint, target: Target) -> Mapping[str, str]:
 
 
 def _fresh_counters(checkpoint: Checkpoint, target: Target, new: Mapping[str, str]) -> Iterator[Fill]:
-    """Yield the missing counters of AveragedModels around the whole target, where anything of the file is for it."""
+    """Yield the missing counters of AveragedModels that wrap the whole target, if any key of the file belongs to it."""
     names = {new.get(key, key) for key in checkpoint.entries}
     if names.isdisjoint(target.slots):
         return

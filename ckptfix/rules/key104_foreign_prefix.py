@@ -43,15 +43,15 @@ from ckptfix.rules.fil101_several_state_dicts import choice
 from ckptfix.rules.quantised_layers import companions
 from ckptfix.rules.rule import Context, Rule
 
-# Prefixes that may be exchanged in one file. Each is looked for among all keys; where every layer has one of its own,
-# no prefix is what is wrong.
+# Most prefixes to change in one file. Each is searched among all keys; if every layer has its own, prefixes are not the
+# problem.
 MOST = 32
-Prefixes = tuple[str, str]  # what is taken off and what is put on, each with its dot at the end or empty
-MAX_DEPTH = 6  # segments of a prefix that are tried
+Prefixes = tuple[str, str]  # what is removed and what is added, each empty or with a dot at its end
+MAX_DEPTH = 6  # segments of the longest prefix to try
 
 
 def foreign_prefix(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Take off or put on the prefixes that the target confirms, the one with the most evidence first."""
+    """Remove or add the prefixes that the target confirms, the one with the most evidence first."""
     checkpoint = context.checkpoint
     if two_sets(checkpoint.entries):
         return
@@ -98,7 +98,7 @@ def foreign_prefix(rule: Rule, context: Context, target: Target) -> Iterator[Fin
 
 
 def _explains(number: int, checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether this many keys in their places are most of the file or of the target.
+    """Return whether the placed keys are at least half of the file or of the target.
 
     Two norms of one width agree on a prefix by chance in a file whose layers all have other names."""
     return 2 * number >= min(len(target.slots), len(checkpoint.specs))
@@ -121,7 +121,7 @@ def _under_another_prefix(rule: Rule, chosen: Mapping[Prefixes, Mapping[str, str
 def _ranked(
     free: Mapping[str, object], wanted: AbstractSet[str], target: Target
 ) -> list[tuple[Prefixes, dict[str, str]]]:
-    """Return every prefix to take off or put on, with the renames that it explains, the most of them first."""
+    """Return every prefix to remove or add, with the renames that it explains, in descending order of their number."""
     suffixes: dict[str, list[str]] = defaultdict(list)
     for key in wanted:
         for suffix in _suffixes(key):
@@ -140,8 +140,8 @@ def _ranked(
 
 
 def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> int:
-    """Return how many keys have to agree on a change before it is believed. One will do where there is no other, or
-    where a part of the same prefix has been confirmed already (`model.` beside `model.backbone.`)."""
+    """Return how many keys have to agree on a change: one if there is no other key, or if a part of the prefix has been
+    confirmed (`model.` for `model.backbone.`)."""
     is_related = any(
         mine and other and (mine.startswith(other) or other.startswith(mine))
         for change in chosen
@@ -153,15 +153,15 @@ def _enough(prefixes: Prefixes, chosen: Iterable[Prefixes], is_single: bool) -> 
 def _is_another_set(
     prefixes: Prefixes, matches: Mapping[str, str], free: Iterable[str], placed: AbstractSet[str]
 ) -> bool:
-    """Return whether many keys under a prefix would fall on places that are taken: a second set of weights."""
+    """Return whether many keys under a prefix would get names that are taken: a second set of weights."""
     taken, put = prefixes
     conflicts = sum(key.startswith(taken) and put + key[len(taken) :] in placed for key in free)
     return 4 * conflicts > len(matches)
 
 
 def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
-    """Return whether most of the keys would have a place without what they begin with, which another key is in:
-    they are of a second set of weights, and its `ema.up.` is not a `down.` of the first."""
+    """Return whether most keys, without their first segments, have the name of a key that is placed. They belong to a
+    second set of weights, and its `ema.up.` is not a `down.` of the first."""
     second = sum(any("." in rest and rest in placed for rest in list(_suffixes(key))[1:]) for key in keys)
     return 2 * second > len(keys)
 
@@ -169,8 +169,8 @@ def _have_places(keys: Collection[str], placed: AbstractSet[str]) -> bool:
 def _is_rival(
     matches: Mapping[str, str], names: AbstractSet[str], theirs: Mapping[str, str], is_complete: bool
 ) -> bool:
-    """Return whether another change claims the same keys, or the same places (``names``), about as well. One that would
-    give them the same names is a part of this one: `4.0.` and `layer1.0.` of `4.` and `layer1.`."""
+    """Return whether another change claims the same keys, or the same names, about as well. One that gives the same
+    keys the same names is part of this one: `4.0.` and `layer1.0.` of `4.` and `layer1.`."""
     if theirs.items() <= matches.items():
         return False
     overlap = max(sum(key in matches for key in theirs), sum(name in names for name in theirs.values()))
@@ -180,8 +180,8 @@ def _is_rival(
 def _with_followers(
     prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: AbstractSet[str]
 ) -> dict[str, str]:
-    """Return the renames, with those of keys that the target has under the same prefix in another form: as a tensor of
-    another shape, or of a module that lacks one under another name, such as the `gamma` of a LayerNorm and the
+    """Return the renames, with those of keys under the same prefix that the target has in another form: with another
+    shape, or, in a module that lacks a tensor, under another name, such as the `gamma` of a LayerNorm and the
     `base_layer.weight` of a module that peft wrapped."""
     taken, put = prefixes
     names = {key: put + key[len(taken) :] for key in free if key.startswith(taken)}
@@ -196,8 +196,8 @@ def _with_followers(
 def _by_chance(
     prefixes: Prefixes, matches: Mapping[str, str], free: Mapping[str, object], wanted: Iterable[str], target: Target
 ) -> list[str]:
-    """Return the keys of lists of layers whose numbers agree with the target's by chance: another layer of the list is
-    on one side only, and the other side has one of its shape beside the list, under a name of its own.
+    """Return the keys in lists of layers whose numbers agree with the target's by chance: one side has another layer in
+    the list, and the other side has one of its shape next to the list, under its own name.
 
     So `proj_in`, `layers.0` and `proj_out` of the target are not `layers.0` to `layers.2` of the file."""
     taken, put = prefixes
@@ -215,14 +215,14 @@ def _by_chance(
 
 
 def _splits(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each segment of a name but the last, with what is before it and after it."""
+    """Yield each segment of a name except the last, with the text before it and after it."""
     segments = name.split(".")
     for at, segment in enumerate(segments[:-1]):
         yield "".join(f"{each}." for each in segments[:at]), segment, ".".join(segments[at + 1 :])
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """Yield the key and its endings at segment borders, the longest first."""
+    """Yield the key and its endings that begin at a segment, the longest first."""
     position = 0
     for _ in range(MAX_DEPTH + 1):
         yield key[position:]
@@ -249,7 +249,7 @@ def _ambiguous(rule: Rule, matches: Mapping[str, str], choices: list[Prefixes], 
 
 
 def _remedies(choices: list[Prefixes], is_most: bool) -> tuple[Remedy, ...]:
-    """Return how to keep the set under one prefix, if most of the target is in each of two."""
+    """Return how to choose the set under one prefix if each of two sets fills most of the target."""
     sets = list(dict.fromkeys(taken[:-1] for taken, _ in choices if taken))
     if len(sets) < 2 or not is_most or len({put for _, put in choices}) > 1:
         text = "rename the keys to the target's names: nothing in the file shows which is which"

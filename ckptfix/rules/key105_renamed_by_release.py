@@ -60,7 +60,7 @@ _FIELDS = {
 
 
 class ReleaseRename(Struct, frozen=True):
-    """A module's rewrite: the name of a tensor before and after, with fields of ``_FIELDS`` in braces."""
+    """The rename of a tensor by a release: the old and the new name, with fields of ``_FIELDS`` in braces."""
 
     what: str
     old: str
@@ -68,7 +68,7 @@ class ReleaseRename(Struct, frozen=True):
     both_ways: bool = True
 
     def names(self, key: str) -> Iterator[str]:
-        """Yield what the key is called on the other side, from whichever side it comes."""
+        """Yield the key's names on the other side, whichever side it is from."""
         for before, after in ((self.old, self.new), (self.new, self.old))[: 1 + self.both_ways]:
             if match := re.fullmatch(_pattern(before), key):
                 yield after.format(**match.groupdict())
@@ -79,7 +79,6 @@ def _pattern(template: str) -> str:
     return re.sub(r"\\{(\w+)\\}", lambda field: f"(?P<{field[1]}>{_FIELDS[field[1]]})", re.escape(template))
 
 
-# The table.
 REWRITES = (
     ReleaseRename("weight_norm", "{module}{tensor}_g", "{module}parametrizations.{tensor}.original0"),
     ReleaseRename("weight_norm", "{module}{tensor}_v", "{module}parametrizations.{tensor}.original1"),
@@ -103,7 +102,7 @@ REWRITES = (
 
 
 def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Rename what the target wants under the name of another release."""
+    """Rename the keys that the target wants under the name of another release."""
     found = list(_renames(context.checkpoint, target))
     arrivals = Counter(rename.to for rename, _ in found)
     found = [(rename, what) for rename, what in found if arrivals[rename.to] == 1]
@@ -120,7 +119,7 @@ def renamed_by_release(rule: Rule, context: Context, target: Target) -> Iterator
 
 
 def _renames(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[Rename, str]]:
-    """Yield every rename that the target confirms, with the rewrite that it undoes; at most one for a key."""
+    """Yield every rename that the target confirms, with its rewrite; at most one per key."""
     for key, spec in checkpoint.specs.items():
         if key in target.slots or key in target.entries:
             continue

@@ -26,10 +26,11 @@ Such a file loads into no model: every key is missing or unexpected. Maps are us
 ## Fix safety
 Each key of the map has a label:
 
-- `certain`: shapes and structure allow only one map, and neither side has extra layers; - `likely`: names and order
-  decided between layers of equal shapes, or a layer is split or fused and the shapes do not show whether its rows are
-  interleaved; - `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, which
-  has all queries first in some libraries and the three interleaved by head in others. Nothing is applied to these keys.
+- `certain`: shapes and structure allow only one map, and neither side has extra layers;
+- `likely`: names and order decided between layers of equal shapes, or a layer is split or fused and the shapes do not
+  show whether its rows are interleaved;
+- `ambiguous`: other maps fit as well, or a layer is fused under a name such as `query_key_value`, which has all queries
+  first in some libraries and the three interleaved by head in others. Nothing is applied to these keys.
 
 Safe if every key of the map is certain, nothing is left over, and many keys agree: an auxiliary head may look like the
 missing one. Otherwise it needs `--rename-layers`, which leaves ambiguous keys unchanged. Every value stays bit for bit.
@@ -82,10 +83,10 @@ from ckptfix.rules.layer_moves import Moves, edits_of, keeps_name, moves_of, pro
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.alike import by_values
 
-COVERED = 0.75  # the share of the target's tensors that a map has to fill: less may be a coincidence of shapes
+COVERED = 0.75  # least share of the target's tensors that a map fills; less may be a coincidence of shapes
 
 UNPLACED = 0.25
-"""The share of the target's tensors without a source of their name and shape from which on a part of a map will do."""
+"""The least share of the target's tensors without a source of their name and shape for which a partial map will do."""
 
 OTHER_MODELS = advise(
     "check whether both are the same architecture (norms before or after a layer, activation, heads); without "
@@ -102,7 +103,7 @@ PROOF = (
 )
 
 Specs = Mapping[str, Shape]
-Ties = Mapping[str, tuple[str, ...]]  # for every tied key its whole group
+Ties = Mapping[str, tuple[str, ...]]  # every tied key with its whole group
 Values = tuple[Mapping[str, "torch.Tensor"], Mapping[str, "torch.Tensor"]] | None  # of the file and of the reference
 
 
@@ -110,7 +111,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     """Propose the map from the layers of another implementation, if it explains the file."""
     checkpoint, source_model = context.checkpoint, context.source_model
     if two_sets(checkpoint.entries) or any(".base_layer." in key for key in checkpoint.entries):
-        return  # an adapter is merged first: it has the names of its layers
+        return  # the layers have an adapter's names, which is merged first
     source, wanted = _sides(context, target)
     values: Values = None
     if target.reference is not None and context.settings.values and _is_left_over(source, wanted):
@@ -128,7 +129,7 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
     moves = moves_of(inference, checkpoint)
     if source_model is not None:
         inference, moves, proof = proved(inference, source_model, target.tie_of, checkpoint)
-    is_own = inference.origin not in ("", "values")  # a look at the result would not say the same
+    is_own = inference.origin not in ("", "values")  # names and shapes would not confirm these maps
     if not is_own:
         moves = _relabelled(moves, source, wanted, target.tie_of, values)
     taken = sum(source.get(key) == wanted.get(key, ()) for key in moves)
@@ -148,12 +149,12 @@ def renamed_layers(rule: Rule, context: Context, target: Target) -> Iterator[Fin
 
 
 def _sides(context: Context, target: Target) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Return the shapes of what can be moved, and of what is wanted."""
+    """Return the shapes of the tensors that can be moved, and of those that are wanted."""
     checkpoint, source_model = context.checkpoint, context.source_model
     source, wanted = _tensors(checkpoint, target), _slots(target)
-    if source_model is not None:  # its order says more than that of a file, which may be sorted
+    if source_model is not None:  # a file may be sorted, but not a model
         return {key: source[key] for key in (*source_model.shapes, *source) if key in source}, wanted
-    # A weight that is in parts on one side goes where it would go as one.
+    # A weight in parts on one side moves as a whole.
     shapes = {key: spec.shape for key, spec in checkpoint.specs.items()}
     source = _as_whole(source, shapes, _parts(checkpoint, target))
     if not in_parts(checkpoint.specs):
@@ -162,7 +163,7 @@ def _sides(context: Context, target: Target) -> tuple[dict[str, Shape], dict[str
 
 
 def _proof_without_map(rule: Rule, context: Context, target: Target) -> Iterator[Finding]:
-    """Report whether two models whose names are the same compute the same, if the user names the second one."""
+    """Report whether two models with the same names compute the same, if the user names the second one."""
     is_done = any(step.rule == rule.code for step in context.plan.steps)
     if context.source_model is None or is_done or any(obstacles(context.checkpoint, target)):
         return
@@ -186,7 +187,7 @@ def _map_finding(
     proof: Equivalence | None,
     elsewhere: str,
 ) -> Finding:
-    """Return the finding of the map, with the fix that applies what is not ambiguous."""
+    """Return the finding for the map, with a fix that applies the keys that are not ambiguous."""
     applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
     missing = inference.lacking(target.tie_of)
     is_whole = not missing and not inference.unused
@@ -231,7 +232,7 @@ def _map_finding(
 def _ambiguous_finding(
     rule: Rule, checkpoint: Checkpoint, inference: Inference, ambiguous: Moves, elsewhere: str
 ) -> Finding:
-    """Return the finding of the keys that have several sources which fit."""
+    """Return the finding for the keys that several sources fit."""
     are_fused = all(
         len(move.parts) > 1 or move.parts[0].box != full(inference.source[move.parts[0].source])
         for move in ambiguous.values()
@@ -268,7 +269,8 @@ def _figures(proof: Equivalence) -> dict[str, object]:
 
 
 def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
-    """Return the shapes of what can be moved: floats that the target does not compute, and counters of batches."""
+    """Return the shapes of the tensors that can be moved: floats that the target does not compute, and batch
+    counters."""
     parts = set() if in_parts(target.slots) else {key for keys in in_parts(checkpoint.specs).values() for key in keys}
     return {
         key: spec.shape
@@ -279,7 +281,7 @@ def _tensors(checkpoint: Checkpoint, target: Target) -> dict[str, Shape]:
 
 
 def _as_whole(given: dict[str, Shape], shapes: Specs, parts: Mapping[str, Collection[str]]) -> dict[str, Shape]:
-    """Return the shapes with one for each weight that is in parts, under the name of the weight."""
+    """Return the shapes with one entry for each weight that is in parts, under the weight's name."""
     if not parts:
         return given
     wholes = {next(iter(renamed_parts(name, name, keys)), ""): name for name, keys in parts.items()}
@@ -306,7 +308,7 @@ def _slots(target: Target) -> dict[str, Shape]:
 
 
 def _everything(checkpoint: Checkpoint, target: Target) -> tuple[Specs, Specs]:
-    """Return the shapes of all tensors of both sides: what a library converts need not be guessed."""
+    """Return the shapes of all tensors of both sides, for a library's own conversion."""
     ours = {
         key: spec.shape for key, spec in checkpoint.specs.items() if spec.storage is not None and not spec.quantizer
     }
@@ -318,7 +320,7 @@ def _takes_part(key: str, dtype: str) -> bool:
 
 
 def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
-    """Return the map, or None if the names explain the file without one, or if no map explains it."""
+    """Return the map; None if the names already fit, or no map explains the file."""
     wanted = {key for key in target if key.rpartition(".")[2] != COUNTER}
     unplaced = {key for key in wanted if source.get(key) != target[key]}
     if not _is_moved(source, target):
@@ -328,11 +330,11 @@ def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
     inference = infer_tied(source, target, tied)
     if _is_much(len(unplaced), len(wanted)):
         return inference if len(wanted.intersection(inference.matches)) >= COVERED * len(wanted) else None
-    # A few layers have other names: those that are left over have to be those that are missing.
+    # Only a few layers have other names: the leftover ones have to be the missing ones.
     if inference.missing or inference.unused:
         return None
     moved = {key for key in wanted - unplaced if not keeps_name(key, inference.matches[key])}
-    if moved and is_in_order(source, sorted(source)):  # their names are all that says so, and they say otherwise
+    if moved and is_in_order(source, sorted(source)):  # only names support the map, and they contradict it
         matches = {
             key: match if keeps_name(key, match) else replace(match, label=Label.AMBIGUOUS)
             for key, match in inference.matches.items()
@@ -342,8 +344,8 @@ def _inference(source: Specs, target: Specs, tied: Ties) -> Inference | None:
 
 
 def _passed_on(unplaced: set[str], inference: Inference) -> set[str]:
-    """Return the keys whose name a missing key has in the file, and those whose name these have: ``layers.0`` is
-    ``proj_in`` there, and ``layers.1`` is ``layers.0``."""
+    """Return the keys whose name a missing key has in the file, and so on for their own names: ``proj_in`` is
+    ``layers.0`` in the file, and ``layers.0`` is ``layers.1``."""
     found, todo = set(unplaced), list(unplaced)
     while todo:
         more = {part.source for part in inference.matches[todo.pop()].parts} & inference.target.keys() - found
@@ -353,12 +355,12 @@ def _passed_on(unplaced: set[str], inference: Inference) -> set[str]:
 
 
 def _is_moved(source: Specs, target: Specs) -> bool:
-    """Return whether a matrix of the target has no source of its name; vectors of one length are many."""
+    """Return whether a matrix of the target has no source of its name and shape; vectors are too alike to count."""
     return any(len(shape) > 1 and source.get(key) != shape for key, shape in target.items())
 
 
 def _is_left_over(source: Specs, target: Specs) -> bool:
-    """Return whether a tensor without a place has the shape of one without a source, or a matrix has none."""
+    """Return whether a leftover tensor has the shape of a missing one, or a matrix has no source."""
     left = {shape for key, shape in source.items() if target.get(key) != shape}
     return _is_moved(source, target) or any(
         shape in left and source.get(key) != shape for key, shape in target.items() if shape
@@ -370,7 +372,7 @@ def _is_much(moved: int, number: int) -> bool:
 
 
 def _values(checkpoint: Checkpoint, reference: Checkpoint, source: Specs, target: Specs) -> Values:
-    """Return the values of both sides, mapped; None if one of them cannot be read as it is."""
+    """Return the values of both sides, memory-mapped; None if one of them cannot be read as stored."""
     with suppress(CkptfixError):
         sides = checkpoint.state_dict(mmap=True), reference.state_dict(mmap=True)
         plain = [
@@ -384,16 +386,16 @@ def _values(checkpoint: Checkpoint, reference: Checkpoint, source: Specs, target
 
 
 def _explained(source: Specs, target: Specs, tied: Ties, values: Values) -> Inference | None:
-    """Return the map that names and shapes say, and the values of both sides, if they are of one training."""
+    """Return the map from names and shapes, and from the values of both sides if they are from the same training."""
     inference = _inference(source, target, tied)
     return inference if values is None else by_values(inference, source, target, *values)
 
 
 def _relabelled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values) -> Moves:
-    """Return the moves with their labels after another look at the file as it will be.
+    """Return the moves with their labels after a second inference on the resulting file.
 
-    What is ambiguous is likely if the other look finds the same. If it would move anything else, the map contradicts
-    itself, and all of it is ambiguous, as it is if what moves could be a layer that keeps its name."""
+    An ambiguous move becomes likely if the second inference finds it too. If that would move anything else, the map
+    contradicts itself and all of it is ambiguous, also if a moved layer could be one that keeps its name."""
     kept = {key for key, move in moves.items() if move.label is Label.AMBIGUOUS and keeps_name(key, move)}
     for _ in range(2):
         applied = {key: move for key, move in moves.items() if move.label > Label.AMBIGUOUS}
@@ -417,15 +419,15 @@ def _relabelled(moves: Moves, source: Specs, target: Specs, tied: Ties, values: 
 def _moved_next(
     moves: Moves, source: Specs, target: Specs, tied: Ties, values: Values
 ) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """Yield what another look would move once these moves are made."""
+    """Yield what a second inference would move after these moves."""
     made: dict[str, list[str]] = defaultdict(list)
     for key, move in moves.items():
         made[move.parts[0].source].append(key)
     used = {part.source for move in moves.values() for part in move.parts}
-    after: dict[str, Shape] = {}  # in the order of the file that will be written
+    after: dict[str, Shape] = {}  # in the order of the output
     for key, shape in source.items():
         after |= {name: target[name] for name in made[key]} if key in used else {key: shape}
-    if values is not None:  # what was moved has the values of its place, as far as they are compared
+    if values is not None:  # a moved tensor has the values of its new place, as far as they are compared
         values = {**values[0], **{key: values[1][key] for key in moves}}, values[1]
     again = _explained(after, target, tied, values)
     if again is None:

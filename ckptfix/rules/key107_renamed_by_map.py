@@ -51,7 +51,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose what the user's map says."""
+    """Propose the edits of the user's map."""
     checkpoint, target, given = context.checkpoint, context.target, context.settings.rename_map
     assert isinstance(given, RenameMap), "Needs.MAP"
     if target is not None and not any(obstacles(checkpoint, target)):
@@ -66,7 +66,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     wrappers = _wrappers(checkpoint, target, given)
     key_of = {without_first(key, wrappers): key for key in checkpoint.entries}
     entries = {name: checkpoint.entries[key] for name, key in key_of.items()}
-    # A rule may rename what is not a tensor; any other step than a name needs a shape.
+    # A rule may rename an entry that is not a tensor, but any other step needs a shape.
     shapes = {name: entry.shape if isinstance(entry, TensorSpec) else () for name, entry in entries.items()}
     wanted = None
     if target is not None:
@@ -74,7 +74,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
     edits: list[Edit] = []
     try:
         moves = resolve(fitting(given, shapes, wanted) if wanted else given, shapes, wanted)
-    except UsageError as error:  # a pattern by hand, which may fit another file
+    except UsageError as error:  # a pattern of --rename, which may fit another file
         raise UsageError(f"{checkpoint.path}: ", *error.args) from error
     for key, move in moves.items():
         (part, *others) = move.parts
@@ -106,7 +106,7 @@ def renamed_by_map(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _wrappers(checkpoint: Checkpoint, target: Target | None, given: RenameMap) -> int:
-    """Return how many leading ``module.`` are a wrapper's: none if the map or the target has such names itself."""
+    """Return how many leading ``module.`` a wrapper added: none if the map or the target has such names itself."""
     if target is None:
         return 0
     named = [*target.slots, *target.entries, *(name for each in given.rules for name in (each.source, each.target))]

@@ -1,6 +1,6 @@
-"""What a map of layers moves in a checkpoint: the matches that change something, and the edits that they are.
+"""The matches of a map of layers that change something in a checkpoint, and their edits.
 
-``proved`` chooses between the maps that shapes leave open by running both models."""
+``proved`` runs both models to choose between the maps that shapes leave open."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ckptfix.rules.rule import SourceModel
 Moves = dict[str, Match]
 
 MOST_MAPS, MOST_SECONDS = 24, 10.0
-"""How many maps are tried with ``--source-model``, and how long they are searched for."""
+"""The most maps that ``--source-model`` tries, and the longest search for them."""
 
 
 def proved(
     inference: Inference, source_model: SourceModel, tied: Collection[str], checkpoint: Checkpoint
 ) -> tuple[Inference, Moves, Equivalence]:
-    """Return the first of the possible maps that gives equal outputs, else the likeliest, with the proof."""
+    """Return the first possible map that gives equal outputs, else the likeliest, with its moves and the proof."""
     for some in _rounds(inference, tied):
         possible = [(each, moves_of(_decided(each), checkpoint)) for each in some]
         plans = [Plan((Step(RENAMED_LAYERS.code, tuple(edits_of(moves, checkpoint))),)) for _, moves in possible]
@@ -55,7 +55,7 @@ def proved(
 
 
 def _rounds(inference: Inference, tied: Collection[str]) -> Iterator[list[Inference]]:
-    """Yield the map, and then the others that are possible, if shapes and structure leave any; the likeliest first."""
+    """Yield the map, and then the other possible ones if shapes and structure leave any, the likeliest first."""
     yield [*each_of(inference, tied), inference]
     if any(match.label < Label.CERTAIN for match in inference.matches.values()):
         first = infer_tied(inference.source, inference.target, {})
@@ -63,7 +63,7 @@ def _rounds(inference: Inference, tied: Collection[str]) -> Iterator[list[Infere
 
 
 def _decided(inference: Inference) -> Inference:
-    """Return the map with the keys that are ambiguous, as a proof decides about them."""
+    """Return the map with its ambiguous keys as likely, because a proof decides about them."""
     matches = {key: replace(each, label=max(each.label, Label.LIKELY)) for key, each in inference.matches.items()}
     return replace(inference, matches=matches)
 
@@ -76,7 +76,7 @@ def moves_of(inference: Inference, checkpoint: Checkpoint) -> Moves:
     """Return the matches that change something. None of them takes the place of a key that stays in the file."""
     moves = {key: match for key, match in inference.matches.items() if not stays(key, match, inference)}
     kept = used_in_full({key: move.parts for key, move in moves.items()}, inference.source)
-    # What is in parts can only get another name.
+    # A tensor in parts can only be renamed.
     moves = {key: move for key, move in moves.items() if key in kept and _is_there(move, inference, checkpoint)}
     while True:
         applied, leaving = (
@@ -96,7 +96,7 @@ def moves_of(inference: Inference, checkpoint: Checkpoint) -> Moves:
 
 
 def _is_in_doubt(key: str, match: Match, moves: Moves) -> bool:
-    """Tell whether a key that keeps its name could be what moves elsewhere, which is as doubtful."""
+    """Return whether a key that keeps its name could swap places with an ambiguous move, and so is as doubtful."""
     return (
         key not in moves
         and match.label is Label.AMBIGUOUS
@@ -108,7 +108,7 @@ def _is_in_doubt(key: str, match: Match, moves: Moves) -> bool:
 
 
 def _is_there(match: Match, inference: Inference, checkpoint: Checkpoint) -> bool:
-    """Return whether the file has the tensors of a match, or all that it does to one in parts is to rename it."""
+    """Return whether the file has the tensors of a match; of a tensor in parts, only a rename is possible."""
     part, *others = match.parts
     whole = full(inference.source[part.source])
     is_renamed = not others and part == Part(part.source, whole, whole)
