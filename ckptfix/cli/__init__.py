@@ -1,4 +1,4 @@
-"""The command line. This package is the only place of ckptfix that prints or exits."""
+"""The command line: the only room of ckptfix that prints or exits."""
 
 import atexit
 import gc
@@ -7,18 +7,17 @@ import sys
 
 __all__ = ["main"]
 
-# Objects after which Python looks for garbage among them, 700 by default. A start and a parsed file make many, and none
-# of them is garbage.
+# Allocations between two garbage collections; Python's default is 700. Starting up and parsing a file allocate many
+# objects, almost none of which is garbage.
 _NEW_OBJECTS = 50_000
 
-
-# Bytes of address space without which an import does not work.
+# Bytes of address space that an import needs.
 _ADDRESSES = {"ckptfix.cli.program": 120_000_000, "numpy": 120_000_000, "torch": 560_000_000}
 
 
 class _LimitedAddresses:
-    """Refuses imports for which `ulimit -v` leaves too little: numpy's OpenBLAS would end the process with 1, the code
-    for findings, and Python itself calls a file that it has no memory to parse a syntax error."""
+    """An import hook that raises ``MemoryError`` if `ulimit -v` leaves too little. Without it, numpy's OpenBLAS exits
+    with 1, the code for findings, and Python reports a module that it has no memory to parse as a syntax error."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -37,15 +36,15 @@ def _respect_memory_limit() -> None:
     import resource
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its buffers for each core count too
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # it allocates buffers for each core
         sys.meta_path.insert(0, _LimitedAddresses)
 
 
 def main() -> None:
     """Run the program and exit."""
     gc.set_threshold(_NEW_OBJECTS)
-    # Else Python goes through all objects again when it ends: a fifth of a look at names. Triton, which newer releases
-    # of torch import, would then list on stderr what it calls leaked.
+    # Without this, Python collects garbage once more at exit, which takes a fifth of a check of names. With it, Triton,
+    # which newer releases of torch import, would report leaks on stderr.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     _respect_memory_limit()
     try:

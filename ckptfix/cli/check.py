@@ -55,21 +55,21 @@ def _checkpoints(path: str) -> Iterable[str]:
 
     is_of_library = False
     try:
-        if not has_ranks(Path(path)):  # which are not read twice: there may be hundreds
+        if not has_ranks(Path(path)):  # ranks are not read twice: there may be hundreds
             ckptfix.open_checkpoint(path)
             is_of_library = weights_file(path) is not None
         if not is_of_library:
             return [path]
     except UnreadableError:
         pass
-    except CkptfixError:  # it is one, and the check says what is wrong with it
+    except CkptfixError:  # a checkpoint; the check reports what is wrong with it
         return [path]
     from ckptfix.zoo.items import ItemKind, list_zoo
     from ckptfix.zoo.places import open_place
 
     kept = []
     for item in list_zoo(open_place(path)):
-        # What is beside the weights of a library is read with them, and in folders are the files of other steps.
+        # A trainer's files are read together with the weights next to them, here and in the folders of other steps.
         is_left = is_of_library and OF_TRAINERS.fullmatch(Path(item.name).name)
         if item.kind is ItemKind.OTHER or is_left or (item.forgiven and _fails_with(item.forgiven, path, item.name)):
             continue
@@ -80,7 +80,7 @@ def _checkpoints(path: str) -> Iterable[str]:
 
 
 def _fails_with(kind: type[CkptfixError], folder: str, name: str) -> bool:
-    """Return whether opening a file raises an error of this kind; any other is for the report."""
+    """Return whether opening a file raises an error of this class; any other error is left to the report."""
     from ckptfix.reading.opening import open_file
 
     try:
@@ -94,7 +94,7 @@ def _fails_with(kind: type[CkptfixError], folder: str, name: str) -> bool:
 def _checking(
     paths: Sequence[str], arguments: Mapping[str, Any], jobs: int
 ) -> Iterator[Iterable[Callable[[], Report]]]:
-    """Give for each path a function that returns its report, in ``jobs`` processes if there are several."""
+    """Yield a function for each path that returns its report; several of them run in ``jobs`` processes."""
     if jobs < 1:
         raise UsageError(Opt("jobs", jobs), ": give 1 or more")
     if min(jobs, len(paths)) < 2:
@@ -105,9 +105,9 @@ def _checking(
 
     pool = ProcessPoolExecutor(
         min(jobs, len(paths)),
-        # This process has no threads yet, so it can be forked, which takes no new start; macOS has none that is safe.
+        # No threads run yet, so forking is safe, and it saves starting Python again; on macOS it is never safe.
         multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn"),
-        # Ctrl-C reaches every process of the terminal; this one says so for all.
+        # Ctrl-C reaches every process of the terminal; only this one reports it.
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )
@@ -130,7 +130,7 @@ def _result(future: Future[Report], path: str) -> Report:
 
 
 def _check(path: str, arguments: Mapping[str, Any]) -> Report:
-    # Here and not above: --help and --version need nothing of the library.
+    # Imported here because --help and --version do not need it.
     import ckptfix
 
     return ckptfix.check(path, **arguments)

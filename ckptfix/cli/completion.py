@@ -1,4 +1,4 @@
-"""Completion in bash, to which `:` and `=` end a word: `known:timm/resnet50` is three words."""
+"""Completion in bash, which splits words at `:` and `=`: `known:timm/resnet50` is three words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from click.shell_completion import BashComplete, CompletionItem, split_arg_strin
 
 
 class WholeWords(BashComplete):
-    """Complete words that hold `:` or `=`, and give bash what belongs after the last of them."""
+    """Completes words that contain `:` or `=`, and gives bash only the part after the last of these."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         whole = re.sub(r"\n?([:=]+)\n?", r"\1", "\n".join(_words()))
@@ -26,5 +26,5 @@ class WholeWords(BashComplete):
 
 
 def _words() -> list[str]:
-    """Return the words up to the one that is completed."""
+    """Return the words up to and including the one being completed."""
     return os.environ["COMP_WORDS"].split("\n")[: int(os.environ["COMP_CWORD"]) + 1]

@@ -1,6 +1,6 @@
-"""The two streams, and what becomes of an exception.
+"""Writes to the two streams, and turns exceptions into messages and exit codes.
 
-The report goes to stdout, everything else to stderr. An error is one line there, and the exit code is 2."""
+The report goes to stdout, everything else to stderr. An error is one line, and the exit code is 2."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ckptfix.core.progress import SMALL, Task, watched_by
 from ckptfix.errors import CkptfixError, HostileError, TargetError, UsageError, WriteError
 from ckptfix.report.style import Line, Span, TextFormat, size
 
-QUIET = 2.0  # seconds of work before anything is shown: most of it is done by then
+QUIET = 2.0  # seconds before any progress is shown: most work is done by then
 
-# Seconds from one text to the next: on a terminal, where it takes the place of the last one, and in a file.
+# Seconds between two updates: on a terminal, where a line replaces the last one, and elsewhere.
 LIVE, SELDOM = 0.2, 10.0
-_SETTLED = 1.0  # seconds of a task after which its rate says how long the rest takes
+_SETTLED = 1.0  # seconds after which the rate of a task can predict the rest
 
 
 class Meter(Struct):
-    """Watches the work on one file. ``show`` takes a text every ``every`` seconds; ``clock`` counts them."""
+    """Watches the work on one file, and passes its progress to ``show`` every ``every`` seconds of ``clock``."""
 
     show: Callable[[str], None]
     every: float = LIVE
@@ -42,9 +42,9 @@ class Meter(Struct):
         self._shown = self.clock() + max(QUIET, self.every) - self.every
 
     def advanced(self, task: Task) -> None:
-        """Show the task again, if it is time to."""
+        """Show the progress of the task, if it is time to."""
         now = self.clock()
-        # The task is kept beside its start, or its id could become that of another one.
+        # The task itself is kept too, so that its id is not reused.
         _, began, before = self._began.setdefault(id(task), (task, now, task.done))
         if now - self._shown < self.every or task.total < SMALL:
             return
@@ -58,24 +58,24 @@ class Meter(Struct):
         self.show(text)
 
     def waits(self, reason: str, seconds: float) -> None:
-        """Show at once why nothing is done, if it takes longer than a moment."""
+        """Show at once why the work pauses, unless the pause is short."""
         if seconds >= QUIET:
             self.show(f"{reason}: next try in {time_text(seconds)}")
 
 
 def time_text(seconds: float) -> str:
-    """``4 s``, ``2 min``, ``30 h``."""
+    """Return a duration in words: ``4 s``, ``2 min``, ``30 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.0f} h"
 
 
-FAILED = 2  # the exit code of what could not be done at all: unreadable, hostile, usage, our bug
-_BY_SIGNAL, _PIPE_CLOSED = 128, 141  # 128 + the number of the signal is what a shell makes of it; SIGPIPE is 13
+FAILED = 2  # exit code after an error: unreadable or hostile file, wrong usage, our bug
+_BY_SIGNAL, _PIPE_CLOSED = 128, 141  # shells use 128 + the number of the signal; SIGPIPE is 13
 
 
 class Stopped(KeyboardInterrupt):
-    """The program is asked to end: what is half done is cleared away, as after Ctrl-C."""
+    """A signal asks the program to end. Handled like Ctrl-C: unfinished files are removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class Stopped(KeyboardInterrupt):
 
 
 def open_streams() -> None:
-    """Let what is written to a stream that the caller closed go nowhere. A file that is opened later would take its
-    number, and get what others write there."""
+    """Open /dev/null for each standard stream that the caller closed. Otherwise a file opened later would get its
+    descriptor, and with it the output meant for the stream."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
         name = ("stdin", "stdout", "stderr")[descriptor]
         if getattr(sys, name) is None:
@@ -93,13 +93,13 @@ def open_streams() -> None:
 
 
 def handle_signals() -> None:
-    """Let a request to end, and a terminal that is closed, clear away what is half done; by default it would stay."""
+    """Make SIGTERM and SIGHUP raise ``Stopped``, so that unfinished files are removed."""
 
     def stop(number: int, _frame: object) -> None:
         raise Stopped(number)
 
     def insist(ignored: Any) -> None:
-        """Python drops what is raised while it clears up an object; the request is made again a little later."""
+        """Raise the exception again a little later: Python drops those that are raised in a finalizer."""
         if not issubclass(ignored.exc_type, KeyboardInterrupt) or not hasattr(signal, "setitimer"):
             sys.__unraisablehook__(ignored)
             return
@@ -116,10 +116,10 @@ def handle_signals() -> None:
 
 
 class Console(Struct):
-    """Where a command writes.
+    """The output streams of a command.
 
-    ``failures`` holds the message of every error that was shown, and whether the file is built to run code.
-    ``is_hopeless`` once something failed that all files need."""
+    ``failures`` has the message of every error shown, and whether the file is built to run code. ``is_hopeless`` is set
+    after an error that all other files would have too."""
 
     quiet: bool = False
     verbose: bool = False
@@ -129,47 +129,47 @@ class Console(Struct):
     _begun: float = field(default_factory=time.monotonic)
 
     def write(self, lines: Iterable[Line], *, plain: bool = False) -> None:
-        """Write lines to stdout; ``plain`` ones are for a program, never with colours."""
+        """Write lines to stdout; ``plain`` ones, for a program, without colours and without wrapping."""
         self.end_progress()
         shown = TextFormat.of(sys.stdout)
         write_output((TextFormat(encoding=shown.encoding) if plain else shown).write(lines))
 
     def note(self, text: str) -> None:
-        """Write a line to stderr, unless the user wants quiet."""
+        """Write a line to stderr, unless ``quiet`` is set."""
         if not self.quiet:
             self.end_progress()
             _write_error([f"ckptfix: {text}"])
 
     def progress(self, text: str) -> None:
-        """Show what is being done, only on a terminal, until something else is written."""
+        """Show on a terminal what is being done, until something else is written."""
         if sys.stderr.isatty() and not self.quiet:
             self.end_progress()
             text_format = TextFormat.of(sys.stderr)
             shown = f"{text} …"
-            if text_format.width and len(shown) >= text_format.width:  # a second row could not be taken away again
+            if text_format.width and len(shown) >= text_format.width:  # a second row could not be erased
                 shown = f"{text[: max(text_format.width - 3, 1)]} …"
             _write_error_text(text_format.write([shown]).rstrip("\n"))
             self._shows_progress = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Show how far the work is that is done meanwhile. Where there is no terminal, a line tells it every ten
-        seconds."""
+        """Show the progress of the work in the block: live on a terminal, otherwise as a line every ten seconds."""
         meter = Meter(self.progress) if sys.stderr.isatty() else Meter(self.note, SELDOM)
         with watched_by(meter):
             yield
 
     def end_progress(self) -> None:
-        """Take the line of ``progress`` away."""
+        """Erase the line of ``progress``."""
         if self._shows_progress:
             _write_error_text("\r\x1b[K")
             self._shows_progress = False
 
     @contextmanager
     def surviving(self, source: str = "", *others: str) -> Iterator[None]:
-        """Show an error about ``source`` and go on. A signal ends the program with one line, a closed pipe without.
+        """Show an error raised in the block, with ``source`` in front, and go on. A signal or a closed pipe ends the
+        program.
 
-        ``others`` are files that are read beside it: an error about one of them names it and not the source."""
+        ``others`` are further input files: an error about one of them names that file instead."""
         names = (source, *others)
         try:
             try:
@@ -177,13 +177,13 @@ class Console(Struct):
             finally:
                 self.end_progress()
         except TargetError as error:
-            # The user's own traceback, and nothing of ours.
+            # The traceback of the user's code, without frames of ours.
             _write_error_text(error.traceback_text)
             self._fail(_worded(error))
             self.is_hopeless = True
         except UsageError as error:
             self._fail(_worded(error))
-            # What is not about this file would be said of all others too.
+            # An error that is not about this file would recur for all others.
             self.is_hopeless = bool(source) and not _begins_with([source], str(error))
         except CkptfixError as error:
             self._fail(_naming(names, _worded(error)), isinstance(error, HostileError) and error.runs_code)
@@ -191,7 +191,7 @@ class Console(Struct):
             _close_quietly(sys.stdout)
             raise click.exceptions.Exit(_PIPE_CLOSED) from None
         except OSError as error:
-            # Every other error of a file that is not there has its name.
+            # The only missing file without a name is the working directory.
             is_homeless = isinstance(error, FileNotFoundError) and error.filename is None
             place = f"{error.filename}: " if error.filename else "the working directory: " if is_homeless else ""
             self._fail(_naming(names, f"{place}{error.strerror or error}"))
@@ -208,7 +208,7 @@ class Console(Struct):
 
     @contextmanager
     def guarding(self, source: str = "", form: str = "full") -> Iterator[None]:
-        """Show an error about ``source``, in the form ``json`` on stdout, too, and end the program with exit code 2."""
+        """Show an error raised in the block, for the format ``json`` also on stdout, and exit with code 2."""
         failed_before = len(self.failures)
         with self.surviving(source):
             yield
@@ -220,7 +220,7 @@ class Console(Struct):
             raise click.exceptions.Exit(FAILED)
 
     def report_stop(self, stop: KeyboardInterrupt, source: str = "") -> int:
-        """Tell in one line that a signal ended the work on ``source``; gives the exit code."""
+        """Show in one line that a signal stopped the work on ``source``, and return the exit code."""
         name = signal.strsignal(number := getattr(stop, "number", signal.SIGINT))
         from ckptfix.writing.atomic import placed  # nothing else needs it
 
@@ -241,7 +241,7 @@ class Console(Struct):
 
 
 def write_output(text: str) -> None:
-    """Write to stdout now, so that a closed pipe shows here. Raises ``WriteError`` if the disk is full."""
+    """Write to stdout and flush, so that a closed pipe raises here. Raises ``WriteError`` if the disk is full."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -257,7 +257,7 @@ def _write_error(lines: Iterable[Line]) -> None:
 
 
 def _write_error_text(text: str) -> None:
-    """Write to stderr if possible: a note that is lost there changes nothing of the result and of the exit code."""
+    """Write to stderr, ignoring failures: a lost note affects neither the result nor the exit code."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -266,7 +266,8 @@ def _write_error_text(text: str) -> None:
 
 
 def _close_quietly(stream: TextIO) -> None:
-    """Let Python's last flush go nowhere (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
+    """Redirect the stream to /dev/null, so that Python's flush at exit cannot fail
+    (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
 
@@ -279,7 +280,7 @@ def _worded(error: CkptfixError) -> str:
 
 
 def _naming(names: Sequence[str], message: str) -> str:
-    """Return the message with the first of the names before it, unless it begins with one of them."""
+    """Return the message with the first name in front, unless it starts with one of the names already."""
     return f"{names[0]}: {message}" if names and names[0] and not _begins_with(names, message) else message
 
 
@@ -287,16 +288,16 @@ def _begins_with(names: Iterable[str], message: str) -> bool:
     return any(message.startswith((f"{name}: ", f"{name}{os.sep}")) for name in names if name)
 
 
-# What torch, CUDA and the system say when there is too little memory: torch has no class of its own for it.
+# What torch, CUDA and the system say when memory runs out; they have no common exception for it.
 _OUT_OF_MEMORY = ("not enough memory", "out of memory", "can't allocate memory", "Cannot allocate memory")
 
 
 def _too_little(error: Exception) -> str:
-    """Return what to say of an error that is about the machine and not about ckptfix; an empty text otherwise."""
+    """Return the message for an error that the machine caused, and not a bug of ckptfix; otherwise an empty text."""
     if any(words in str(error) for words in _OUT_OF_MEMORY):
         return f"not enough memory ({str(error).splitlines()[0]})"
     if isinstance(error, ImportError):
-        # A package whose libraries do not load names none: then the package is whose import was under way.
+        # If a shared library does not load, the error has no name: take the package whose import was under way.
         files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         begun = [file.parent.name for file in files if file.name == "__init__.py"]
         for part in ((error.name or "").partition(".")[0], *begun):

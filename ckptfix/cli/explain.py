@@ -21,8 +21,8 @@ from ckptfix.errors import Opt, UsageError
 if TYPE_CHECKING:
     from ckptfix.core.report import Report
 
-UNKNOWN = 1  # the exit code for a text that is not known
-_MOST = 16_000_000  # bytes of a log that are kept: the error is at its end
+UNKNOWN = 1  # exit code for an unknown text
+_MOST = 16_000_000  # bytes read from the end of a log, where the error is
 
 ARGUMENTS = {
     "explain": (
@@ -47,7 +47,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
     console, choices, file = run.console, run.choices, run.choices.get("file")
     with console.guarding(file or ""):
         given, form = _given(text, console), choices.get("output_format", "full")
-        # Here and not above: --help and --version need nothing of the library.
+        # Imported here because --help and --version do not need it.
         from ckptfix.explain import MessageContext, Verdict, judge, nearest
         from ckptfix.explain import explain as explain_text
         from ckptfix.explain.format import (
@@ -90,7 +90,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
 
 
 def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report | str:
-    """Return the report of the file, or why it cannot be read, which is an answer too if there is such a file."""
+    """Return the report on the file, or a sentence that says why it is unreadable. Raises ``UsageError`` if missing."""
     import ckptfix
 
     if not Path(file).exists():
@@ -103,7 +103,7 @@ def _report(file: str, choices: Mapping[str, Any], console: Console) -> Report |
 
 
 def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names at the top of the file that something is under."""
+    """Return the names of the file's top-level entries that are not None."""
     import ckptfix
 
     root = ckptfix.open_checkpoint(file, **which).root
@@ -111,9 +111,9 @@ def _entries(file: str, which: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _given(words: tuple[str, ...], console: Console) -> str:
-    """Return the text to be explained. Raises ``UsageError`` if there is none, or if a file is not a log."""
+    """Return the text to explain. Raises ``UsageError`` if it is blank, or for a binary file."""
     log: Path | None = None
-    with suppress(OSError, ValueError):  # a message is longer than any name, or has signs that no name has
+    with suppress(OSError, ValueError):  # a message may be too long for a path, or have a NUL
         log = Path(words[0]) if len(words) == 1 and Path(words[0]).is_file() else None
     if words and words != ("-",) and log is None:
         given = " ".join(words)
@@ -126,7 +126,7 @@ def _given(words: tuple[str, ...], console: Console) -> str:
             if sys.stdin.isatty():
                 console.note("paste the message, then press Ctrl-D (Ctrl-Z and Enter on Windows)")
             raw = sys.stdin.buffer.read()[-_MOST:]
-        is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # what Windows' shells redirect
+        is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell redirects
         if log is not None and b"\0" in raw[:512] and not is_wide:
             raise UsageError(f"{log} is not a text file; to examine a checkpoint, run `ckptfix check {log}`")
         given = raw.decode("utf-16" if is_wide else "utf-8", "replace")

@@ -1,4 +1,4 @@
-"""``ckptfix migrate``: a whole zoo of checkpoints becomes one that loads."""
+"""``ckptfix migrate``: repair a whole zoo of checkpoints into a new one, or draft its table."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _migrate(
     table, decided = tables(console, place, choices, given)
     page = page_file(choices["report"]) if "report" in choices else None
     if page is not None:
-        page.refuse()  # now, and not after a night of work
+        page.refuse()  # before hours of work, not after
     listed: Sequence[str] | None = choices.get("only")
     if "listed" in choices:
         listed = [*(listed or ()), *read_list(_read(choices["listed"]))]
@@ -115,7 +115,7 @@ def _migrate(
 
 
 def _engine(choices: Mapping[str, Any]) -> MakeEngine | None:
-    """Return what makes the engine that was asked for; None for that of this machine."""
+    """Return a factory of the Ray engine if it was asked for; None for this machine's own."""
     if choices.get("engine") != "ray":
         if "address" in choices:
             raise UsageError(Opt("address"), " names a Ray cluster; add ", Opt("engine", "ray"))
@@ -136,14 +136,14 @@ def _read(file: str) -> str:
 
 
 def of_a_repair(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that say how files are repaired, which a table may have too."""
+    """Return the options that say how files are repaired, which zoo.toml may contain too."""
     return {name: value for name, value in choices.items() if BY_NAME[name].scope in (Scope.REPAIR, Scope.ONE_FILE)}
 
 
 def tables(
     console: Console, place: str, choices: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Table, Table | None]:
-    """Return the table of the zoo at a place, and the same with what is decided for single files."""
+    """Return the table of a zoo, and one with the decisions about the files of ``--only``; None without decisions."""
     from ckptfix.zoo.zoo_toml import FILE_NAME, plain_table, read_table
 
     usual = Path(FILE_NAME)
@@ -157,7 +157,7 @@ def tables(
     def made(flags: Mapping[str, Any]) -> Table:
         table = plain_table(flags) if file is None else read_table(file, flags)
         if file is not None and "table" not in choices and any(each.model for each in (*table.treatments, table.rest)):
-            # A user who runs ckptfix in a folder that someone else made should know that its code runs.
+            # The table may be someone else's, so say that code runs.
             console.note(f"{file} names models; their code runs")
         return table
 
@@ -171,7 +171,7 @@ def tables(
 
 
 def draft(console: Console, source: str, destination: str | None, choices: Mapping[str, Any]) -> int:
-    """Draft the table of a zoo: which files belong to which model, as far as the files themselves show it."""
+    """Write a draft of zoo.toml: which files belong to which model, as far as the files show. Return the exit code."""
     from ckptfix.zoo.drafting import draft_table
     from ckptfix.zoo.items import list_zoo
     from ckptfix.zoo.places import open_place, split_source

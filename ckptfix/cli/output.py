@@ -1,4 +1,4 @@
-"""Reports on their way to stdout, in the form that was asked for."""
+"""Writes reports to stdout in the requested format, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ckptfix.report.style import Line
 
 
 class ReportWriter:
-    """Writes the reports of a run in the form of ``--output-format``, and as a page if ``--report`` asks for one.
+    """Writes the reports of a run in the format of ``--output-format``, and as a page for ``--report``.
 
     ``exit_code`` is the worst so far."""
 
     def __init__(self, console: Console, choices: Mapping[str, Any]) -> None:
-        """Raises ``UsageError`` if no page can go where it is wanted."""
+        """Raise ``UsageError`` if the page would overwrite something else."""
         self.exit_code = 0
         self._console = console
         self._forms = [_form(choices.get("output_format", "full"), console)]
@@ -35,7 +35,7 @@ class ReportWriter:
             self._forms.append(_Page(choices))
 
     def write_report(self, source: str, presentation: Presentation, make: Callable[[], Report]) -> None:
-        """Make the report of one file and write it; an error takes its place and stops no other file."""
+        """Make the report on one file and write it; if that fails, write the error, so that other files can follow."""
         failed_before = len(self._console.failures)
         beside = [
             str(presentation.choices[name])
@@ -54,7 +54,7 @@ class ReportWriter:
             self.exit_code = FAILED
 
     def close(self) -> None:
-        """Write what was held back."""
+        """Write what comes after the last report."""
         for form in self._forms:
             if form.file is None:
                 write_output("".join(form.pieces()))
@@ -65,7 +65,7 @@ class ReportWriter:
 
 
 def _form(name: str, console: Console) -> ReportFormat:
-    """Return a new form of this name."""
+    """Return the format with this name."""
     if name in ("full", "concise"):
         return _Lines(name == "full", console)
     if name == "json":
@@ -79,8 +79,7 @@ def _form(name: str, console: Console) -> ReportFormat:
 
 
 class _Lines(ReportFormat):
-    """The reports for people, who read errors on stderr: full ones are apart. After several files, how many of them
-    have defects."""
+    """Reports for people, full or concise, and a summary after several files. Errors are already on stderr."""
 
     is_for_programs = False
 
@@ -122,7 +121,7 @@ class _Lines(ReportFormat):
 
 
 class _JsonDocument(ReportFormat):
-    """The reports in ckptfix's own form, with what only the command line knows."""
+    """The reports as one JSON document, with the commands and checksums that only the command line adds."""
 
     def __init__(self) -> None:
         self._entries: list[Mapping[str, Any]] = []
@@ -148,7 +147,7 @@ class _JsonDocument(ReportFormat):
 
 
 def _sha256(source: str) -> str | None:
-    """Return the SHA-256 of a file; None for a checkpoint in several files, and for one that is gone by now."""
+    """Return the SHA-256 of a file as hex digits; None for a folder, a URL or a missing file."""
     from ckptfix.bytes.checksums import sha256_of_file
 
     try:
@@ -158,7 +157,7 @@ def _sha256(source: str) -> str | None:
 
 
 class _Page(ReportFormat):
-    """The reports as a page; what a file comes to waits on the disk, not in memory."""
+    """The reports as an HTML page. Until it is written, records are kept on disk, not in memory."""
 
     def __init__(self, choices: Mapping[str, Any]) -> None:
         from ckptfix.report.page import page_file
@@ -213,7 +212,7 @@ NOT_INSTALLED = "not installed"
 
 
 def facts_of_run() -> dict[str, str]:
-    """Return how, when and with what the page was made."""
+    """Return the date, the command and the versions that a page shows, by title."""
     return {
         "Made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "Command": typed(["ckptfix", *sys.argv[1:]]),
@@ -222,7 +221,7 @@ def facts_of_run() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of what ckptfix runs with."""
+    """Return the versions of ckptfix and of what it runs on, by title."""
     from importlib.metadata import PackageNotFoundError, version
 
     from ckptfix import __version__

@@ -1,4 +1,4 @@
-"""The program: its commands, made from the table of options, and ``--version``."""
+"""The click program: its commands, generated from the table of options, and ``--version``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _SETTINGS = {"max_content_width": 100}
 
 
 def _help_option() -> click.Option:
-    """Return ``--help``. That of click asks for a translation of its text, which takes a thirtieth of a look at names,
-    and has another name in each release."""
+    """Return the option ``--help``. Click's own looks for a translation of its text, which takes 3 % of a check of
+    names, and its parameter's name differs between releases."""
 
     def show(context: click.Context, _option: click.Parameter, is_given: bool) -> None:
         if is_given and not context.resilient_parsing:
@@ -52,9 +52,9 @@ def _help_option() -> click.Option:
 
 
 class Run(Struct, frozen=True):
-    """What a command is run with: the options by name, from the command line or the configuration file.
+    """The console and the options of a command by name, from the command line or the configuration file.
 
-    ``given`` holds the options that stand on the command line."""
+    ``given`` has only those from the command line."""
 
     console: Console
     choices: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Run(Struct, frozen=True):
 
 
 class Program(click.Group):
-    """The group of all commands. A command is imported when it is asked for: ``--version`` needs none."""
+    """The group of all commands. Imports a command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
@@ -75,7 +75,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the words name. Raises ``UsageError`` of click with a suggestion."""
+        """Return the command that ``args`` start with. Raises click's ``UsageError``, with a suggestion, if unknown."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from ckptfix.core.wording import nearest
 
@@ -116,14 +116,14 @@ PROGRAM = Program(
 
 
 class Argument(click.Argument):
-    """An argument with a help text. Its usage is its ``metavar``: ``PATH...``."""
+    """A positional argument with a help text."""
 
     def __init__(self, name: str, metavar: str, text: str, *, required: bool = True, many: bool = False) -> None:
         super().__init__([name], metavar=metavar, required=required, nargs=-1 if many else 1)
         self.text = text
 
     def make_metavar(self, ctx: click.Context | None = None) -> str:
-        """Return the word of the usage line."""
+        """Return the argument as the usage line shows it: ``PATH...`` or ``[CODE]``."""
         word = self.metavar if self.required else f"[{self.metavar}]"
         return f"{word}{'...' if self.nargs == -1 else ''}"
 
@@ -132,7 +132,7 @@ class Command(click.Command):
     """A command whose help shows the arguments and the groups of options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words of the command. A second file is answered with the command for many."""
+        """Parse the arguments. Raises click's ``UsageError`` for a second file of ``repair``."""
         if self.name != "repair":
             return super().parse_args(ctx, args)
         ctx.allow_extra_args = True
@@ -218,13 +218,13 @@ def _call(function: Callable[..., int], **parameters: Any) -> int:
         console.quiet, console.verbose = bool(choices.get("quiet")), bool(choices.get("verbose"))
         runs_model = "model" in choices and (function.__name__ != "explain" or "file" in choices)
         if runs_model and "model" not in given:
-            # In a folder that someone else made, the user should know that its code runs.
+            # The configuration file may be someone else's, so say that code runs.
             console.note(f"the model {choices['model']} comes from {configuration.path}; its code runs")
         return function(Run(console, choices, given), **arguments)
 
 
 def choose(command: str, given: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
-    """Return the options of a command by name: those given, else those of the configuration file.
+    """Return the options of a command by name: those given, and those of the configuration file that they leave open.
 
     Raises ``UsageError`` for given options that exclude each other, or that have no meaning without a model."""
     from ckptfix.core.option import MAP
@@ -242,10 +242,10 @@ def choose(command: str, given: Mapping[str, Any], configuration: Configuration)
     configured = without_rivals(configured, given)
     needed = Opt("prove", True) if command == MAP else Opt("model", "PKG.MOD:FACTORY")
     for name in idle_options({**configured, **given}, needed.name):
-        if name not in given:  # the configuration has it for the commands and files that have a model or a target
+        if name not in given:  # meant for the commands and files that have a model or a target
             del configured[name]
         elif BY_NAME[name].needs_model and given[name] is not False and name != "recalibrate":
-            # The library has better words for the others.
+            # For the others, the library's own message is better.
             raise UsageError(*(Opt(name), " has no meaning without a model; add ", needed, ", or leave it out"))
     if given.get("smoke") is False:
         configured.pop("compare", None)
@@ -290,13 +290,13 @@ def _completions(option: Option, _context: object, _parameter: object, begun: st
         from ckptfix.known.table import table
 
         return [CompletionItem(f"{KNOWN}{name}") for name in table().names() if name.startswith(begun[len(KNOWN) :])]
-    # Files come first: bash forgets what was suggested before them.
+    # Files come first: bash discards suggestions that come before them.
     files = [CompletionItem(begun, type="file")] if option.kind in (Type.FILE, Type.FILES, Type.INPUTS) else []
     return [*files, *(CompletionItem(word) for word in (*option.words, *option.prefixes) if word.startswith(begun))]
 
 
 def rule_codes(begun: str) -> Iterator[str]:
-    """Yield the codes of the rules that begin so."""
+    """Yield the codes of the rules that start with this text, in any case."""
     from ckptfix.rules import RULES
 
     return (rule.code for rule in RULES if rule.code.startswith(begun.upper()))

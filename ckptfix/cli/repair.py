@@ -45,7 +45,7 @@ def repair(run: Run, path: str) -> int:
 
 
 def _repair(path: str, arguments: Mapping[str, Any], choices: Mapping[str, Any]) -> Report:
-    # Here and not above: --help and --version need nothing of the library.
+    # Imported here because --help and --version do not need it.
     import ckptfix
     from ckptfix.engine.destination import refuse_inputs
 
@@ -75,7 +75,7 @@ def _saved_plan(file: str) -> Plan:
 
 
 def _check_plan_file(source: str, choices: Mapping[str, Any]) -> None:
-    """Raise ``UsageError`` if the plan cannot go to its file."""
+    """Raise ``UsageError`` if the plan would overwrite an input, the output, or a file that is not a plan."""
     from ckptfix.engine.destination import refuse_inputs
 
     file = Path(choices["plan"])
@@ -92,7 +92,7 @@ def _plan_file(file: str | Path) -> OwnFile:
 
 
 def _read_files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the files that are read beside the source, each with the option that names it."""
+    """Yield the option and the path of each input file besides the source."""
     from ckptfix.engine.destination import files_read
 
     yield from files_read(library_settings(choices))

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import click
     from click.shell_completion import CompletionItem
 
-# The library is imported inside the functions: --help and --version need nothing of it.
+# The library is imported inside the functions because --help and --version do not need it.
 
 
 class _Code(Argument):
-    """A rule's code, which a shell completes."""
+    """A rule's code, with shell completion."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the codes that begin so."""
+        """Return the codes that start with the typed text."""
         from click.shell_completion import CompletionItem
 
         return [CompletionItem(code) for code in rule_codes(incomplete)]
@@ -76,7 +76,7 @@ def diff(run: Run, a: str, b: str) -> int:
     Exit codes: 0 no difference; 1 differences; 2 a file cannot be read."""
     console, choices = run.console, run.choices
     form = choices.get("output_format", "full")
-    with console.guarding(form=form), console.watching():  # an error names which of the two files it is about
+    with console.guarding(form=form), console.watching():  # an error names the file that it is about
         from ckptfix.comparison import diff as compare_files
         from ckptfix.comparison.difference import difference_lines, difference_to_json
 
@@ -140,7 +140,7 @@ def rule(run: Run, code: str | None) -> int:
         family = (code or "")[:3].upper()
         if len(begun) > 1:  # all, or those of a family
             for entry in begun:
-                first = entry.manual.partition("\n")[0]  # which begins with code and name
+                first = entry.manual.partition("\n")[0]  # starts with code and name
                 console.write([f"{entry.code} {entry.name}: {first.partition(': ')[2] or first}"])
             return 0
         known = {name: entry for entry in RULES for name in (entry.code.lower(), entry.name)}
@@ -158,7 +158,7 @@ def rule(run: Run, code: str | None) -> int:
 
 
 def _rendered(manual: str) -> Iterator[Line]:
-    """Yield a manual as a terminal shows it: headings without their marks, whole paragraphs, code in bold."""
+    """Yield a manual for a terminal: headings without ``#``, each paragraph as one line, code in bold."""
     for block in manual.split("\n\n"):
         heading, _, rest = block.partition("\n") if block.startswith("#") else ("", "", block)
         if heading:

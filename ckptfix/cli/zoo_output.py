@@ -1,4 +1,4 @@
-"""What a migration shows: how far it is, and at the end what came of it."""
+"""What a migration prints: its progress, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _EVERY = 10.0  # seconds between two lines if there is no terminal
 
-# The short name and the role of each outcome.
+# The short name and the style of each outcome.
 _SHOWN: Mapping[Outcome, tuple[str, str]] = {
     Outcome.REPAIRED: ("repaired", "good"),
     Outcome.FINE: ("fine", "good"),
@@ -42,7 +42,7 @@ _NAMED = 3  # files of a group that are named
 
 
 class MigrationMeter(Struct):
-    """Shows how far a migration is: on one line of the terminal, or on a new one every ten seconds."""
+    """Shows the progress of a migration: on one line of a terminal, otherwise on a new line every ten seconds."""
 
     console: Console
     dry_run: bool = False
@@ -50,7 +50,7 @@ class MigrationMeter(Struct):
     _last: Summary | None = None
 
     def show(self, summary: Summary) -> None:
-        """Show it, if it is time."""
+        """Show the progress, if it is time to."""
         self._last = summary
         if sys.stderr.isatty():
             self.console.progress(progress_text(summary))
@@ -69,7 +69,7 @@ class MigrationMeter(Struct):
 
 
 def progress_text(summary: Summary) -> str:
-    """``134 of 273 files, 2.1 GB of 3.1 GB, 120 MB/s, 12 s left: 100 repaired, 34 fine``."""
+    """Return ``134 of 273 files, 2.1 GB of 3.1 GB, 120 MB/s, 12 s left: 100 repaired, 34 fine``."""
     parts = [f"{summary.done_files} of {summary.files} files", f"{size(summary.done_bytes)} of {size(summary.bytes)}"]
     if (pace := summary.pace()) is not None:
         rate, seconds_left = pace
@@ -111,7 +111,7 @@ class _Group(Struct):
 
 
 def _attention(migration: Migration, limit: int | None) -> Iterator[Line]:
-    """Yield the files that need attention; those that need the same decision together."""
+    """Yield the files that need attention, grouped by the decision that they need."""
     if not any(migration.summary.outcomes[outcome] for outcome in _TO_BE_READ):
         return
     groups: dict[Outcome, dict[str, _Group]] = {outcome: {} for outcome in _TO_BE_READ}
@@ -158,19 +158,19 @@ def _entry(group: _Group, in_folder: Counter[str], again: Sequence[str]) -> Iter
 
 
 def _folders(name: str) -> Iterator[str]:
-    """Return the folders that a file is in, the highest first."""
+    """Return the folders that contain a file, the outermost first."""
     return accumulate(name.split("/")[:-1], "{}/{}".format)
 
 
 def _short_names(names: Sequence[str], in_folder: Counter[str]) -> list[str]:
-    """Return the names of files, with a folder in place of all files in it."""
+    """Return the names of files, or the name of a folder if all its files are among them."""
     mine = Counter(folder for name in names for folder in _folders(name))
     whole = {folder for folder, count in mine.items() if count == in_folder[folder] > 1}
     return list(dict.fromkeys(next((each for each in _folders(name) if each in whole), name) for name in names))
 
 
 def _codes(record: dict[str, Any]) -> list[str]:
-    """Return the findings that are left, by code and name."""
+    """Return the code and name of each remaining finding, without duplicates."""
     return list(dict.fromkeys(f"{finding['code']} {finding['name']}" for finding in _left(record)))
 
 
@@ -179,7 +179,7 @@ def _left(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reason(record: dict[str, Any]) -> str:
-    """Return why a file is not simply repaired, in one line."""
+    """Return in one line why a file was not repaired."""
     if record["error"] is not None:
         return str(record["error"]).removeprefix(f"{record['source']}: ")
     left = _left(record)
@@ -192,7 +192,7 @@ def _reason(record: dict[str, Any]) -> str:
 
 
 def write_json(migration: Migration) -> None:
-    """Write all records as one JSON document, line by line, so that a million files take no memory."""
+    """Write all records as one JSON document, one at a time, so that memory does not grow with their number."""
     head = {"version": 1, "source": migration.source, "destination": migration.destination}
     summary = json.dumps({**head, **migration.summary.to_json()})
     write_output(f'{summary[:-1]}, "records": [\n')
@@ -204,7 +204,7 @@ def write_json(migration: Migration) -> None:
 
 
 def save_page(file: OwnFile, migration: Migration, command: str, dry_run: bool) -> None:
-    """Write the page of the whole zoo, also of what earlier runs have done."""
+    """Write the page of the whole zoo, including the files of earlier runs."""
     from ckptfix.cli.output import facts_of_run
     from ckptfix.report.page import page_pieces
 

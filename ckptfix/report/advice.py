@@ -1,4 +1,4 @@
-"""What is left after a check or a repair, and the command for it."""
+"""What is left to do after a check or a repair, and the commands for it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Presentation(Struct, frozen=True):
     """How to show a report.
 
     ``mode`` is the command, ``check`` or ``repair``. ``verbose`` shows every key and all evidence. ``choices`` are the
-    options that the user gave, by their Python names; the commands of the advice repeat them. ``call`` is what the user
-    called in Python, where no command is of use: the model may be an object."""
+    options that the user gave, by their Python names, which suggested commands repeat. ``call`` is the user's call in
+    Python: then calls are suggested, since the model may be an object."""
 
     mode: str = CHECK
     verbose: bool = False
@@ -40,11 +40,11 @@ class Presentation(Struct, frozen=True):
 
     @property
     def limit(self) -> int | None:
-        """The most lines that a key list takes, None for all."""
+        """The maximum number of lines of a key list, None for all."""
         return None if self.verbose else 12
 
     def option(self, name: str, value: object = None) -> str:
-        """Return an option as the user writes it."""
+        """Return an option as a flag, or as an argument in Python."""
         return flag_text(Opt(name, value)) if self.call is None else str(Opt(name, value))
 
     @property
@@ -60,9 +60,9 @@ class Presentation(Struct, frozen=True):
 
 
 class ReportFormat:
-    """What the reports of a run become: lines of each file, which are written at once, or a text at the end.
+    """An output format of reports: lines for each file, written at once, or a text at the end.
 
-    The text goes to ``file``, or to stdout."""
+    The text goes to ``file`` if there is one, otherwise to stdout."""
 
     is_for_programs = True
     file: OwnFile | None = None
@@ -72,7 +72,7 @@ class ReportFormat:
         return ()
 
     def add_error(self, source: str, message: str, runs_code: bool = False) -> Iterable[Line]:
-        """Take a file that could not be checked, perhaps since it is built to run code; likewise."""
+        """Take a file that could not be checked, and whether it is built to run code; return the lines to write now."""
         return ()
 
     def pieces(self) -> Iterator[str]:
@@ -81,7 +81,7 @@ class ReportFormat:
 
 
 def message_with_count(finding: Finding) -> str:
-    """Return the message and the number of keys, unless the message tells that number itself."""
+    """Return the message and the number of keys, unless the message contains that number."""
     number = len(finding.keys)
     if not number or str(number) in finding.message.replace("`", " ").split():
         return finding.message
@@ -89,7 +89,7 @@ def message_with_count(finding: Finding) -> str:
 
 
 def mark(finding: Finding, report: Report, presentation: Presentation) -> str:
-    """``[fixed]``, ``[fixable]`` or nothing."""
+    """Return the mark of a finding: ``[fixed]``, ``[fixable]``, … or an empty text."""
     if finding in report.fixed:
         return "[would be fixed]" if report.is_withheld else "[fixed]"
     if report.is_accepted(finding):
@@ -100,9 +100,9 @@ def mark(finding: Finding, report: Report, presentation: Presentation) -> str:
     return "[fixable]" if finding.is_fixable else ""
 
 
-# Options that act on every finding, and so may drop or fill what another finding says is in the file.
+# Options that act on all findings, so may drop or fill keys that another finding locates in the file.
 _DESTRUCTIVE = {"unsafe_fixes", "drop_mismatched"}
-_NAMED = 3  # modules that a price names
+_NAMED = 3  # modules that a price lists
 
 
 def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
@@ -138,7 +138,7 @@ def advice_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
 
 
 def _effective(report: Report, choices: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the choices without a replacement from a twin that found none."""
+    """Return the choices, without ``fill="twin"`` and its ``replace`` if no twin was found."""
     edits = (edit for finding in report.findings if finding.fix is not None for edit in finding.fix.edits)
     if choices.get("fill") != "twin" or any(isinstance(edit, (Fill, Replace)) for edit in edits):
         return choices
@@ -146,11 +146,11 @@ def _effective(report: Report, choices: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _written_again(report: Report, choices: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the choices for a run after this one, which finds the files that this one has written."""
+    """Return the choices for another run, whose output exists by now if this one has written it."""
     if report.output is None or report.is_dry_run:
         return choices
     if choices.get("in_place"):
-        return {name: value for name, value in choices.items() if name != "backup"}  # the original is kept already
+        return {name: value for name, value in choices.items() if name != "backup"}  # the original has a backup already
     if report.written_as in (PTH, SAFETENSORS):
         return {**choices, "force": True}
     written = Path(report.output.removesuffix(".index.json"))  # several files are never replaced
@@ -158,30 +158,29 @@ def _written_again(report: Report, choices: Mapping[str, Any]) -> Mapping[str, A
 
 
 def next_command(report: Report, presentation: Presentation) -> str:
-    """Return the repair that cures what remains, as far as one can; an empty text if there is none."""
+    """Return the repair command that fixes what remains, as far as one can; an empty text if there is none."""
     found = next(_ways(report, presentation), None)
     return "" if found is None else presentation.command(REPAIR, _here(report.source), found[0])
 
 
 def suggested(report: Report, presentation: Presentation) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the commands that cure what remains, word by word, each with its price: the recommended one, then those
-    with another choice."""
+    """Yield the commands that fix what remains, as words, each with its price: the recommended one, then those with
+    another choice."""
     for choices, price in _ways(report, presentation):
         yield command_words(REPAIR, _here(report.source), choices), price
 
 
 def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield the options of a repair that cures what remains, each time with the price."""
+    """Yield the options of each repair that fixes what remains, with its price."""
     found, choices = settling(report), _effective(report, presentation.choices)
     remedies = found[0]
-    # The same command again would do the same again, except that a check or a dry run has not done it yet. It would be
-    # of no use if a strict load fails on its result too, or if the file has no weights that could be loaded.
+    # Repeating the command is only useful after a check or a dry run, and only if its result could be loaded strictly.
     is_new = option_words(with_remedies(choices, remedies)) != option_words(choices)
     remaining = report.left
-    # Nothing is written as long as a key does not fit, whatever is done about warnings.
+    # Nothing is written while a key does not fit, whatever is done about warnings.
     firsts = [remedy for finding in remaining if finding.level is Level.ERROR for remedy in remedies_of(finding)[:1]]
     is_new = is_new and (not report.obstacles or any(remedy in remedies for remedy in firsts))
-    # What the repair itself cures forbids it nothing. One that drops what it leaves over cures all of it.
+    # A finding that the repair fixes does not block it; with --unsafe-fixes, the repair drops what it leaves over.
     explained = _explained(remaining)
     is_last = any(remedy in remedies and ("unsafe_fixes", True) in remedy.options for remedy in firsts)
 
@@ -192,9 +191,9 @@ def _ways(report: Report, presentation: Presentation) -> Iterator[tuple[Mapping[
     open_ones = [finding for finding in remaining if not (report.is_fixable(finding) or is_cured(finding))]
     blocking = [finding for finding in open_ones if finding.blocks and finding.level is Level.ERROR]
     if any(finding.subject is Subject.NAMES and _offers_sets(finding) for finding in remaining):
-        # Each of these sets fits by its names, which the examined whole of them does not.
+        # Each of the offered sets has names that fit, but what was examined is all of them together.
         blocking = [finding for finding in blocking if finding.subject is not Subject.FIT]
-    # What no option cures, as that the other ranks are elsewhere, makes the result of any command useless.
+    # If no option fixes an error, such as that other ranks are missing, no command is of use.
     is_new = is_new and all(any(remedy.options for remedy in remedies_of(finding)) for finding in blocking)
     is_blocked = bool(blocking) or any(Blocks.WRITING in finding.blocks for finding in report.remaining)
     is_undone = report.is_dry_run and (bool(report.edits) or report.is_rewrite)
@@ -210,10 +209,10 @@ def _offers_sets(finding: Finding) -> bool:
 
 
 def settling(report: Report) -> list[tuple[Remedy, ...]]:
-    """Return what settles all that remains, as far as one command can: the recommended remedies, then the same with
-    each other value of the option that a finding lets the user choose.
+    """Return the remedies that one command can carry out: the recommended ones, then the same with each other value of
+    an option that a finding lets the user choose.
 
-    What makes weights untrained was worked out for the set of weights that was taken, and is left out for another."""
+    Remedies that make weights untrained were computed for the examined set of weights, and are left out for another."""
     remedies = recommended(report)
     found = [tuple(remedies)]
     for finding in report.left:
@@ -232,8 +231,7 @@ def settling(report: Report) -> list[tuple[Remedy, ...]]:
 
 def recommended(report: Report) -> list[Remedy]:
     """Return the remedies that one command can carry out together: the first one of each finding that needs nothing
-    more from the user, if its first is an option at all. None of them makes a weight untrained that the file has in
-    another form."""
+    more from the user. None of them makes a weight untrained that the file has in another form."""
     remaining = report.left
     is_hidden = any(Blocks.FILLING in finding.blocks for finding in remaining if not report.is_fixable(finding))
     return [
@@ -247,13 +245,13 @@ def recommended(report: Report) -> list[Remedy]:
 
 
 def _first_complete(remedies: Sequence[Remedy]) -> list[Remedy]:
-    """Return the first remedy that makes a command; none if words come first: those are better than any command."""
+    """Return the first remedy that makes a complete command; none if the recommended one is not an option at all."""
     offered = [remedy for remedy in remedies if remedy.options] if remedies and remedies[0].options else []
     return [remedy for remedy in offered if remedy.is_complete][:1]
 
 
 def remedies_of(finding: Finding) -> tuple[Remedy, ...]:
-    """Return what can be done about a finding; the option that applies an unsafe fix goes without saying."""
+    """Return the remedies of a finding, or the option that applies its unsafe fix if it names none."""
     if not finding.remedies and finding.fix is not None and finding.needs_unsafe:
         risk = "invents, drops or changes values"
         if finding.fix.edits and all(isinstance(edit, (Rename, RenameModule)) for edit in finding.fix.edits):
@@ -263,7 +261,7 @@ def remedies_of(finding: Finding) -> tuple[Remedy, ...]:
 
 
 def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
-    """Return which share of the model becomes untrained by these remedies; an empty text if nothing does."""
+    """Return the share of the model that these remedies make untrained, in words; an empty text for nothing."""
     untrained = {key: numel for remedy in remedies for key, numel in remedy.untrained}
     if not untrained or report.coverage is None:
         return ""
@@ -276,8 +274,8 @@ def price_text(report: Report, remedies: Sequence[Remedy]) -> str:
 def comparing(
     report: Report, presentation: Presentation
 ) -> tuple[Callable[[Mapping[str, Any]], str], Mapping[str, Any]]:
-    """Return what makes the command that compares a file, or what was written of it, with a known model, and the
-    options of it."""
+    """Return the function that words the command comparing the file, or the written one, with a known model, and the
+    options of that command."""
     if report.output is None:
         return partial(presentation.command, presentation.mode, report.source), presentation.choices
     is_kept = report.written_as == "pth" and presentation.choices.get("weights") == report.container
@@ -286,7 +284,7 @@ def comparing(
 
 
 def _download(source: str) -> str:
-    """Return the command that brings a checkpoint to this machine, where it can be repaired."""
+    """Return the command that downloads a checkpoint from a URL; an empty text for a local one."""
     if not is_url(source):
         return ""
     from ckptfix.bytes.remote import download_words
@@ -295,7 +293,7 @@ def _download(source: str) -> str:
 
 
 def _here(source: str) -> str:
-    """Return the path of a checkpoint on this machine, as it is after a download."""
+    """Return the local path of a checkpoint; for a URL, that of the downloaded file."""
     if not is_url(source):
         return source
     from ckptfix.bytes.remote import local_name
@@ -304,7 +302,7 @@ def _here(source: str) -> str:
 
 
 def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
-    """Return the keys to which a fix that was not asked for gives another name or layout, with the code of its rule."""
+    """Return the keys whose name or layout an available fix changes, with the code of its rule."""
     explained: dict[str, str] = {}
     for finding in remaining:
         for edit in (
@@ -314,7 +312,7 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
                 names: tuple[str, ...] = (edit.key, edit.to)
             elif isinstance(edit, Assemble):
                 names = (edit.key, *(part.source for part in edit.parts))
-            elif isinstance(edit, Dequantise | Drop):  # codes with their scales, and what is of no use without them
+            elif isinstance(edit, Dequantise | Drop):  # codes and scales, and tensors of no use without them
                 names = (edit.key,) if isinstance(edit, Drop) else (edit.key, edit.source)
             else:
                 names = edit.sources if isinstance(edit, Fold) else ()
@@ -323,8 +321,8 @@ def _explained(remaining: Iterable[Finding]) -> dict[str, str]:
 
 
 def _covering(finding: Finding, explained: Mapping[str, str]) -> Counter[str]:
-    """Return the rules whose fixes give keys of a finding another name or layout, with the number of those keys."""
-    keys = () if "shapes" in finding.evidence else finding.keys  # another name gives a tensor no other shape
+    """Count the keys of a finding whose name or layout another rule's fix changes, by the code of that rule."""
+    keys = () if "shapes" in finding.evidence else finding.keys  # a rename does not change a shape
     return Counter(explained[key] for key in keys if explained.get(key, finding.code) != finding.code)
 
 
@@ -337,8 +335,8 @@ def _text(finding: Finding, presentation: Presentation) -> str:
 
 
 def call_text(call: Call, command: str, choices: Mapping[str, Any]) -> str:
-    """Return the call of the library that does what a command would, in the place of an earlier call."""
-    # A check says what a repair would do, and a repair writes a file only if it is told so.
+    """Return the library call that does what a command would, to replace the user's earlier call."""
+    # A check is followed by a repair, which in Python writes a file only if it is told to.
     function = command if call.function == CHECK else call.function
     beside = {"beside": True} if function == REPAIR != call.function else {}
     given = {name: value for name, value in {**beside, **choices}.items() if value is not None}
@@ -349,21 +347,21 @@ def call_text(call: Call, command: str, choices: Mapping[str, Any]) -> str:
 def _literal(value: object) -> str:
     if isinstance(value, tuple) and len(value) == 1:
         return _literal(value[0])
-    if isinstance(value, Placeholder) and "=" not in value.name:  # else it is a text of which a part is to be given
+    if isinstance(value, Placeholder) and "=" not in value.name:  # with `=`, the user fills in part of a text
         return value.name
     return repr(str(value) if isinstance(value, Placeholder) else list(value) if isinstance(value, tuple) else value)
 
 
 def with_remedies(choices: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
-    """Return the choices together with the options of the remedies. What the user chose stays, except for the format:
-    a remedy that names one says that the other cannot hold the weights."""
+    """Return the choices together with the options of the remedies. What the user chose stays, except the format: a
+    remedy that names one means that the chosen format cannot store the weights."""
     merged = dict(choices)
     for name, value in (option for remedy in remedies for option in remedy.options):
         if isinstance(value, tuple):
             merged[name] = list(dict.fromkeys((*merged.get(name, ()), *value)))
         elif name == "format" and merged.get(name) != value:
             merged[name] = value
-            merged.pop("output", None)  # its name is that of the other format
+            merged.pop("output", None)  # its suffix is that of the other format
         else:
             merged.setdefault(name, value)
     return merged

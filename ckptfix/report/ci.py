@@ -1,4 +1,4 @@
-"""Findings in the forms of CI servers.
+"""Findings in the formats of CI servers.
 
 SARIF 2.1.0, which code scanning shows as alerts: https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html.
 What GitHub makes of it:
@@ -34,12 +34,12 @@ from ckptfix.rules import RULES, named
 _MANUALS = {rule.code: rule for rule in RULES}
 _ATTACK = named("executable-payload")
 
-# Keys that a result names one by one: an upload to GitHub may have 10 MB. The message has their number.
+# Keys listed in one result: GitHub accepts uploads of up to 10 MB. The message has their full number.
 _MOST_KEYS = 100
 
 
 class SarifLog(ReportFormat, Struct):
-    """One run of ckptfix over any number of files. ``version`` is that of ckptfix."""
+    """The SARIF log of one run. ``version`` is that of ckptfix."""
 
     version: str
     _results: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class SarifLog(ReportFormat, Struct):
 
     def pieces(self) -> Iterator[str]:
         """Yield the log as JSON."""
-        for code, level in self._levels.items():  # the worst that the rule found in this run
+        for code, level in self._levels.items():  # the worst level of the rule in this run
             self._rules[code]["defaultConfiguration"] = {"level": level.name.lower()}
         run = {
             "tool": {"driver": {"name": "ckptfix", "version": self.version, "rules": list(self._rules.values())}},
@@ -106,7 +106,7 @@ def _result(source: str, finding: Finding, fixed: bool) -> dict[str, Any]:
         "level": "note" if fixed else finding.level.name.lower(),
         "message": {"text": _message(finding, fixed)},
         "locations": [{**_location(source), **({"logicalLocations": keys} if keys else {})}],
-        # GitHub makes it from the lines of a text file otherwise; a checkpoint has none.
+        # Without it, GitHub hashes lines of the file, and a checkpoint has none.
         "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16]},
     }
 
@@ -133,7 +133,7 @@ _COMMANDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "notice
 
 
 class WorkflowCommands(ReportFormat):
-    """A command for each finding, and for each file that could not be checked."""
+    """Workflow commands: one for each finding, and one for each file that could not be checked."""
 
     def add(self, report: Report, presentation: Presentation) -> Iterator[str]:
         """Yield one workflow command for each finding; what was fixed is a notice."""
@@ -169,7 +169,7 @@ def _property(text: str) -> str:
 
 
 class JUnitDocument(ReportFormat):
-    """One run of ckptfix over any number of files."""
+    """The JUnit document of one run."""
 
     def __init__(self) -> None:
         self._root = Element("testsuites", name="ckptfix")
@@ -184,7 +184,7 @@ class JUnitDocument(ReportFormat):
                 details = [*map(str, fold_keys(finding.keys)), *remedy]
                 _fail(test, "failure", finding.code, message_with_count(finding), details)
         whole = _test(suite, "ckptfix")
-        if report.exit_code and suite.find("*/failure") is None:  # no rule that was selected says why
+        if report.exit_code and suite.find("*/failure") is None:  # no selected rule says why
             _fail(whole, "failure", "ckptfix", TextFormat().write([headline(report, presentation)]).rstrip("\n"))
         return ()
 
@@ -210,6 +210,6 @@ def _test(suite: Element, name: str) -> Element:
 
 
 def _fail(test: Element, kind: str, code: str, message: str, details: list[str] | tuple[str, ...] = ()) -> None:
-    # XML has no form for control characters, not even an escaped one.
+    # XML cannot represent control characters, not even escaped.
     failure = SubElement(test, kind, type=code, message=printable(message))
     failure.text = "\n".join(map(printable, details))

@@ -1,4 +1,4 @@
-"""The words with which results show themselves at a prompt and in a notebook."""
+"""How results are displayed at a Python prompt and in a notebook, and what the library logs and refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptfix.report.style import Line, TextFormat
 if TYPE_CHECKING:
     from ckptfix.report.advice import Presentation
 
-# What makes the words is imported when they are shown.
+# Modules that word results are imported inside the functions: most programs never display one.
 
 
 def text_lines(lines: Iterable[Line]) -> list[str]:
@@ -54,9 +54,9 @@ def report_rows(report: Report) -> Iterator[Row]:
 
 
 def log_edits(source: str, edits: Sequence[Edit]) -> None:
-    """Log what is renamed, filled and otherwise changed: without it, keys change in silence in a training that starts.
+    """Log what is renamed, filled or otherwise changed, so that a training run does not change keys silently.
 
-    No handler listens in a process that has not imported ``logging``, so it is not imported for this."""
+    Does not import ``logging``: in a process that has not imported it, no handler listens."""
     logging = sys.modules.get("logging")
     if logging is None or not edits or not (logger := logging.getLogger("ckptfix")).isEnabledFor(logging.INFO):
         return
@@ -68,7 +68,7 @@ def log_edits(source: str, edits: Sequence[Edit]) -> None:
 
 
 def log_choice(report: Report) -> None:
-    """Log which of several sets of weights is loaded: a script that does not print the report shows it nowhere."""
+    """Log which of several sets of weights is loaded, for scripts that do not print the report."""
     import logging
 
     from ckptfix.rules import named

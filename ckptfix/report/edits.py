@@ -47,9 +47,9 @@ K = TypeVar("K")
 
 
 def edit_lines(edits: Sequence[Edit], limit: int | None = 12) -> list[str]:
-    """Return what the edits do, folded: those of each kind together, in the order of ``LINES``.
+    """Return lines that say what the edits do, grouped by kind in the order of ``LINES``.
 
-    A long key list under a line is indented and cut after ``limit`` lines."""
+    A key list is folded, indented below its line, and cut to ``limit`` lines."""
     lines: list[str] = []
     for kind, lines_of in LINES.items():
         if found := _of(edits, kind):
@@ -76,7 +76,7 @@ def _optimizer_lines(regroup: Regroup, moments: Sequence[Moments], limit: int | 
 
 
 def _change(edit: MergeAdapter) -> str:
-    """Return the line for the keys that adapters change alike, with ``{}`` for their number."""
+    """Return the heading of keys that adapters change in the same way, with ``{}`` for their number."""
     names = dict.fromkeys(
         delta.source.replace("{", "{{").replace("}", "}}") or "its own adapter" for delta in edit.deltas
     )
@@ -88,7 +88,7 @@ def _change(edit: MergeAdapter) -> str:
 
 
 def map_lines(rename_map: RenameMap) -> Iterator[str]:
-    """Yield the rules of a map with the label of those that are not certain, the keys that no rule names, the proof."""
+    """Yield the rules of a map, labelled if they are not certain, the keys that no rule names, and the proof."""
     for rule in rename_map.rules:
         others = f"; or from {', '.join(rule.alternatives)}" if rule.alternatives else ""
         yield f"{rule}{f'  ({rule.label}{others})' if rule.label not in ('', CERTAIN) else ''}"
@@ -99,12 +99,12 @@ def map_lines(rename_map: RenameMap) -> Iterator[str]:
 
 
 def _alike(edits: Iterable[E], pattern: Callable[[E], tuple[str, str]]) -> Iterator[list[E]]:
-    """Yield the edits with the same pattern, the numbers of layers left out."""
+    """Yield groups of edits whose patterns differ only in the numbers of layers."""
     yield from (group for _, group in _grouped(edits, lambda edit: _numbered([pattern(edit), ("", "")])))
 
 
 def _numbered(patterns: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return the first of several patterns; if they differ, with ``{n}`` for the numbers that both its sides have."""
+    """Return the first of several patterns; if they differ, with ``{n}`` for each number that both its sides have."""
     old, new = patterns[0]
     numbers = [[segment for segment in side.split(".") if segment.isdigit()] for side in (old, new)]
     if numbers[0] != numbers[1] or len(set(patterns)) == 1:
@@ -117,7 +117,7 @@ def _numbered(patterns: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 def _how(edit: Assemble, users: Mapping[str, int]) -> str:
-    """Return what is done to the parts of a tensor, beside giving it another name."""
+    """Return in parentheses how a tensor is made of its parts; an empty text if it is only renamed."""
     words = []
     sources = dict.fromkeys(part.source for part in edit.parts)
     if len(sources) > 1:
@@ -132,11 +132,10 @@ def _how(edit: Assemble, users: Mapping[str, int]) -> str:
 
 
 def rename_pattern(key: str, to: str) -> tuple[str, str]:
-    """Return a rename without the segments that it leaves alone.
+    """Return both sides of a rename, with each run of unchanged segments as ``{…}``.
 
-    Each stretch of kept segments is ``{…}``. ``module.a.b`` to ``a.b`` is ``module.{…}`` to ``{…}``,
-    ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to ``{…}.{…}``, and ``a_b_c`` to ``a.b_c`` is ``{…}_{…}`` to
-    ``{…}.{…}``."""
+    ``module.a.b`` to ``a.b`` is ``module.{…}`` to ``{…}``, ``a._orig_mod.b`` to ``a.b`` is ``{…}._orig_mod.{…}`` to
+    ``{…}.{…}``, and ``a_b_c`` to ``a.b_c`` is ``{…}_{…}`` to ``{…}.{…}``."""
     old, new = key.split("."), to.split(".")
     spelling = re.sub(r"[./]", "_", to)
     if len(old) == 1 < len(new) and key.replace("/", "_").endswith(spelling):
@@ -153,13 +152,13 @@ def rename_pattern(key: str, to: str) -> tuple[str, str]:
 
 
 def _same(old: list[str], new: list[str]) -> int:
-    """Return how many segments two keys begin with alike."""
+    """Return the length of the common prefix of two keys, in segments."""
     unlike = (n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1])
     return next(unlike, min(len(old), len(new)))
 
 
 def _subsequence(short: list[str], long: list[str]) -> list[bool] | None:
-    """Return which segments of ``long`` make up ``short``, the last possible ones; None if it is not in it."""
+    """Return which segments of ``long`` form ``short``, matched from the end; None if it is not a subsequence."""
     kept = [False] * len(long)
     position = len(short) - 1
     for n in reversed(range(len(long))):
@@ -220,7 +219,7 @@ def _of(edits: Iterable[Edit], kind: type[E]) -> list[E]:
 
 
 def _grouped(edits: Iterable[E], key: Callable[[E], K]) -> Iterator[tuple[K, list[E]]]:
-    """Yield the edits by what ``key`` says of them, in the order of first occurrence."""
+    """Yield the edits grouped by ``key``, in the order of first occurrence."""
     groups: dict[K, list[E]] = {}
     for edit in edits:
         groups.setdefault(key(edit), []).append(edit)
@@ -228,7 +227,7 @@ def _grouped(edits: Iterable[E], key: Callable[[E], K]) -> Iterator[tuple[K, lis
 
 
 def _headed(head: Callable[[Any], str]) -> Callable[[Sequence[Any], int | None], Iterator[str]]:
-    """Return what lists together the keys of edits with the same ``head``, in which ``{}`` is their number."""
+    """Return a function that lists the keys of edits with the same ``head`` under it, with their number for ``{}``."""
 
     def lines(edits: Sequence[Any], limit: int | None) -> Iterator[str]:
         for text, alike in _grouped(edits, head):
@@ -303,7 +302,7 @@ def _adapt_lines(edits: Sequence[Adapt], limit: int | None) -> Iterator[str]:
         yield from _key_lines(f"adapt {{}} ({elements(numel)}) by {how}", specs, limit, specs.__getitem__)
 
 
-# What the edits of each kind are called, in the order of the report; those of optimizers come after them.
+# How the edits of each kind are listed, in the order of the report; those of optimizers come last.
 LINES: Mapping[type[Edit], Callable[[Sequence[Any], int | None], Iterable[str]]] = {
     Rename: _rename_lines,
     RenameModule: _module_lines,

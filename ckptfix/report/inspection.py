@@ -1,4 +1,4 @@
-"""What is in a checkpoint: where the state_dict is, what its tensors are, what else there is. No tensor is read."""
+"""What ``inspect`` shows of a checkpoint: where its state_dict is, its tensors, what else it holds. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ckptfix.report.likeness import likeness_lines
 from ckptfix.report.style import Line, Span, elements, size, spec_text
 from ckptfix.writing.plain import has_plain_form
 
-# From this ratio of stored bytes to the bytes that the tensors cover, the file carries a burden worth a word.
+# The ratio of stored bytes to those that tensors cover above which the unused bytes are reported.
 BLOAT = 1.25
 
 _NAMES = (Kind.PAYLOAD, Kind.UNTRUSTED)
-_NODES = 100_000  # objects that are looked at for their classes
+_NODES = 100_000  # objects whose classes are counted at most
 _VALUE_LENGTH = 60
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> dict[str, Any]:
-    """Return the facts as plain JSON data, the same that ``ckptfix inspect --output-format json`` prints."""
+    """Return the facts as JSON data, as ``ckptfix inspect --output-format json`` prints them."""
     specs = checkpoint.specs
     parts = (part.storage for spec in specs.values() for part in spec.strided_parts())
     storages = list({id(storage): storage for storage in parts if storage is not None}.values())
@@ -94,7 +94,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, file_size: int | None = None) -> 
 def inspection_lines(
     checkpoint: Checkpoint, file_size: int | None = None, presentation: Presentation | None = None
 ) -> Iterator[Line]:
-    """Yield the facts for people."""
+    """Yield the lines that ``ckptfix inspect`` prints."""
     presentation = presentation or Presentation()
     limit = presentation.limit
     facts = inspect_checkpoint(checkpoint, file_size)
@@ -146,7 +146,7 @@ def inspection_lines(
 
 
 def size_on_disk(path: str | Path) -> int | None:
-    """Return the bytes of a file, or of all files in a folder; None if there is no such file, as of a URL."""
+    """Return the bytes of a file, or of all files in a folder; None if there is none, as for a URL."""
     path = Path(path)
     try:
         if not path.is_dir():
@@ -178,7 +178,7 @@ def covered_bytes(specs: Iterable[TensorSpec]) -> int:
 
 
 def extras(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what is beside the state_dict on the way to it, by its name in the container."""
+    """Return what the container holds outside the state_dict, described, by path."""
     found: dict[str, str] = {}
     place: tuple[PathPart, ...] = ()
     here = checkpoint.root
@@ -194,7 +194,7 @@ def extras(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
-    """Return the classes of the objects in the container that are neither tensors nor built in, with their number."""
+    """Count the objects in the container by class, except tensors and built-in types."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     pending = [root]
@@ -212,7 +212,7 @@ def classes(root: object, unknown_only: bool = False) -> dict[str, int]:
 
 
 def _is_known(value: Opaque) -> bool:
-    """Return whether an object has a plain form that its class is known for, or is a module of torch's own."""
+    """Return whether an object can be converted to plain data, or is one of torch's own modules."""
     return has_plain_form(value) or (str(value.cls).startswith("torch.") and is_module(value))
 
 
@@ -221,7 +221,7 @@ def _counts(numbers: Mapping[str, int]) -> list[str]:
 
 
 def describe(value: object) -> str:
-    """Return a value of a container in a few words."""
+    """Describe a value of a container in a few words."""
     if isinstance(value, TensorSpec):
         return spec_text(value)
     if isinstance(value, Opaque):
@@ -231,7 +231,7 @@ def describe(value: object) -> str:
     if isinstance(value, NumpyArray):
         return f"numpy array of shape {value.shape}"
     if value is None or isinstance(value, bool | int | float | str):
-        # repr of a huge int raises, and of a huge text takes its time.
+        # The repr of a huge int raises, that of a huge string is slow.
         if isinstance(value, int) and value.bit_length() > 256:
             return "a huge number"
         text = repr(value[: _VALUE_LENGTH + 1] if isinstance(value, str) else value)
@@ -248,7 +248,7 @@ def describe(value: object) -> str:
 
 
 def children(value: object) -> dict[PathPart, object] | None:
-    """Return what a value holds, by name; None for one that holds nothing."""
+    """Return the values inside a value, by name; None for a leaf."""
     if isinstance(value, Opaque):
         named = (*value.attributes.items(), *value.pairs.items(), *value.kwargs.items())
         return {str(name): child for name, child in named} | dict(enumerate((*value.args, *value.items)))

@@ -1,8 +1,7 @@
 """Long key lists in few lines: ``layers.{0…11}.attn.{q,k,v}.weight``.
 
-Keys are split into segments. Two patterns that differ in one segment only become one pattern with both alternatives
-there, so each pattern is a full product and stands for exactly the keys that were put in: nothing is implied that is
-not there."""
+Keys are split into segments. Two patterns that differ in only one segment are merged into one with both alternatives,
+so each pattern is a full product and stands for exactly the keys that were put in."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from msgspec import Struct
 
 from ckptfix.report.style import at_most
 
-MAX_NAMES = 6  # more alternatives than this are no longer read at a glance, unless they are numbers
+MAX_NAMES = 6  # more alternatives than this are hard to read, unless they are numbers
 _MAX_SEGMENTS = 64  # A key of a million dots must not take quadratic time; the rest of it counts as one segment.
 _INTEGER = re.compile(r"(?:0|[1-9][0-9]{0,17})")
 _NUMBERED = re.compile(r"(.*?[^0-9])(0|[1-9][0-9]{0,17})", re.DOTALL)
@@ -23,7 +22,7 @@ Pattern = tuple[Slot, ...]
 
 
 class KeyGroup(Struct, frozen=True):
-    """The keys of a full product of alternatives. ``spec`` is what they have in common beside the pattern."""
+    """The keys of a full product of alternatives. ``spec`` is the text that they share beside the pattern."""
 
     slots: Pattern
     spec: str = ""
@@ -40,7 +39,7 @@ class KeyGroup(Struct, frozen=True):
 def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> list[KeyGroup]:
     """Fold keys into patterns, in the order of their first keys.
 
-    With ``spec`` only keys for which it gives the same text come together. A key that occurs twice counts once."""
+    With ``spec``, only keys for which it returns the same text are merged. Duplicates count once."""
     ranks: dict[str, int] = {}
     # Patterns of different length or spec never merge. The number is that of the first key, for the order.
     groups: dict[tuple[str, int], dict[Pattern, int]] = {}
@@ -62,8 +61,9 @@ def fold_keys(keys: Iterable[str], spec: Callable[[str], str] | None = None) -> 
 def folded_lines(
     keys: Iterable[str], limit: int | None = 12, spec: Callable[[str], str] | None = None, width: int | None = None
 ) -> list[str]:
-    """Return the folded keys as lines, at most ``limit`` of them, the last of which counts the rest. With ``width`` the
-    specs are in a column after the keys, which take at most that many characters."""
+    """Return the folded keys in at most ``limit`` lines, the last of which counts the rest.
+
+    With ``width``, the specs are aligned in a column after keys of up to that many characters."""
     folds = fold_keys(keys, spec)
     shown = at_most(folds, limit)
     counts = [f"  ({fold.count})" if fold.count > 1 else "" for fold in shown]
@@ -123,7 +123,7 @@ def _name_kind(slot: Slot) -> str | None:
 
 
 def _stem(slot: Slot) -> str | None:
-    """Return what numbered names have in front of their number (``layer`` of ``layer1, layer2``), None for others."""
+    """Return the text before the number of numbered names (``layer`` of ``layer1, layer2``), None for other names."""
     matches = [_NUMBERED.fullmatch(segment) for segment in slot]
     stems = {match[1] if match else None for match in matches}
     return stems.pop() if len(stems) == 1 else None
@@ -149,7 +149,7 @@ def _slot_text(slot: Slot) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers with their runs: ``0…3,7,9,10``."""
+    """Return ascending numbers as text, with runs abbreviated: ``0…3,7,9,10``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

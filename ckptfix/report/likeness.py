@@ -1,4 +1,4 @@
-"""Which known architecture a file is, in words, and the command that compares it with that one."""
+"""Which known architecture a file looks like, in words, and the command that compares the two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptfix.core.finding import counted
 from ckptfix.core.likeness import Fit, Likeness
 from ckptfix.report.style import Line, Span
 
-_FEW = 2  # other models of the same structure that are named; of more there is the number
+_FEW = 2  # other models of the same structure to name; more are counted
 _MODULES = 3  # modules that a difference names
 
 _SIZES: Mapping[str, Callable[[int], str]] = {
@@ -22,11 +22,11 @@ _SIZES: Mapping[str, Callable[[int], str]] = {
 }
 
 
-Command = Callable[[Mapping[str, Any]], str]  # gives the command, or the call, with these options
+Command = Callable[[Mapping[str, Any]], str]  # returns the command, or the call, with these options
 
 
 def likeness_lines(likeness: Likeness, command: Command, choices: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield what a file is like, and the commands that go on from there."""
+    """Yield what a file looks like, and the commands to continue with."""
     text = likeness_text(likeness)
     yield ("looks like: ", Span(text, "strong") if likeness.is_named else text)
     for number, line in enumerate(likeness_commands(likeness, command, choices)):
@@ -34,8 +34,8 @@ def likeness_lines(likeness: Likeness, command: Command, choices: Mapping[str, A
 
 
 def likeness_commands(likeness: Likeness, command: Command, choices: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the command that compares a file with the known model, and the one that builds it if its library is there;
-    nothing for a model that is only near. Of several models in one file, each has its own."""
+    """Yield the command that compares a file with the known model, and the one that builds the model if its library is
+    installed; nothing for a model that is only near. Several models in one file each have their own."""
     for each in (likeness, *likeness.others) if likeness.is_named else ():
         own = {**choices, "weights": each.prefix.rstrip(".")} if likeness.others else choices
         yield command({**own, "like": each.target})
@@ -48,7 +48,7 @@ def _is_installed(library: str) -> bool:
 
 
 def likeness_text(likeness: Likeness) -> str:
-    """Return the model with what is different in the file, or all models of a file that has several."""
+    """Return the name of the model, or of each model in the file, and how the file differs from it."""
     if likeness.fit is Fit.NEAR:
         return f"no known model; the nearest is {_names(likeness)}: {', '.join(_differences(likeness))}"
     text = "; and ".join(map(_model_text, (likeness, *likeness.others)))
@@ -78,7 +78,7 @@ def _model_text(likeness: Likeness) -> str:
 
 
 def _head(likeness: Likeness) -> str:
-    """Return what the file has in the place of the model's head."""
+    """Return how the file's head differs from the model's."""
     if likeness.fit is Fit.PIECE:
         return f", only its `{likeness.renamed['']}`"
     added, changed = likeness.added, (*likeness.missing, *likeness.differing)
@@ -90,7 +90,7 @@ def _head(likeness: Likeness) -> str:
 
 
 def _differences(likeness: Likeness) -> Iterator[str]:
-    """Yield what keeps a file from being the nearest model."""
+    """Yield how a file differs from the nearest model."""
     if likeness.prefix:
         yield f"under `{likeness.prefix}`"
     if likeness.missing:
@@ -104,7 +104,7 @@ def _differences(likeness: Likeness) -> Iterator[str]:
 
 
 def _modules(keys: Collection[str]) -> str:
-    """Return the modules of keys, as short as they are told apart."""
+    """Return the modules of keys, at the first depth that has more than one."""
     for depth in (1, 2, 3):
         counts = Counter(".".join(key.split(".")[:depth]) for key in keys)
         if len(counts) > 1 or depth == 3 or all(key.count(".") <= depth for key in keys):

@@ -1,7 +1,7 @@
-"""Text on its way to a stream: colours, the symbols that its encoding has, and nothing that could steer a terminal.
+"""Formats lines for a stream: colours, symbols that its encoding has, and no control characters.
 
-A renderer yields lines made of plain strings and ``Span`` objects. Only ``TextFormat.write`` turns them into text, so a
-key, a message or a file name with an escape sequence in it cannot reach the terminal as one."""
+The modules of this room yield lines of plain strings and ``Span`` objects. Only ``TextFormat.write`` turns them into
+text, so an escape sequence in a key, a message or a file name cannot reach the terminal."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _CODES = {
     "faint": "2",
 }
 
-# For streams whose encoding is not one of Unicode.
+# For streams whose encoding is not a Unicode one.
 _ASCII = str.maketrans({"…": "...", "→": "->", "×": "x", "–": "-", "—": "-", "≥": ">=", "≤": "<=", "≈": "~"})  # noqa: RUF001 - the signs are the point
 
 
 class Span(Struct, frozen=True):
     """A piece of a line with a role: ``error``, ``warning``, ``note``, ``good``, ``strong``, ``faint`` or ``command``.
 
-    A line with a command in it is never broken: it has to work when it is pasted."""
+    A line with a command is never wrapped: it has to work when it is pasted."""
 
     text: str
     role: str
@@ -44,7 +44,7 @@ Line = str | tuple[str | Span, ...]  # one line: text, or pieces of it
 
 
 class TextFormat(Struct, frozen=True):
-    """How lines become text: with colours or not, in which encoding, and the columns to break them at, 0 for none."""
+    """The format of a stream: colours, encoding, and the columns at which lines are wrapped, 0 for no wrapping."""
 
     color: bool = False
     encoding: str = "utf-8"
@@ -61,19 +61,19 @@ class TextFormat(Struct, frozen=True):
             color = stream.isatty() and environment.get("TERM") != "dumb"
         width = 0
         if stream.isatty():
-            import shutil  # which takes a sixtieth of a look at names
+            import shutil  # imported late: it takes 2 % of a check of names
 
             width = shutil.get_terminal_size((0, 0)).columns
         return cls(color, getattr(stream, "encoding", None) or "utf-8", width)
 
     def write(self, lines: Iterable[Line]) -> str:
-        """Return the lines as one text that ends in a line break; the empty text for no lines."""
+        """Return the lines as one text, each with a newline at its end."""
         return "".join(
             "".join(self._piece(piece) for piece in row).rstrip() + "\n" for line in lines for row in self._rows(line)
         )
 
     def _rows(self, line: Line) -> Iterator[tuple[str | Span, ...]]:
-        """Yield the rows of a line: it is broken at spaces, and goes on two columns further in."""
+        """Yield the rows of a line, which is wrapped at spaces and continued with two more columns of indent."""
         pieces = (line,) if isinstance(line, str) else line
         texts = list(map(_text, pieces))
         is_command = any(isinstance(piece, Span) and piece.role == "command" for piece in pieces)
@@ -87,7 +87,7 @@ class TextFormat(Struct, frozen=True):
         for piece, text in zip(pieces, texts, strict=True):
             for word in re.findall(r" *[^ ]+| +", text):
                 bare = word.lstrip(" ")
-                is_new = word != bare or not row or _text(row[-1]).endswith(" ")  # and not the end of a word
+                is_new = word != bare or not row or _text(row[-1]).endswith(" ")  # not the rest of a word
                 if is_new and bare and used + len(word) > self.width and used > len(indent):
                     yield tuple(row)
                     row, used, word = [indent], len(indent), bare
@@ -114,7 +114,7 @@ def quantity(number: int) -> str:
 
 
 def elements(numel: int) -> str:
-    """``1 element``, ``11.7 M elements``."""
+    """Return a number of elements in words: ``1 element``, ``11.7 M elements``."""
     return "1 element" if numel == 1 else f"{quantity(numel)} elements"
 
 
@@ -139,7 +139,7 @@ def _three(value: float) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Return a share in per cent that says 100 only of the whole, and 0 only of nothing: ``99.99 %``, ``< 0.01 %``."""
+    """Return a share in per cent, 100 only for the whole and 0 only for nothing: ``99.99 %``, ``< 0.01 %``."""
     if part >= whole:
         return "100 %"
     if part == 0:
@@ -154,12 +154,12 @@ def tensor_text(dtype: str, shape: Sequence[int] | None) -> str:
 
 
 def spec_text(spec: TensorSpec) -> str:
-    """Return the same of a spec, with its layout if it is not dense."""
+    """Return a spec's dtype and shape, and its layout if it is not strided."""
     return tensor_text(spec.dtype, spec.shape) + ("" if spec.layout == "strided" else f" {spec.layout}")
 
 
 def evidence_items(evidence: Mapping[str, Any], length: int | None = None) -> Iterator[str]:
-    """``prefix module``, ``share 1``, … from plain data; each cut to ``length`` characters."""
+    """Yield plain data as ``prefix module``, ``share 1``, …, each cut to ``length`` characters."""
     for name, value in evidence.items():
         text = f"{name} {_figure(value)}"
         yield text if length is None else cut(text, length)
@@ -169,12 +169,12 @@ T = TypeVar("T")
 
 
 def at_most(items: Sequence[T], limit: int | None) -> Sequence[T]:
-    """Return the items that are shown if there is room for ``limit`` lines, None for all; the last counts the rest."""
+    """Return the items to show in ``limit`` lines, the last of which counts the rest; all of them for None."""
     return items if limit is None or len(items) <= limit else items[: limit - 1]
 
 
 def cut(text: str, length: int) -> str:
-    """Return the text, its end replaced by an ellipsis where it is longer."""
+    """Return the text, cut to ``length`` characters with an ellipsis at the end."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptfix.core.coverage import Coverage
     from ckptfix.core.smoke_result import SmokeResult
 
-_FEW = 2  # defects of which the headline has the messages; of more it has the names, by kind
+_FEW = 2  # the headline has the messages of up to this many defects; more are counted by kind
 _NAMES = 3
 _FIGURES = 12
 _LENGTH = 100
@@ -72,7 +72,7 @@ def _result_lines(report: Report, presentation: Presentation) -> Iterator[Line]:
 
 
 def _after_loading(report: Report) -> Iterator[Line]:
-    """Yield what code that reads the new file finds otherwise than in the old one."""
+    """Yield how the new file differs for code that read the old one."""
     dicts = [edit.where for edit in report.edits if isinstance(edit, Plain) and edit.after == "dict"]
     if dicts:
         yield f'  dicts now, so use ["name"] instead of .name: {first_names(dicts)}'
@@ -92,8 +92,8 @@ WEIGHTS_ONLY_SINCE = "1.13"  # the first release of torch whose torch.load has w
 
 
 def loading_code(report: Report, choices: Mapping[str, Any]) -> str:
-    """Return the Python expression that gives the state_dict of the file that was written, or loads it if a plain read
-    of the file would lack tied keys."""
+    """Return the Python expression that reads the state_dict of the written file, or loads it into ``model`` if a plain
+    read would lack tied keys."""
     if report.written_as == "pth":
         steps = "".join(f"[{step!r}]" for step in report.place)
         is_old = Settings(for_torch=choices.get("for_torch")).is_for_torch_before(WEIGHTS_ONLY_SINCE)
@@ -143,7 +143,7 @@ def headline(report: Report, presentation: Presentation | None = None) -> Line:
 
 
 def _sound(report: Report, presentation: Presentation) -> tuple[str | Span, ...]:
-    """Return the headline of a file without defects that remain."""
+    """Return the headline of a file without remaining defects."""
     notes = f", {counted(len(report.remaining), 'note')}" if report.remaining else ""
     if report.exit_code:
         share = percent(report.coverage.untrained, report.coverage.parameters) if report.coverage else "some"
@@ -165,7 +165,7 @@ def _sound(report: Report, presentation: Presentation) -> tuple[str | Span, ...]
 
 
 def _defects(findings: list[Finding]) -> tuple[str | Span, ...]:
-    """Defects, worst first: each by its message if they are few, otherwise counted by kind."""
+    """Return the defects in words, worst first: each with its message if they are few, otherwise counted by kind."""
     ranked = sorted(findings, key=lambda finding: (-finding.level, _kind(finding)))
     worst = Span(counted(len(findings), "defect"), ranked[0].level.name.lower())
     if len(ranked) <= _FEW:
@@ -248,7 +248,7 @@ def _finding_lines(finding: Finding, report: Report, presentation: Presentation)
 
 
 def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:
-    """Return what gives the text beside a key, if the evidence has something for each."""
+    """Return a function from a key to the text beside it; None if the evidence has no figures by key."""
     for name, text in (("positions", _position_text), ("shapes", _shapes_text), ("tensors", _figures_text)):
         if isinstance(figures := evidence.get(name), dict):
             return lambda key: text(figures.get(key) or {})
@@ -256,7 +256,7 @@ def _spec(evidence: dict[str, Any]) -> Callable[[str], str] | None:
 
 
 def _position_text(position: Mapping[str, Any]) -> str:
-    """Return the group of a parameter in its optimizer, and what is kept of it: ``group 0: exp_avg [8, 3]``."""
+    """Return the group of a parameter in its optimizer, and its state: ``group 0: exp_avg [8, 3]``."""
     if not position:
         return ""
     kept = ", ".join(f"{name} {shape}" for name, shape in position["state"].items() if shape)
@@ -271,7 +271,7 @@ def _shapes_text(shapes: Mapping[str, Any]) -> str:
 
 
 def _figures_text(figures: Mapping[str, Any]) -> str:
-    """Return plain figures in words; what is nested is shown beside the keys, or with ``-v``."""
+    """Return plain figures in words; nested ones are shown beside the keys, or with ``-v``."""
     words = list(_words(figures))
     more = [f"… ({len(words)})"] if len(words) > _FIGURES + 1 else []
     return ", ".join([*words[: _FIGURES + (not more)], *more]).replace(", of ", " of ")  # `dead 3, of 64` is one figure
@@ -301,7 +301,7 @@ def _words(figures: Mapping[str, Any]) -> Iterator[str]:
         more = ", …" if len(channels) > _NAMES else ""
         yield f"{found} of {rest.pop('of')} channels: {_figure(channels[:_NAMES])}{more}"
     for name, value in rest.items():
-        # Counts of nothing say nothing.
+        # Counts of zero are left out.
         if value is not None and not isinstance(value, dict) and (value != 0 or isinstance(value, float)):
             is_place = isinstance(value, str) and " → " in value  # what a key becomes: its name stays as it is
             yield cut(f"{name if is_place else name.replace('_', ' ')} {_figure(value)}", _LENGTH)

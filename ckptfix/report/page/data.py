@@ -1,8 +1,8 @@
-"""The data of a page: whatever a checkpoint is named, it stays data; and the weights of many files take little room.
+"""The data of a page: JSON that no name in a checkpoint can break out of, with compact weights of many files.
 
-JSON goes into ``<script type="application/json">`` elements, which no browser runs. Only ASCII is written, and no
-``<``, ``>`` or ``&``, so that nothing in it can end the element, open a comment, or mean another thing in another
-encoding; a lone surrogate stays what it is, as ``\\ud800``."""
+JSON goes into ``<script type="application/json">`` elements, which browsers do not run. It is ASCII without ``<``,
+``>`` or ``&``, so that nothing in it can end the element, open a comment, or mean something else in another encoding; a
+lone surrogate is kept as ``\\ud800``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def script_json(data: Any) -> str:
-    """Return plain data as JSON that is safe within a script element. Raises ``ValueError`` for NaN and infinities."""
+    """Return plain data as JSON that is safe in a script element. Raises ``ValueError`` for NaN and infinities."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_HARMLESS)
 
 
@@ -29,18 +29,18 @@ def data_element(name: str, text: str) -> str:
 
 
 def digest(text: str) -> bytes:
-    """Return a digest of a text, which takes less memory than the text."""
+    """Return a digest of an ASCII text, to remember it in 16 bytes."""
     return blake2b(text.encode("ascii"), digest_size=16).digest()
 
 
 class CharacterBudget:
-    """The characters that may still go into the page."""
+    """The number of characters that a part of the page may still take."""
 
     def __init__(self, characters: int) -> None:
         self._left = characters
 
     def take(self, text: str) -> bool:
-        """Return whether the text still fits, and count it as taken if it does."""
+        """Return whether the text still fits, and deduct it if it does."""
         if len(text) > self._left:
             return False
         self._left -= len(text)
@@ -48,10 +48,10 @@ class CharacterBudget:
 
 
 class Layers:
-    """Turns lines of weights into elements of the page, up to a number of characters. A third is for flagged layers.
+    """Turns lines of weights.jsonl into elements of the page, up to a number of characters.
 
-    A file's figures are columns of four significant digits. Names, dtypes and shapes are kept once for all files that
-    have them in common. What does not fit is left out, that of healthy files first."""
+    A third of them is reserved for files with flagged layers. A file's figures are columns of four significant digits.
+    Names, dtypes and shapes are written once for all files that share them. What does not fit is left out."""
 
     def __init__(self, characters: int) -> None:
         self._flagged, self._healthy = CharacterBudget(characters // 3), CharacterBudget(characters - characters // 3)
@@ -59,7 +59,7 @@ class Layers:
         self.left_out = 0
 
     def elements(self, number: int, line: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the elements for the file of this number; nothing if it has no layer or there is no room."""
+        """Yield the elements for the file with this number; none if it has no layers or does not fit."""
         layers = line["layers"]
         if not layers:
             return
@@ -99,23 +99,22 @@ def _figures(layers: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def short(number: float) -> float | None:
-    """Return the number in four significant digits, without the point if it is whole; None for NaN and infinities."""
+    """Return the number rounded to four significant digits, whole ones as int; None for NaN and infinities."""
     if not math.isfinite(number):
         return None
     rounded = float(f"{number:.4g}")
     if math.isinf(rounded):
-        return number  # the largest of all would be rounded up, to infinity
+        return number  # the largest float would be rounded up to infinity
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e6 else rounded
 
 
-WEIGHTS_VERSION = 1  # grows when a field changes its meaning or goes away; new fields do not count
+WEIGHTS_VERSION = 1  # raised when a field changes its meaning or goes away, not for a new field
 
 
 def weights_to_json(report: Report) -> dict[str, Any]:
-    """Return the statistics of the tensors that the rules read, in the file's order.
+    """Return a line of weights.jsonl: the statistics of the tensors that the rules read, in the file's order.
 
-    A rule that names a tensor flags it, also where a fix has cured it: the figures are those of the repaired file,
-    the flag says that there was something."""
+    A tensor that a rule names is flagged, even if a fix has repaired it: the figures are those of the repaired file."""
     flags: dict[str, dict[str, None]] = {}
     for finding in (each for each in report.findings if each.subject.is_of_values):
         for key in finding.keys:

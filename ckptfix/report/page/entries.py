@@ -1,6 +1,6 @@
-"""A record of the manifest as the page needs it: a row of the table, and what the page of the file shows.
+"""Turns a record of the manifest into what the page shows: a row of the table, and the details of the file.
 
-The report of a check or a repair becomes a record of the same form."""
+The report of a check or a repair becomes a record of the same form first."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptfix.report.likeness import likeness_commands, likeness_text
 from ckptfix.report.page.data import CharacterBudget, digest, script_json
 from ckptfix.report.style import cut, evidence_items
 
-# What a row of the table holds, in this order.
+# The columns of the table, in order.
 COLUMNS = "name outcome codes format tensors numel size share smoke seconds output error".split()
-LISTS_LIMIT = 2_500_000  # characters for complete lists of renamed keys; files beyond it only have them folded
+LISTS_LIMIT = 2_500_000  # characters for complete lists of renamed keys; later files only have folded ones
 LEVELS = ("note", "warning", "error")
 MOST_COMMANDS = 1000
 _LINES = 24
@@ -40,20 +40,20 @@ _SHOWN = (
 
 
 class Entries:
-    """Turns records into rows and details. In a dry run, what is called repaired only would be."""
+    """Turns records into rows and details. A dry run shows repaired files as ones that can be repaired."""
 
     def __init__(self, lists_limit: int = LISTS_LIMIT, *, dry_run: bool = False) -> None:
         self._lists = CharacterBudget(lists_limit)
         self._seen: dict[tuple[str, bytes], int] = {}
         self._dry_run = dry_run
         self.levels: dict[str, str] = {}  # the worst level of each code in the files so far
-        # The command of the recommended decision on each file that needs one, up to `MOST_COMMANDS`. Where it lacks a
-        # value of the user's, what remains is to accept the file, which is not for copying with those of others.
+        # The command of the recommended decision on each file that needs one, up to `MOST_COMMANDS`. A file whose
+        # recommended decision needs a value from the user has none: its other command only accepts the file.
         self.commands: dict[str, str] = {}
-        self.prices: dict[str, str] = {}  # what the command of a file leaves untrained
+        self.prices: dict[str, str] = {}  # what the command leaves untrained
 
     def row(self, record: Mapping[str, Any]) -> list[Any]:
-        """Return the row of the table: the values of ``COLUMNS``."""
+        """Return a row of the table, in the order of ``COLUMNS``."""
         coverage, smoke, error = record.get("coverage"), record.get("smoke"), record.get("error")
         codes: list[str] = []
         for finding in record.get("findings") or ():
@@ -84,9 +84,9 @@ class Entries:
         ]
 
     def details(self, number: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the page of the file of this number shows; what is empty is left out.
+        """Return the details of the file with this number, without empty fields.
 
-        What is equal to that of an earlier file is not written again: ``same`` gives the number of that file."""
+        A field that equals an earlier file's is not repeated: ``same`` maps it to the number of that file."""
         edits = list(record.get("edits") or ())
         details = {name: record[name] for name in _SHOWN if record.get(name)} | {
             "findings": [_finding(finding) for finding in record.get("findings") or ()],
@@ -132,7 +132,7 @@ def _finding(finding: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decision(way: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a way to settle a file. One without a command begins with its options, as a value is the user's."""
+    """Return a possible decision. Without a command, as the user has to give a value, its text starts with options."""
     options = "" if way["command"] else typed(option_words(way.get("options") or {}))
     text = ": ".join(filter(None, (options, way["text"])))
     return {"text": text, "command": way["command"], "price": way.get("price")}
@@ -140,12 +140,12 @@ def _decision(way: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _folded(keys: tuple[str, ...]) -> list[str]:
-    """Return keys folded. Fine-tunes of one backbone have the same defect under the same names."""
+    """Return keys folded, from a cache: fine-tunes of one backbone have the same defects in the same keys."""
     return folded_lines(keys, _LINES)
 
 
 def _edit_lines(edits: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the edits in few lines, as the terminal shows them; by their number where another version wrote them."""
+    """Return the edits as the terminal shows them; only counted by kind if another version of ckptfix wrote them."""
     step = {"rule": "", "edits": list(edits)}
     try:
         return edit_lines(Plan.from_json({"ckptfix-plan": 1, "steps": [step]}).edits, _LINES)

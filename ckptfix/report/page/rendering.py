@@ -1,7 +1,6 @@
-"""Puts a page together: the template, the libraries beside it, and the data of the files one after another.
+"""Assembles a page from the template, the JavaScript libraries and the data of the files.
 
-The page is made piece by piece. What is kept of each file is its number and the name that its weights are found by.
-"""
+The page is generated in pieces; of each file, only its number and name stay in memory."""
 
 from __future__ import annotations
 
@@ -22,10 +21,9 @@ from ckptfix.rules import RULES
 from ckptfix.writing.atomic import OwnFile
 
 PAGE_VERSION = 1
-# Characters that a page has for files and their weights. Files are never left out, weights are: those that come last,
-# and those of healthy files first.
+# Characters of a page for files and their weights. Files are never left out; weights are, those of healthy files first.
 PAGE_LIMIT, LEAST_FOR_WEIGHTS = 12_000_000, 2_000_000
-MARK = '<meta name="generator" content="ckptfix'  # what a page of ours has among its first characters
+MARK = '<meta name="generator" content="ckptfix'  # among the first characters of every page that ckptfix writes
 _ROWS_IN_ONE = 500
 _STYLES = ("vendor/tabulator.min.css", "vendor/uplot.min.css", "page.css")
 _SCRIPTS = ("vendor/tabulator.min.js", "vendor/uplot.min.js")
@@ -42,12 +40,12 @@ def page_pieces(
     renames: Mapping[str, str] | None = None,
     dry_run: bool = False,
 ) -> Iterator[str]:
-    """Yield the text of a page that holds everything it shows.
+    """Yield the text of a self-contained page.
 
     ``records`` are lines of a manifest (``Record.to_json``), ``weights`` lines of ``weights.jsonl`` in any order, one
     for a file; those of files that no record names are ignored. Records and weights are read once and not kept, so that
-    a page of many files takes little memory. ``facts`` say what the run was: versions, date, settings, as words and
-    values. ``renames`` maps old names of files to new ones. ``dry_run`` says that nothing was written."""
+    a page of many files takes little memory. ``facts`` describe the run by title: versions, date, command. ``renames``
+    maps old names of files to new ones. ``dry_run`` says that nothing was written."""
     run = {
         "title": printable(title),
         "facts": [[str(name), str(value)] for name, value in (facts or {}).items()],
@@ -94,7 +92,7 @@ def _elements(
 @cache
 def _asset(name: str) -> str:
     text = (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
-    return re.sub(r"(?://|/\*)# sourceMappingURL=\S+(?: \*/)?\s*$", "", text)  # the map stays with its makers
+    return re.sub(r"(?://|/\*)# sourceMappingURL=\S+(?: \*/)?\s*$", "", text)  # source maps are not shipped
 
 
 @cache
@@ -106,10 +104,10 @@ def _template() -> Any:
 
 
 def _digest(script: str) -> str:
-    """Return the hash by which the page's policy knows a script."""
+    """Return the hash of a script for the page's Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
 def page_file(file: str | Path) -> OwnFile:
-    """Return the file of a page, whose place is checked before the work begins."""
+    """Return the output file of a page; its ``refuse`` checks it before the work begins."""
     return OwnFile(Path(file), "report", MARK.encode("ascii"))
