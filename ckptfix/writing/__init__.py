@@ -1,1 +1,1 @@
-"""From a Checkpoint to a file that appears whole or not at all."""
+"""Writes a Checkpoint to a file, completely or not at all."""

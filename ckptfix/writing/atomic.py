@@ -1,19 +1,19 @@
-"""Writes files so that whatever kills the process, either the old state or the whole new file is there.
+"""Atomic writes: a crash leaves either the old file or the complete new one.
 
-The bytes go to a temporary file beside the output, which is only renamed over it when it is complete and on the disk. A
-rename within a folder is atomic (POSIX), and durable once the folder is flushed too. Everything that ckptfix writes
-goes through here: checkpoints, shards, plans, reports, and the journals of a migration.
+The bytes go to a temporary file beside the output, which is renamed over the output once it is complete and flushed to
+disk. A rename within a folder is atomic (POSIX), and durable once the folder is flushed too. Everything that ckptfix
+writes goes through here: checkpoints, shards, plans, reports, and the journals of a migration.
 
     with atomic_file(path) as file:          # a text file
         file.write(…)
 
     with temporary_beside(output) as temporary:
-        …                                    # write it, prove it
+        …                                    # write it, verify it
         deliver_file(temporary, output)
 
-A temporary file is locked as long as its process lives (flock). One that can be locked is of a process that was killed:
-the next that writes into the folder removes it. A name would not do: process numbers come again, and mean nothing in
-another container or on another machine."""
+A temporary file is locked (flock) as long as its process lives. If it can be locked, its process was killed, and the
+next run that writes into the folder removes it. A process number in the name would not do: numbers are reused, and mean
+nothing in another container or on another machine."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from ckptfix.errors import Opt, UsageError, WriteError
 
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.ckptfix-tmp", re.DOTALL)
 
-# In a temporary folder: the names of the files that are put in place one after the other, the one that counts last.
+# A file in a temporary folder: the names of the files being moved into place, the one that the others depend on last.
 _PLACING = "placing"
 
-# The extended attributes that a file keeps when its content is replaced; an ACL is one of them.
+# The extended attributes that a file keeps when its content is replaced, including ACLs.
 _ACL = "system.posix_acl_access"
 _ATTRIBUTES = ("user.", "system.posix_acl_", "security.selinux")
 
-# Seconds after which a folder is searched for leftovers again: a zoo may have a hundred thousand files in one.
+# Seconds before a folder is searched for leftovers again: a zoo may have a hundred thousand files in one.
 _AGAIN = 60.0
 
 _searched: dict[Path, float] = {}
@@ -50,16 +50,16 @@ _placed: deque[tuple[float, Path]] = deque(maxlen=16)
 
 
 def placed(since: float) -> list[Path]:
-    """Return what this process has put in place since a moment of ``time.monotonic``, for the message of a stop."""
+    """Return the files put in place since a time (of ``time.monotonic``), for the message after an interruption."""
     return [path for moment, path in _placed if moment >= since]
 
 
 @contextlib.contextmanager
 def temporary_beside(output: Path, like: Path | None = None) -> Iterator[Path]:
-    """Provide a new, empty, locked temporary file in the folder of the output, gone at the end unless it was renamed.
+    """Provide an empty, locked temporary file in the folder of the output; it is removed at the end unless renamed.
 
-    If the output exists, it has its owner, permissions and extended attributes, else the permissions of ``like``, else
-    those of any new file. Raises ``WriteError`` if the folder refuses."""
+    It gets the owner, permissions and extended attributes of the output if that exists, else the permissions of
+    ``like``, else those of any new file. Raises ``WriteError`` if the folder is not writable."""
     remove_leftovers(output.parent)
     model = output if output.exists() else like if like is not None and like.exists() else None
     with _temporary(output, lambda path: _create(path, 0o666 if model is None else 0o600)) as (temporary, handle):
@@ -70,7 +70,7 @@ def temporary_beside(output: Path, like: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder_beside(output: Path) -> Iterator[Path]:
-    """Provide a new, locked temporary folder beside the output, gone at the end with what is still in it."""
+    """Provide a locked temporary folder beside the output; it is removed with its content at the end."""
     remove_leftovers(output.parent)
     with _temporary(output, _create_folder) as (folder, _):
         yield folder
@@ -78,9 +78,9 @@ def temporary_folder_beside(output: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(goal: Path) -> Iterator[TextIO]:
-    """Open a text file whose content replaces that of ``goal`` when the body has ended without an error.
+    """Open a text file that replaces ``goal`` when the body ends without an error.
 
-    Raises ``WriteError`` if the disk refuses; then the old content is still there."""
+    Raises ``WriteError`` if writing fails; the old content is kept then."""
     goal = goal.resolve()  # a link keeps pointing at its file
     with temporary_beside(goal) as temporary:
         try:
@@ -94,15 +94,15 @@ def atomic_file(goal: Path) -> Iterator[TextIO]:
 
 
 class OwnFile(NamedTuple):
-    """A plan or a report: it may replace an older one, which has ``mark`` among its first bytes, and nothing else. One
-    slip of a name must not cost a checkpoint."""
+    """A plan or a report, which may replace only an older one (with ``mark`` among its first bytes): a mistyped name
+    must not overwrite a checkpoint."""
 
     path: Path
     what: str
     mark: bytes
 
     def refuse(self) -> None:
-        """Raise ``UsageError`` if it cannot go there: before the work begins, so that no hour of it is lost."""
+        """Raise ``UsageError`` if it cannot be written there; called before the work begins."""
         path, what, _ = self
         if path.exists() and not (path.is_file() and self._is_own()):
             raise UsageError(f"{path}: already exists and is not a ckptfix {what}; name another file")
@@ -111,7 +111,7 @@ class OwnFile(NamedTuple):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[TextIO]:
-        """Open it as ``atomic_file`` does. Raises ``WriteError`` if the disk refuses; nothing is left then."""
+        """Open the file like ``atomic_file``. Raises ``WriteError`` if writing fails; nothing is left behind."""
         self.refuse()
         try:
             with atomic_file(self.path) as file:
@@ -128,8 +128,8 @@ class OwnFile(NamedTuple):
 
 
 def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, flush: bool = True) -> None:
-    """Rename the temporary file to the output, and flush the folder unless the caller does. ``backup_of`` keeps its old
-    content under ``<name>.bak``."""
+    """Rename a temporary file to the output, and flush the folder if ``flush``. The old content of ``backup_of`` is
+    kept as ``<name>.bak``."""
     backup = None
     try:
         if backup_of is not None and not has_backup(backup_of):
@@ -145,9 +145,9 @@ def deliver_file(temporary: Path, output: Path, backup_of: Path | None = None, f
 
 
 def deliver_files(folder: Path, goals: Sequence[Path]) -> None:
-    """Put files of a temporary folder in place under their names, the one without which the others mean nothing last.
+    """Move files of a temporary folder to ``goals`` of the same names, the one that the others depend on last.
 
-    Raises ``WriteError``, with none of them in place, if the disk refuses."""
+    Raises ``WriteError`` if a move fails; none of them is in place then."""
     target = goals[-1].parent
     try:
         (folder / _PLACING).write_text("\n".join(goal.name for goal in goals), encoding="utf-8")
@@ -165,7 +165,7 @@ def deliver_files(folder: Path, goals: Sequence[Path]) -> None:
 
 
 def deliver_folder(folder: Path, output: Path) -> None:
-    """Rename a folder, whose files are on the disk, to the output, which does not exist."""
+    """Rename a folder to the output, which does not exist. The files in it were flushed before."""
     try:
         for path in (*folder.rglob("*"), folder):
             if path.is_dir():
@@ -178,9 +178,9 @@ def deliver_folder(folder: Path, output: Path) -> None:
 
 
 def has_backup(source: Path) -> bool:
-    """Return whether a run that was killed has made the backup already: it is the source, or an equal copy of it.
+    """Return whether a killed run already made the backup: a hard link to the source, or a copy.
 
-    Raises ``WriteError`` if there is another file of that name."""
+    Raises ``WriteError`` if another file has its name."""
     backup = backup_of(source)
     if not os.path.lexists(backup):
         return False
@@ -195,7 +195,7 @@ def backup_of(source: Path) -> Path:
 
 
 def refuse_output(output: Path, force: bool = False) -> None:
-    """Raise ``UsageError`` if what has the name of an output is not to be replaced."""
+    """Raise ``UsageError`` if the output exists and must not be replaced."""
     if output.exists() and not output.is_file():
         raise UsageError(
             f"{output}: is a device, pipe or socket; name a file, or write nothing with ", Opt("dry_run", True)
@@ -205,7 +205,7 @@ def refuse_output(output: Path, force: bool = False) -> None:
 
 
 def refuse_name(output: Path) -> None:
-    """Raise ``UsageError`` if a name is longer than the file system takes."""
+    """Raise ``UsageError`` if the name is too long for the file system."""
     try:
         limit = os.pathconf(output.parent, "PC_NAME_MAX")
     except (OSError, ValueError):  # the folder does not exist, or the system does not know
@@ -217,30 +217,30 @@ def refuse_name(output: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in a folder whose processes are gone; at most once a minute."""
+    """Remove temporary files in a folder whose processes are gone; at most once a minute."""
     if time.monotonic() - _searched.get(folder, -math.inf) < _AGAIN:
         return
     _searched[folder] = time.monotonic()
     try:
         with os.scandir(folder) as entries:
             left = [Path(entry.path) for entry in entries if _TEMPORARY.fullmatch(entry.name)]
-    except OSError:  # what is wrong with the folder is said when it is written to
+    except OSError:  # writing to the folder reports the error
         return
     for path in left:
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 flock(handle, LOCK_EX | LOCK_NB)
-                if os.fstat(handle).st_uid == os.geteuid():  # in /tmp, anyone makes files of any name
+                if os.fstat(handle).st_uid == os.geteuid():  # in /tmp, anyone can create files of any name
                     _remove(path)
             finally:
                 os.close(handle)
 
 
 def flush_file(path: Path) -> None:
-    """Have the disk take up a file or a folder. Raises ``OSError`` if it refuses.
+    """Flush a file or folder to disk. Raises ``OSError`` if that fails.
 
-    An error of the disk that was not reported yet is reported to the next who opens the file and flushes it
+    Write errors that were not reported yet are reported to whoever opens and flushes the file next
     (https://docs.kernel.org/filesystems/vfs.html#handling-errors-during-writeback)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -257,7 +257,7 @@ def unwritten(output: Path, error: OSError) -> WriteError:
 def _temporary(output: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
     """Provide a locked temporary file or folder and its descriptor, and remove it at the end."""
     handle = None
-    # The name is known before anything has it: a signal may come while the system makes the file.
+    # The name is chosen first, so that the file is removed even if a signal comes while it is created.
     temporary = _new_name(output)
     try:
         try:
@@ -267,7 +267,7 @@ def _temporary(output: Path, create: Callable[[Path], int]) -> Iterator[tuple[Pa
                     flock(handle, LOCK_EX | LOCK_NB)
                 if temporary.exists():
                     break
-                os.close(handle)  # taken for a leftover before it was locked
+                os.close(handle)  # another process removed it as a leftover before it was locked
                 handle, temporary = None, _new_name(output)
         except OSError as error:
             raise WriteError(
@@ -303,7 +303,7 @@ def _remove(path: Path) -> None:
 
 
 def _undo(folder: Path) -> None:
-    """Remove the files that were put in place from a temporary folder, unless the last, which counts, is there too."""
+    """Remove the files that were moved out of a temporary folder, unless the last one is in place too."""
     try:
         names = (folder / _PLACING).read_text(encoding="utf-8").split("\n")
     except OSError:
@@ -316,17 +316,18 @@ def _undo(folder: Path) -> None:
 
 
 def _take_after(model: Path, handle: int, is_replaced: bool) -> None:
-    """Give a new file the permissions of another one; of the one that it will replace also owner and attributes. An ACL
-    is one of the permissions: without it, its mask would be what the group may do."""
+    """Give a new file the permissions of another one, and if ``is_replaced``, its owner and extended attributes.
+
+    ACLs belong to the permissions: without them, the mask of the ACL would become the permissions of the group."""
     found = model.stat()
     if is_replaced:
-        with contextlib.suppress(OSError):  # who is not the superuser gives no file away
+        with contextlib.suppress(OSError):  # only the superuser may change the owner
             os.fchown(handle, -1, found.st_gid)
             os.fchown(handle, found.st_uid, -1)
     os.fchmod(handle, stat.S_IMODE(found.st_mode) | stat.S_IRUSR)
     for name in _attributes(model) if hasattr(os, "listxattr") else ():
         if is_replaced or name == _ACL:
-            with contextlib.suppress(OSError):  # one that is not ours to set
+            with contextlib.suppress(OSError):  # an attribute that only the system may set
                 os.setxattr(handle, name, os.getxattr(model, name))
 
 
@@ -338,7 +339,7 @@ def _attributes(file: Path) -> list[str]:
 
 
 def _back_up(source: Path) -> Path:
-    """Keep the content of a file under the name of its backup, by a second name or, without hard links, by a copy."""
+    """Make the backup of a file, as a hard link if the file system has them, else as a copy."""
     backup = backup_of(source)
     try:
         os.link(source, backup)
@@ -347,7 +348,7 @@ def _back_up(source: Path) -> Path:
     except OSError:
         with temporary_beside(backup, source) as temporary:
             shutil.copyfile(source, temporary)
-            os.utime(temporary, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))  # as ``has_backup`` wants it
+            os.utime(temporary, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))  # `has_backup` compares it
             flush_file(temporary)
             temporary.replace(backup)
     return backup

@@ -1,4 +1,4 @@
-"""Writes a checkpoint to a file in one of the formats, which is compared with the plan while the disk takes it up."""
+"""Writes a checkpoint to a file, or to shards with an index, and flushes it while it is verified."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ckptfix.writing.atomic import deliver_files, flush_file, remove_leftovers, 
 
 FIRST_ZIP = "1.6"  # the first torch that writes and reads the zip container by default
 
-# Writes a checkpoint to a file, and gives the copier that has the ranges that were read back from it.
+# Writes a checkpoint to a file, and returns the copier with the ranges that were read back.
 Write = Callable[[Checkpoint, BinaryIO], Copier]
 
 
 def output_format(checkpoint: Checkpoint, asked: str | None) -> str:
-    """Return ``pth``, ``safetensors`` or ``universal``: what was asked for, else the first two by the source's own."""
+    """Return ``pth``, ``safetensors`` or ``universal``: the format asked for, else that of the source."""
     if asked is not None:
         return asked
     return SAFETENSORS if checkpoint.format.endswith(safetensors.NAME) else PTH
 
 
 def writer_for(form: str, for_torch: str | None) -> Write:
-    """Return the function that writes a format; an old ``--for-torch`` gets the legacy container."""
+    """Return the function that writes a format; for torch before 1.6, a ``pth`` file gets the legacy container."""
     if form == SAFETENSORS:
         return safetensors_write.write
     if for_torch is not None and Version(for_torch) < Version(FIRST_ZIP):
@@ -50,20 +50,20 @@ def writer_for(form: str, for_torch: str | None) -> Write:
 
 
 def without_state_dict(checkpoint: Checkpoint, root: object) -> Checkpoint:
-    """Return other data of a checkpoint as one to be written: an optimizer's file, or a single tensor."""
-    # No container has an empty place in it.
+    """Return a checkpoint that is written as ``root`` only: the file of an optimizer, or a single tensor."""
+    # No container has a member with an empty name, so no state_dict is put in its place.
     return replace(checkpoint, entries={}, metadata=None, container=("",), root=root)
 
 
 class Written(Struct, frozen=True):
-    """A file that was written, perhaps not on the disk yet, and what of it was found equal to its source."""
+    """A written file, which may not be flushed yet, and the ranges that were read back and equal their sources."""
 
     path: Path
     copied: Sequence[Copied]
 
 
 def write_to(temporary: Path, checkpoint: Checkpoint, write: Write, output: Path) -> Written:
-    """Write the checkpoint. Raises ``WriteError`` if the disk is full or refuses."""
+    """Write the checkpoint. Raises ``WriteError`` if writing fails."""
     try:
         with os.fdopen(_open(temporary), "r+b", buffering=1 << 20) as file:
             return Written(temporary, write(checkpoint, file).copied)
@@ -72,10 +72,9 @@ def write_to(temporary: Path, checkpoint: Checkpoint, write: Write, output: Path
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor to write a file and read it back, also where it has the permissions of a source that is
-    read-only.
+    """Return a descriptor to write a file and read it back, even if it has the permissions of a read-only source.
 
-    Without O_TRUNC: ext4 would start to write when the file is closed, and keep us waiting."""
+    O_TRUNC is not used: with it, closing the file on ext4 waits for the disk."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else stat.S_IWUSR
     if mode & stat.S_IWUSR:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -88,9 +87,9 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def flushing(files: Iterable[Written], output: Path, is_wanted: bool = True) -> Iterator[None]:
-    """Flush files to the disk while the body reads them, if that is wanted.
+    """Flush files to disk in a thread while the body reads them, if ``is_wanted``.
 
-    Raises ``WriteError`` at the end if the disk refuses."""
+    Raises ``WriteError`` at the end if flushing fails."""
     with background() as pool:
         flushes = [pool.submit(flush_file, file.path) for file in files] if is_wanted else []
         yield
@@ -102,10 +101,10 @@ def flushing(files: Iterable[Written], output: Path, is_wanted: bool = True) -> 
 
 
 def split(checkpoint: Checkpoint, limit: int) -> list[Checkpoint]:
-    """Return the state_dict in parts of at most ``limit`` bytes of tensors, in its order; a larger tensor is a part
-    alone.
+    """Split the state_dict into parts of at most ``limit`` bytes of tensors, in order; a larger tensor gets a part of
+    its own.
 
-    Tensors that share a storage stay together, so that a tie stays a tie. The ``_metadata`` is in the first part."""
+    Tensors that share a storage stay together, which keeps ties. The first part has the ``_metadata``."""
     parts: list[OrderedDict[str, Any]] = [OrderedDict()]
     sizes = [0]
     part_of: dict[int, int] = {}
@@ -153,7 +152,7 @@ class ShardNames(Struct, frozen=True):
                 raise WriteError(f"{self.output.parent / name}: already exists; move it away, or name another output")
 
 
-# Compares a written file with the checkpoint that it should hold; raises if they differ.
+# Compares a written file with the checkpoint that it should contain; raises if they differ.
 Verify = Callable[[Path, Checkpoint, Path, Sequence[Written]], None]
 
 
@@ -161,12 +160,13 @@ Verify = Callable[[Path, Checkpoint, Path, Sequence[Written]], None]
 def temporary_shards(
     output: Path, checkpoint: Checkpoint, limit: int, write: Write, verify: Verify
 ) -> Iterator[tuple[Path, ShardNames]]:
-    """Provide the index of the checkpoint in shards, in a temporary folder beside the output, written and verified.
+    """Write a checkpoint as shards with an index to a temporary folder beside the output, verify them, and provide the
+    index and the names.
 
-    The folder is gone at the end. ``checkpoint`` is a state_dict without a container around it."""
+    The folder is removed at the end. ``checkpoint`` is a state_dict without a container around it."""
     parts = split(checkpoint, limit)
     names = ShardNames(output, len(parts))
-    remove_leftovers(output.parent)  # shards that a run was killed with half of them in place
+    remove_leftovers(output.parent)  # shards of a run that was killed while moving them into place
     names.check_free()
     with temporary_folder_beside(output) as folder:
         written = []
@@ -191,5 +191,5 @@ def _write_index(index: Path, shards: list[str], parts: list[Checkpoint], checkp
 
 
 def deliver_shards(index: Path, names: ShardNames) -> None:
-    """Put the shards in place, and the index when all of them are there and on the disk."""
+    """Move the shards into place, and then the index."""
     deliver_files(index.parent, [*(names.output.with_name(name) for name in names.shards), names.index])

@@ -1,7 +1,7 @@
 """Writes the pickle of a torch.save file, in the opcodes that ``torch.load(weights_only=True)`` reads.
 
-Protocol 2, the one that every torch reads, without importing torch: the globals are written by name. The tensors are
-records that refer to storages by persistent id, as in ``torch/serialization.py``."""
+It uses protocol 2, which every torch reads, and writes globals by name without importing torch. Tensors are records
+that refer to storages by persistent id, as in ``torch/serialization.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptfix.writing.plain import NATIVE, is_layout, is_native_global
 
 BATCH = 1000
 
-# An opcode and its number, of one, two or four bytes.
+# An opcode and its argument of one, two or four bytes.
 _NEAR, _HALF, _FAR, _SIGNED = (struct.Struct(f"<c{kind}") for kind in "BHIi")
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -34,10 +34,10 @@ class StorageRef(NamedTuple):
 
 
 class PickleWriter:
-    """Writes one object tree. ``place`` says for every strided tensor in which storage its bytes went, and to which
-    offset there, in elements.
+    """Writes object trees. ``place`` returns the storage of a strided tensor in the new file, and its offset there in
+    elements.
 
-    Raises ``WriteError`` for data that ``weights_only`` would refuse; the place in the tree is in the message."""
+    Raises ``WriteError`` for data that ``weights_only`` would refuse."""
 
     _END_OF_ID = b"tQ"
 
@@ -56,7 +56,7 @@ class PickleWriter:
         return bytes(self._done)
 
     def _gather(self) -> None:
-        """Put what was written in one piece: a tensor is a dozen small ones, and each takes more than its bytes."""
+        """Join the pieces written so far: a tensor has a dozen small ones, each of which takes more than its bytes."""
         self._done += b"".join(self._out)
         self._out.clear()
 
@@ -136,7 +136,7 @@ class PickleWriter:
         self._alive.append(value)
         if isinstance(value, tuple):
             self._tuple(value)
-            # A tuple that holds itself by way of a list or dict was written, and remembered, on the way.
+            # A tuple that contains itself through a list or dict is in the memo already.
             if value and id(value) not in self._memo:
                 self._put(id(value))
         elif isinstance(value, list):
@@ -171,7 +171,7 @@ class PickleWriter:
             self._live(value)
 
     def _live(self, value: Any) -> None:
-        """Write objects of torch that a state_dict in memory may hold: dtypes, sizes, devices."""
+        """Write an object of torch that a state_dict in memory may contain: a dtype, quantisation scheme or device."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         name = str(value).removeprefix("torch.")
         if kind in ("torch.dtype", "torch.qscheme"):
@@ -207,7 +207,7 @@ class PickleWriter:
     # -----------------------------------------------------------------------------------------------------------------
 
     def _tensor(self, spec: TensorSpec) -> None:
-        # A Parameter is a call around the record of its data; requires_grad belongs to the Parameter.
+        # A Parameter is a call around the record of its data, and has the requires_grad.
         if spec.is_parameter:
             self._global("torch._utils", "_rebuild_parameter")
             self._out.append(b"(")
@@ -246,7 +246,7 @@ class PickleWriter:
         self._out.append(b"tR")
 
     def _hooks(self, requires_grad: bool) -> None:
-        """``requires_grad``, and the empty dict of hooks: it has no place in the memo, as nothing names it again."""
+        """Write ``requires_grad`` and the empty dict of hooks, which needs no memo: nothing refers to it."""
         self._out.append(b"\x88" if requires_grad else b"\x89")
         self._global("collections", "OrderedDict")
         self._out.append(b")R")
@@ -275,12 +275,12 @@ class PickleWriter:
 
 
 def _is_of_moments(value: Global) -> bool:
-    """Return whether a global makes torchao's low-bit moments, which ``import torchao`` allows."""
+    """Return whether a global builds torchao's low-bit moments, which ``weights_only`` allows if torchao is imported."""
     return str(value) == "torch._utils._rebuild_wrapper_subclass" or is_low_bit_moment(str(value))
 
 
 def _is_possible(quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
-    """Return whether torch makes a tensor of this shape with such a quantiser."""
+    """Return whether torch accepts this quantiser for a tensor of this shape."""
     scale, zero_point, axis = quantizer.scale, quantizer.zero_point, quantizer.axis
     if quantizer.scheme.startswith("per_tensor"):
         return axis is None and isinstance(scale, (int, float)) and isinstance(zero_point, int)

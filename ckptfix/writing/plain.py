@@ -1,7 +1,8 @@
-"""Plain data: what ``torch.load(weights_only=True)`` accepts, and how objects of other classes become it.
+"""Plain data, which ``torch.load(weights_only=True)`` accepts, and the conversion of other objects to it.
 
-Known classes get their natural form (Namespace → dict, Path → str, numpy scalars → numbers); an unknown one becomes a
-dict of what it held, under its name. Nothing is dropped, and every conversion is listed so that a finding can say it.
+Known classes get their natural form (Namespace → dict, Path → str, numpy scalars → numbers); an object of an unknown
+class becomes a dict of its content with the name of the class. Nothing is dropped, and every conversion is recorded for
+a finding.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ckptfix.reading.weights.modules import is_module, module_state_dict
 from ckptfix.reading.weights.quantized_modules import composed_class, is_low_bit_moment
 
 DEPTH_LIMIT = 200
-# Classes beside the built-in ones that `weights_only` accepts as they are.
+# Classes besides the built-in ones that `weights_only` accepts.
 NATIVE = frozenset({"torch.Size", "torch.device", "collections.Counter"})
 
 # The devices that torch knows without a plugin.
@@ -47,11 +48,11 @@ _QSCHEMES = (
     "per_channel_affine_float_qparams",
 )
 
-BARE_STORAGE = "a storage of torch"  # one without a tensor
+BARE_STORAGE = "a storage of torch"  # without a tensor
 
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
 
-# What was noticed while reading and is converted: what it was, and what it becomes.
+# Remarks of the readers that are conversions: the forms before and after.
 CONVERSIONS = {
     Kind.PROTOCOL: ("pickle protocol {}", "protocol 2"),
     Kind.PLAIN_PICKLE: ("{}", "torch.save"),
@@ -79,8 +80,9 @@ def is_layout(value: Global) -> bool:
 
 
 def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
-    """Return the container of a checkpoint as plain data, with its state_dict in place, and what was converted on the
-    way. It is worked out once: rules, writers and the comparison ask for it, and none of them changes it."""
+    """Return the container of a checkpoint as plain data, with its state_dict in place, and the conversions.
+
+    The result is cached; rules, writers and the comparison share it, and must not change it."""
     known: tuple[Any, list[Plain]] | None = checkpoint.derived.get("plain")
     if known is None:
         plainer = _Plainer(checkpoint)
@@ -90,7 +92,7 @@ def plain_root(checkpoint: Checkpoint) -> tuple[Any, list[Plain]]:
 
 
 def _is_odd_key(key: Any) -> bool:
-    """Return whether a key is a number or a tuple, which torch reads as it is and a checkpoint has as text."""
+    """Return whether a key is a number or a tuple, which torch keeps and ``Checkpoint`` turns into text."""
     return (
         key is None
         or type(key) in (int, float, bool)
@@ -99,7 +101,7 @@ def _is_odd_key(key: Any) -> bool:
 
 
 class _Plainer:
-    """One walk over a container; an object that is in two places stays one object."""
+    """Converts a container to plain data; an object that occurs in two places stays one object."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -108,7 +110,7 @@ class _Plainer:
         self._open: set[int] = set()
 
     def convert(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
-        """Return the plain form of a value at a place."""
+        """Return the plain form of the value at ``path``."""
         if depth > DEPTH_LIMIT:
             raise HostileError(
                 f"{self.checkpoint.path}: data nested deeper than {DEPTH_LIMIT} around the weights; do not use this "
@@ -117,13 +119,13 @@ class _Plainer:
         if path == self.checkpoint.container:
             return self._state_dict(value, path, depth)
         if isinstance(value, str):
-            return str(value)  # one of Python 2 is of a class of its own
+            return str(value)  # text of Python 2 has a class of its own
         if value is None or isinstance(value, (bool, int, float, complex, bytes, bytearray, TensorSpec)):
             return value
         if id(value) in self._done:
             return self._done[id(value)][1]
         if id(value) in self._open:
-            # An object of a class that holds itself; only lists and dicts can do that in plain data.
+            # An object that contains itself; in plain data, only lists and dicts can.
             self._note(path, _class_name(value), "str")
             return f"<{_class_name(value)}>"
         self._open.add(id(value))
@@ -159,7 +161,7 @@ class _Plainer:
         self.conversions.setdefault((where, before), Plain(where, before, after))
 
     def _container(self, value: Any, path: tuple[PathPart, ...], depth: int) -> Any:
-        # A list or dict is known before it is full: it may hold itself.
+        # A list or dict is recorded before it is filled: it may contain itself.
         if isinstance(value, list):
             items: list[Any] = []
             self._done[id(value)] = (value, items)
@@ -174,7 +176,7 @@ class _Plainer:
             for key, item in value.items():
                 plain = key if is_by_tensor else self._key(key, path)
                 if plain in made and isinstance(key, Opaque) and isinstance(plain, str):
-                    plain = f"{plain} {len(made)}"  # two objects of one class, whose text says no more than that
+                    plain = f"{plain} {len(made)}"  # two objects of one class, which have the same text
                 if plain in made:
                     raise UnreadableError(
                         f"{self.checkpoint.path}: two keys at {path_name(path)} are both {plain!s:.60} as plain data; "
@@ -196,11 +198,11 @@ class _Plainer:
                 self._note(path, "set", "list")
                 return items
         if isinstance(value, TypedStorage):
-            # A storage without a tensor: all of its elements in one dimension.
+            # A storage without a tensor becomes a tensor with one dimension.
             self._note(path, BARE_STORAGE, "torch.Tensor")
             count = value.storage.nbytes // DTYPES[value.dtype].itemsize
             return TensorSpec(value.dtype, (count,), (1,), value.storage)
-        return value  # an object in memory, which goes back to its owner as it is
+        return value  # an object of a state_dict in memory, which is returned to the caller unchanged
 
     def _key(self, key: Any, path: tuple[PathPart, ...]) -> Any:
         if isinstance(key, Opaque) and (known := known_form(key)) is not None:
@@ -242,7 +244,7 @@ class _Plainer:
             made = tuple(part if part is cls else self.convert(part, path, depth + 1) for part in made)
             return Opaque(value.cls, (function, cls, made, self.convert(state, path, depth + 1)))
         container = self.checkpoint.container
-        onwards = container[len(path)] if path == container[: len(path)] else None  # the state_dict is in a member
+        onwards = container[len(path)] if path == container[: len(path)] else None  # member that has the state_dict
         if is_module(value) and onwards is None:
             self._note(path, name, "state_dict")
             return self.convert(module_state_dict(value, self.checkpoint.path), path, depth + 1)
@@ -256,7 +258,7 @@ class _Plainer:
 
 
 def _is_made_by_torch(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether the arguments are those with which one of these classes is pickled; torch refuses any other."""
+    """Return whether torch pickles the class ``name`` with such arguments; torch refuses to load any others."""
     if name == "torch.device":
         is_said = all(isinstance(arg, str) or arg in range(100) for arg in args)
         return is_said and re.fullmatch(_DEVICE, ":".join(map(str, args))) is not None
@@ -275,7 +277,7 @@ def _class_name(value: Any) -> str:
     )
 
 
-# What an object of a class comes to as plain data
+# The natural forms of classes
 # ----------------------------------------------------------------------------------------------------------------------
 
 _LONGEST_RANGE = 10_000
@@ -283,21 +285,21 @@ _RENAMED = {"long": "int", "unicode": "str", "xrange": "range"}
 
 
 def today(name: Global) -> str:
-    """Return the name of a class or function as Python 3 has it; torch.save writes many under that of Python 2."""
+    """Return the Python 3 name of a class or function; torch.save writes many under their Python 2 names."""
     module = MODULE_ALIASES.get(name.module, name.module)
     return f"{module}.{_RENAMED.get(name.name, name.name) if module == 'builtins' else name.name}"
 
 
 def known_form(value: Opaque) -> Callable[[Opaque], Any] | None:
-    """Return what makes the natural form of a known class, whether Python 2 or 3 named it; None for an unknown one."""
+    """Return the function that makes the natural form of a known class; None if the class is unknown."""
     return _KNOWN.get(f"{MODULE_ALIASES.get(value.cls.module, value.cls.module)}.{value.cls.name}")
 
 
-_PACKAGES = ("pathlib.", "omegaconf.")  # packages of which every class has a plain form
+_PACKAGES = ("pathlib.", "omegaconf.")  # every class of these packages has a plain form
 
 
 def has_plain_form(value: object) -> bool:
-    """Return whether a value is plain, or of a class that is known for its plain form; a function is not."""
+    """Return whether a value is plain or of a class with a known plain form. Functions have none."""
     if isinstance(value, Global):
         return is_native_global(value)
     if not isinstance(value, Opaque) or known_form(value) is not None:
@@ -306,7 +308,7 @@ def has_plain_form(value: object) -> bool:
 
 
 def natural_form(value: Opaque) -> Any:
-    """Return what an object of a class held, in the nearest plain form. Its members are not converted yet."""
+    """Return the content of an object in the nearest plain form. Its members are not converted yet."""
     name = str(value.cls)
     if (known := known_form(value)) is not None:
         return known(value)
@@ -337,13 +339,13 @@ def natural_form(value: Opaque) -> Any:
 
 
 def _path(value: Opaque) -> str:
-    """Return a path as its own system writes it, from the parts that its release of Python pickled."""
+    """Return a path in the syntax of its own system, from the parts that Python pickled."""
     kind = PureWindowsPath if "Windows" in value.cls.name else PurePosixPath
     return str(kind(*map(str, value.args)))
 
 
 def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``Optimizer.state_dict()``: parameters by their number; None if an object is not an optimizer."""
+    """Return ``Optimizer.state_dict()`` from the attributes of a pickled optimizer; None for any other object."""
     groups, state = attributes.get("param_groups"), attributes.get("state")
     state = state.pairs if isinstance(state, Opaque) else state
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -359,7 +361,7 @@ def _optimizer(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"state": {numbers[id(spec)]: row for spec, row in state.items()}, "param_groups": packed}
 
 
-# For numpy's names of number types the letters of `struct`.
+# The type codes of `struct`, by numpy's names of number types.
 _SCALARS = dict(
     zip("f8 f4 f2 i8 i4 i2 i1 u8 u4 u2 u1 b1 c8 c16".split(), "d f e q i h b Q I H B ? ff dd".split(), strict=True)
 )
@@ -384,14 +386,14 @@ def _numpy_scalar(value: Opaque) -> Any:
 
 
 def _record(value: Opaque) -> dict[str, Any]:
-    """Return the plain form of an object whose arguments make no value."""
+    """Return the plain form of an object with invalid arguments."""
     return {"class": str(value.cls), "args": list(value.args)}
 
 
 def _moment(value: Opaque) -> Any:
-    """``datetime.datetime``, ``date`` and ``time`` from the bytes of their pickle, in ISO 8601, with their offset from
-    UTC if there is one; as a record if their zone is a name."""
-    from datetime import date, datetime, time  # which few files need
+    """Return a pickled ``datetime.datetime``, ``date`` or ``time`` in ISO 8601 with its offset from UTC, if it has one;
+    a dict if its time zone is not an offset."""
+    from datetime import date, datetime, time  # few files need it
 
     data, zone = (*value.args, None, None)[:2]
     data = raw_bytes(data, "replace") if isinstance(data, str) else data
@@ -407,7 +409,7 @@ def _moment(value: Opaque) -> Any:
 
 
 def _timezone(value: Opaque) -> Any:
-    """``datetime.timezone`` as an offset from UTC: ``+02:00``."""
+    """Return a ``datetime.timezone`` as its offset from UTC: ``+02:00``."""
     from datetime import time, timedelta, timezone
 
     seconds: Any = _timedelta(value.args[0]) if value.args and isinstance(value.args[0], Opaque) else None
@@ -418,7 +420,7 @@ def _timezone(value: Opaque) -> Any:
 
 
 def _timedelta(value: Opaque) -> Any:
-    """``datetime.timedelta`` in seconds."""
+    """Return a ``datetime.timedelta`` in seconds."""
     from datetime import timedelta
 
     try:
@@ -428,7 +430,7 @@ def _timedelta(value: Opaque) -> Any:
 
 
 def _range(value: Opaque) -> Any:
-    """Return the numbers of a range, or its arguments where they are too many."""
+    """Return the numbers of a range as a list, or its arguments if there are too many numbers."""
     if 1 <= len(value.args) <= 3 and all(type(bound) is int for bound in value.args) and value.args[2:] != (0,):
         numbers = range(*value.args)
         if not numbers[_LONGEST_RANGE:]:
@@ -446,7 +448,7 @@ def _uuid(value: Opaque) -> Any:
 
 
 def _partial(value: Opaque) -> Any:
-    """``functools.partial``, whose state is ``(function, args, keywords, attributes)``."""
+    """Return a ``functools.partial``, whose state is ``(function, args, keywords, attributes)``, as a dict."""
     if not isinstance(value.state, tuple) or len(value.state) != 4:
         return {"class": "functools.partial", "args": value.args, "state": value.state}
     function, args, keywords, attributes = value.state
@@ -488,7 +490,7 @@ _KNOWN: Mapping[str, Callable[[Opaque], Any]] = {
     "builtins.range": _range,
     "builtins.xrange": _range,
     "builtins.object": lambda value: {},
-    # Configurations that are dicts or lists; beside their pairs they keep no more than how they may be used.
+    # Configurations that are dicts or lists; their other attributes only say how they may be used.
     "yacs.config.CfgNode": _mapping,
     "fvcore.common.config.CfgNode": _mapping,
     "detectron2.config.config.CfgNode": _mapping,

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as safetensors, with what the format has no room for in ``__metadata__``."""
+"""Writes a checkpoint as safetensors; what the format has no place for goes into ``__metadata__``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ckptfix.writing.plain import plain_root
 ALIGNMENT = 8
 _TEXT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
-# Bytes from which on tensors are not written out that repeat what is stored (zero strides, overlapping views) more than
-# this many times: 40 kB of views would become gigabytes.
+# Tensors may repeat stored bytes (zero strides, overlapping views) this many times if they take more than this many
+# bytes in all: otherwise 40 kB of views could become gigabytes.
 REPEATED_LIMIT, REPEATED = 1 << 28, 64
 
 
 def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
-    """Write the tensors in the order of the state_dict, each once; ties, ``_metadata`` and plain extras go into the
-    header. Gives the copier, which has the ranges that were read back.
+    """Write each tensor once; ties, ``_metadata`` and plain extras go into the header. Returns the copier with the
+    ranges that were read back.
 
-    Raises ``WriteError`` for dtypes and layouts that safetensors does not know."""
+    Raises ``WriteError`` for dtypes and layouts that safetensors does not have."""
     notes, records, order = _header(checkpoint)
     try:
         raw = ",".join(["{" + _field("__metadata__", notes), *records]).encode() + b"}"
@@ -62,7 +62,7 @@ def write(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 def _check_repetition(path: str, order: list[TensorSpec], total: int) -> None:
-    """Raise ``WriteError`` if a few stored bytes would become a large file: safetensors stores every element."""
+    """Raise ``WriteError`` if a few stored bytes would become a large file, as safetensors stores every element."""
     stored = sum(storage.nbytes for storage in {spec.storage for spec in order if spec.storage is not None})
     if total > REPEATED_LIMIT and total > REPEATED * stored:
         largest = max(order, key=lambda spec: spec.nbytes)
@@ -74,7 +74,7 @@ def _check_repetition(path: str, order: list[TensorSpec], total: int) -> None:
 
 
 def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int) -> None:
-    """Raise ``WriteError`` if reading the header again would take more memory than a file of its size may ask for."""
+    """Raise ``WriteError`` if reading the header again would exceed the limits for a file of this size."""
     bounds = Bounds(path, len(raw) + nbytes)
     try:
         bounds.expect_json(raw)
@@ -88,8 +88,8 @@ def _check_readable(path: str, notes: Mapping[str, str], raw: bytes, nbytes: int
 
 
 def _data_start(least: int, order: list[TensorSpec]) -> int:
-    """Return where the tensors begin, at ``least`` or after it: at a multiple of ``ALIGNMENT``, and of large ones in
-    order where the first of them keeps its place in a page, and with it those that followed it in the source."""
+    """Return where the tensors begin: the first multiple of ``ALIGNMENT`` from ``least`` on, or a later one at which
+    the first large tensor keeps its offset within a page, and with it those that followed it in the source."""
     start = least + -least % ALIGNMENT
     position = 0
     for spec in order:
@@ -102,18 +102,18 @@ def _data_start(least: int, order: list[TensorSpec]) -> int:
 
 
 def lost_extras(checkpoint: Checkpoint) -> list[str]:
-    """Return the places around the state_dict that a safetensors file cannot carry."""
+    """Return the paths of extras in the container that a safetensors file cannot store."""
     return _note(checkpoint)[1]
 
 
 def tied_keys(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the keys that are tied to an earlier key, in the order of the state_dict, with that key."""
+    """Return the keys that are tied to an earlier key, in the order of the state_dict, each with that key."""
     first = {key: group[0] for group in ties(checkpoint.specs) for key in group[1:]}
     return {key: first[key] for key in checkpoint.specs if key in first}
 
 
 def untied(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with tied tensors as tensors of their own, which hold the same values."""
+    """Return the checkpoint with ties broken: each tied tensor has a storage of its own with the same values."""
     tied = tied_keys(checkpoint)
     if not tied:
         return checkpoint
@@ -127,7 +127,7 @@ def untied(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _note(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """Return the note for what is around the state_dict, and the places that it cannot hold; worked out once."""
+    """Return the note about the container, and the paths of extras that it cannot store. The result is cached."""
     known: tuple[dict[str, Any], list[str]] | None = checkpoint.derived.get("note")
     if known is None:
         known = checkpoint.derived["note"] = encode_container(checkpoint, plain_root(checkpoint)[0])
@@ -135,9 +135,8 @@ def _note(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
 
 
 def _header(checkpoint: Checkpoint) -> tuple[dict[str, str], Iterator[str], list[TensorSpec]]:
-    """Return the parts of the header, which are the notes and the record of each tensor as text in the order of the
-    state_dict, and the tensors in that of their bytes: those of large elements first, so that each is aligned, as the
-    reference writer has them."""
+    """Return the notes of the header, the record of each tensor as text in the order of the state_dict, and the tensors
+    in the order of their bytes: as in the reference writer, large elements come first, so that each is aligned."""
     tied = tied_keys(checkpoint)
     stored: dict[str, tuple[TensorSpec, str]] = {}
     for key, spec in checkpoint.specs.items():
@@ -159,7 +158,7 @@ def _header(checkpoint: Checkpoint) -> tuple[dict[str, str], Iterator[str], list
     order, position = sorted(stored, key=lambda key: -stored[key][0].itemsize), 0
     for key in order:
         begins[key], position = position, position + stored[key][0].nbytes
-    # As one object, the records of 10,000 tensors take 12 MB on their way to text.
+    # A generator, because the records of 10,000 tensors as objects take 12 MB.
     records = (_record(key, spec, name, begins[key]) for key, (spec, name) in stored.items())
     return _notes(checkpoint, tied), records, [stored[key][0] for key in order]
 

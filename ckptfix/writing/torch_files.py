@@ -24,8 +24,9 @@ from ckptfix.writing.plain import plain_root
 
 
 class Placement:
-    """Gives every region that the tensors of a tree cover a storage of its own in the new file, in the order of the
-    tensors. Its key there is its place in ``regions``."""
+    """The storages of a new file, one for each region that the tensors of a tree cover, in the order of the tensors.
+
+    The key of a storage is the index of its region in ``regions``."""
 
     def __init__(self, root: Any, devices: tuple[str, ...]) -> None:
         specs = list(tensors_in(root))
@@ -42,13 +43,13 @@ class Placement:
                 self.itemsizes.append(spec.itemsize)
 
     def __call__(self, spec: TensorSpec) -> tuple[StorageRef, int]:
-        """Return where the bytes of a strided tensor are in the new file, and its offset there in elements."""
+        """Return the storage of a strided tensor in the new file, and its offset there in elements."""
         region, offset = self._regions.of(spec)
         return self._refs[id(region)], offset
 
 
 def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
-    """Write the zip container of torch ≥ 1.6. Gives the copier, which has the ranges that were read back."""
+    """Write the zip container of torch ≥ 1.6. Returns the copier with the ranges that were read back."""
     root, _ = plain_root(checkpoint)
     placement = Placement(root, checkpoint.devices)
     changed = (region for region in placement.regions if not region.is_whole or region.storage.parts)
@@ -63,7 +64,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
         for key, region in enumerate(placement.regions):
             source, nbytes = region.storage.source, region.nbytes
             place = _place(region) if nbytes >= LARGE else None
-            # A whole storage keeps the checksum of its source: damage that was there stays visible.
+            # A whole storage keeps the checksum of its source, so that damage stays visible.
             crc = region.storage.crc32 if region.is_whole else None
             if crc is not None:
                 archive.member(f"data/{key}", nbytes, crc, place)
@@ -77,7 +78,7 @@ def write_zip(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 def _place(region: Region) -> int | None:
-    """Return where a region is in its file, where its bytes begin with a range of one."""
+    """Return the position of a region in its file; None if its first bytes are not in a file."""
     ranges = ranges_of(region.storage.source, region.start, region.stop)
     return ranges[0].offset if ranges else None
 
@@ -87,11 +88,11 @@ def _task(checkpoint: Checkpoint, placement: Placement) -> Task:
 
 
 def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
-    """Write the container of torch ≤ 1.5, which cannot read the zip one. Gives the copier, as ``write_zip`` does."""
+    """Write the container of torch ≤ 1.5, which cannot read the zip one. Returns the copier like ``write_zip``."""
     root, _ = plain_root(checkpoint)
     modern = {spec.dtype for spec in tensors_in(root) if DTYPES[spec.dtype].storage is None}
     if modern:
-        # Neither an old torch nor a new one reads an untyped storage from this container.
+        # No version of torch reads an untyped storage from this container.
         raise WriteError(
             f"{checkpoint.path}: the container for torch before 1.6 cannot hold {min(modern)}; cast the tensors, or "
             "leave out ",
@@ -112,24 +113,24 @@ def write_legacy(checkpoint: Checkpoint, file: BinaryIO) -> Copier:
 
 
 class _LegacyPickleWriter(PickleWriter):
-    """The same pickle with persistent ids of six parts; the last, a view of the storage, is None since torch 0.4."""
+    """Writes persistent ids of six parts; the last one, a view of the storage, is always None since torch 0.4."""
 
     _END_OF_ID = b"NtQ"
 
 
-ALIGNMENT = 64  # torch aligns the data of each member so that a mapped file gives aligned tensors
+ALIGNMENT = 64  # torch aligns the data of each member, so that tensors of a mapped file are aligned
 _LIMIT = 0xFFFFFFFF
 _CRC_AT = 14  # in a local header
-_EPOCH = (0, 33)  # 1980-01-01 00:00, the first moment that the format knows: files of equal content are equal
+_EPOCH = (0, 33)  # 1980-01-01 00:00, the earliest time of the format, so that equal content makes equal files
 
-# What all headers begin with. The first number is the version that is needed to read the member.
+# The first fields of all headers. The first number is the version needed to read the member.
 _LOCAL, _LOCAL_ZIP64 = (struct.pack("<4s5H", b"PK\x03\x04", needed, 0, 0, *_EPOCH) for needed in (20, 45))
 _DIRECTORY, _DIRECTORY_ZIP64 = (struct.pack("<4s6H", b"PK\x01\x02", 45, needed, 0, 0, *_EPOCH) for needed in (20, 45))
 _SIZES = struct.Struct("<3I2H")  # the checksum, both sizes, and those of the path and of the extra fields
 _PLACE, _PADDING = struct.Struct("<3H2I"), struct.Struct("<2sH")
 
 
-Checksum = Callable[[], int]  # what gives the CRC-32 of a member, asked for when the archive is closed
+Checksum = Callable[[], int]  # returns the CRC-32 of a member; called when the archive is closed
 
 
 class _Member(NamedTuple):
@@ -152,10 +153,10 @@ class ZipWriter:
         self._file.write(data)
 
     def member(self, name: str, size: int, crc: int | Checksum, place: int | None = None) -> None:
-        """Append a member of ``size`` bytes, which the caller writes to the file next. No other look is taken at them.
+        """Append a member of ``size`` bytes, which the caller writes to the file next.
 
-        ``place`` is where they lie in another file: large ones keep their place in a page, if that is an aligned one.
-        """
+        ``place`` is the position of the bytes in another file: a large member keeps its offset within a page if that
+        is aligned."""
         offset = self._end_of_members()
         path = f"{self._root}/{name}".encode()
         is_aligned = place is not None and place % ALIGNMENT == 0 and size >= LARGE
@@ -165,7 +166,7 @@ class ZipWriter:
         self._end = offset + len(header) + size
 
     def _end_of_members(self) -> int:
-        """Return where the file ends, and the last member with it."""
+        """Return the end of the file. Raises ``ValueError`` if the last member does not end there."""
         end = self._file.tell()
         if end != self._end:
             last = self._members[-1]
@@ -174,7 +175,7 @@ class ZipWriter:
         return end
 
     def close(self) -> None:
-        """Fill in the checksums that were not known, and write the directory at the end."""
+        """Fill in the checksums that were not known before, and write the directory at the end."""
         start, records = self._end_of_members(), []
         for path, crc, size, offset in self._members:
             if isinstance(crc, int):
@@ -199,8 +200,7 @@ class ZipWriter:
 def _local_header(path: bytes, crc: int, size: int, offset: int, place: int | None) -> bytes:
     zip64 = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
     size, start = min(size, _LIMIT), offset + 30 + len(path) + len(zip64)
-    # The padding is an extra field of its own, with the id FB that torch's writer uses: 4 bytes and as many more as are
-    # needed.
+    # The padding is an extra field with the id FB, as in torch's writer: 4 bytes and as many more as are needed.
     padding = (-start - 4) % ALIGNMENT if place is None else (place - start - 4) % PAGE
     sizes = _SIZES.pack(crc, size, size, len(path), len(zip64) + 4 + padding)
     begin = _LOCAL_ZIP64 if zip64 else _LOCAL

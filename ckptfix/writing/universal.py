@@ -1,11 +1,11 @@
-"""Writes a universal checkpoint of DeepSpeed, from which a run goes on under any stage of ZeRO on any number of ranks.
+"""Writes a universal checkpoint of DeepSpeed, from which a run resumes under any stage of ZeRO on any number of ranks.
 
-``<output>/latest_universal`` names the tag, ``<output>/<tag>/zero/<name>/`` holds the fp32 master and the moments of a
-parameter, a file each, and the model states beside it say the names, the groups and what is not trained. The model
-states lie there twice, as stage 3 looks for them under another name; they hold no trained weight, since DeepSpeed takes
-those from the masters (``DeepSpeedEngine._load_checkpoint``).
+``<output>/latest_universal`` names the tag. ``<output>/<tag>/zero/<name>/`` has the fp32 master and the moments of a
+parameter, one file each. The model states beside it have the names, the groups and the untrained tensors. They are
+written twice, because stage 3 looks for them under another name, and without the trained weights, which DeepSpeed takes
+from the masters (``DeepSpeedEngine._load_checkpoint``).
 
-The folder is made under a temporary name, and renamed when all of it is on the disk."""
+The folder is created under a temporary name, and renamed when it is complete and flushed to disk."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from ckptfix.writing.torch_files import write_zip
 # The names under which stages 1 and 2, and stage 3, look for the model states.
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
-# The release of DeepSpeed that is claimed for a source that is not DeepSpeed's: it refuses states without one.
+# The release of DeepSpeed to name for a source that is not DeepSpeed's, because it refuses states without one.
 RELEASE = "0.19.8"
 
 _MODULE = "module"
 
 
 def universal_form(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as the folder will open: its weights in ``module``, and the optimizer's state by name.
+    """Return a checkpoint in the form that the folder has when opened: weights in ``module``, and the optimizer's state
+    keyed by name.
 
-    Raises ``WriteError`` if the optimizer's state is not there by name, or if a master would not be fp32."""
+    Raises ``WriteError`` if the optimizer's state is missing or not keyed by name, or if a master is not fp32."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     found = [(key, value) for key, value in root.items() if _is_by_name(value, checkpoint.specs)]
     if len(found) != 1:
@@ -67,7 +68,7 @@ def universal_form(checkpoint: Checkpoint) -> Checkpoint:
     kept = {key: value for key, value in root.items() if key not in (place, *checkpoint.container[:1])}
     step = next((number_of(entry.get("step")) for entry in optimizer["state"].values()), None)
     around = {
-        # What DeepSpeed reads without asking whether it is there.
+        # Fields that DeepSpeed requires.
         **{"dp_world_size": 1, "mp_world_size": 1, "global_steps": 0, "global_samples": 0, "skipped_steps": 0},
         **{"lr_scheduler": None, "ds_config": {}, "ds_version": RELEASE},
         **kept,
@@ -88,9 +89,9 @@ def _is_by_name(value: Any, specs: Mapping[str, TensorSpec]) -> bool:
 
 @contextlib.contextmanager
 def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[Path, list[Written]]]:
-    """Provide the written folder of a checkpoint (``universal_form``), and the files in it.
+    """Write a checkpoint in ``universal_form`` to a temporary folder; provide the folder and its files.
 
-    The folder is gone at the end, unless it was renamed."""
+    The folder is removed at the end unless it was renamed."""
     root: Any = checkpoint.root
     optimizer = root["optimizer"]
     state, groups = optimizer["state"], optimizer["param_groups"]
@@ -131,7 +132,7 @@ def temporary_universal(output: Path, checkpoint: Checkpoint) -> Iterator[tuple[
 
 
 def _untrained(checkpoint: Checkpoint, state: Mapping[str, Any]) -> OrderedDict[str, object]:
-    """Return the state_dict with empty tensors for what is trained, as the model states of stage 3 have them."""
+    """Return the state_dict with empty tensors in place of trained ones, as in the model states of stage 3."""
     views = {checkpoint.specs[name].view for name in state}
     made: OrderedDict[str, object] = OrderedDict()
     for key, entry in checkpoint.entries.items():
