@@ -275,7 +275,7 @@ class PickleWriter:
 
 
 def _is_of_moments(value: Global) -> bool:
-    """Return whether a global builds torchao's low-bit moments, which ``weights_only`` allows if torchao is imported."""
+    """Return whether a global builds torchao's low-bit moments, which ``weights_only`` allows with torchao."""
     return str(value) == "torch._utils._rebuild_wrapper_subclass" or is_low_bit_moment(str(value))
 
 
