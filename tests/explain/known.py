@@ -61,12 +61,24 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "RuntimeError: a view of a leaf Variable that requires grad is being used in an in-place operation.",
     ),
     "result-of-load-state-dict": ("TypeError: '_IncompatibleKeys' object is not callable",),
+    "missing-keys-of-load-model": (
+        "AssertionError: set() != {'head.regression_head.conv.0.0.weight', 'backbone.body.bn1.num_batches_tracked'}",
+        "AssertionError: {'model.blocks.6.t_attn.to_out.weight', 'model.blocks.2.r_mlp.fc1.bias'} != {'a.weight'}",
+    ),
+    "unknown-encoder-weights": (),
+    "model-did-not-load": (
+        "AttributeError: 'NoneType' object has no attribute 'is_sdxl'",
+        "Stable diffusion model failed to load",
+    ),
     "path-not-state-dict": (
         "TypeError: Expected state_dict to be dict-like, got <class 'str'>.",
         "AttributeError: 'PosixPath' object has no attribute 'keys'",
     ),
     "names-of-an-engine": (
         "ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.qweight'",
+        "KeyError: 'model.layers.0.mlp.gate_up_proj.weight'",
+        "KeyError: 'model.language_model.layers.3.mlp.experts.gate_up_proj_packed'",
+        "Parameter model.layers.0.self_attn.fused_wqa_wkv.weight not found in params_dict",
         "ValueError: Parameter blocks.0.to_gate_compress.bias not found in custom model state dict.",
         "KeyError: 'layers.0.mlp.down_proj.weight.absmax'",
         "llama_model_load: error loading model: missing tensor 'token_embd.weight'",
@@ -876,7 +888,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "model-of-another-type": (),
     "other-root-in-archive": ("KeyError: \"There is no item named 'consolidated.00/data.pkl' in the archive\"",),
     "distributed-checkpoint-of-ranks": (),
-    "image-size-of-model": ("AssertionError: Input height (224) doesn't match model (384).",),
+    "image-size-of-model": (
+        "AssertionError: Input height (224) doesn't match model (384).",
+        "AssertionError: Input image height (224) doesn't match model (518).",
+        "AssertionError: Wrong image height! Expected 224 but got 518!",
+        "AssertionError: Input height (225) should be divisible by patch size (14).",
+        "AssertionError: Input image height 512 is not a multiple of patch height 14",
+    ),
     "input-size": ("RuntimeError: Sizes of tensors must match except in dimension 1. Got 57 and 56 in dimension 2",),
     "ties-disagree": (
         "ValueError: This checkpoint seem corrupted. The tied weights mapping for this model specifies to tie a.weight"

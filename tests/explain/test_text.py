@@ -183,6 +183,11 @@ def test_a_message_that_is_told_by_its_frames():
         ("KeyError: 'step'", "torch/optim/adamw.py: torch.is_tensor(p_state['step'])", "optimizer-groups"),
         ("AttributeError: 'NoneType' object has no attribute 'lower'", "load_torch_file(path)", "no-such-file"),
         (
+            "IndexError: list index out of range",
+            "path = sorted(glob.glob(os.path.join(checkpoint_dir, '*.pth')))[-1]",
+            "no-such-file",
+        ),
+        (
             "AttributeError: 'NoneType' object has no attribute 'get'",
             'if metadata.get("format") == "pt":',
             "safetensors-without-format",
