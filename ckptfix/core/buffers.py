@@ -35,7 +35,13 @@ TRANSIENT: Mapping[str, str] = {
     "total_params": "added by thop.profile",
     **dict.fromkeys(("tp", "fp", "tn", "fn", "confmat", "correct", "total"), "state of a torchmetrics metric"),
     **dict.fromkeys(("sum_squared_error", "sum_abs_error"), "state of a torchmetrics metric"),
+    **dict.fromkeys(("version", "version_tensor", "version_number"), "the version of the model's code, as in fairseq"),
 }
+
+# Modules whose tensors are states of a metric, unless they are a layer's: `_wer.scores`, `val_metrics.AUPRO.fpr_limit`.
+_METRIC = re.compile(
+    r"(?:^|[._])(?:metrics|wer|cer|bleu|rouge|acc|accuracy|auroc|aupro|iou|miou|f1|f1_?score)\d*\.", re.IGNORECASE
+)
 
 # Names under which decoders of the GPT-2 family registered their causal mask, of shape (1, 1, n, n).
 _MASKS = frozenset({"bias", "mask"})
@@ -66,10 +72,10 @@ def layers_of(key: str) -> Iterator[tuple[str, str, str]]:
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
-    leaf = split_key(key)[1]
+    head, leaf = split_key(key)
     if leaf in _MASKS:
         return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
-    return leaf in TRANSIENT
+    return leaf in TRANSIENT or (leaf != "weight" and _METRIC.search(head) is not None)
 
 
 def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
