@@ -109,7 +109,7 @@ def test_filters_by_outcome_and_rule(browser, show):
     assert browser.find_element("id", "by-outcome").get_property("value") == "already fine"
     press(browser, "[data-code=KEY102]")
     assert names(browser) == []
-    assert texts(browser, "#files .tabulator-placeholder") == ["No file fits these filters."]
+    assert texts(browser, "#files .tabulator-placeholder") == ["No files match these filters."]
     press(browser, "[data-outcome='already fine']")
     assert len(names(browser)) == 5
     press(browser, "#clear")
@@ -203,7 +203,7 @@ def test_odd_figures_are_drawn_or_said(browser, show, figures):
         layer.update(figures)
     show([record("a.pth")], [line])
     assert len(texts(browser, "#file .tabulator-row")) == 4
-    assert texts(browser, "#file .chart") or "nothing to draw" in texts(browser, "#file")[0]
+    assert texts(browser, "#file .chart") or "Nothing to draw" in texts(browser, "#file")[0]
 
 
 def test_counters_are_in_the_table_alone(browser, show):
@@ -211,7 +211,7 @@ def test_counters_are_in_the_table_alone(browser, show):
     line["layers"][0]["dtype"] = "int64"
     show([record("a.pth")], [line])
     assert "Weights by layer: 3 layers" in browser.find_element("css selector", ".chart").get_attribute("aria-label")
-    assert "1 tensor of whole numbers" in texts(browser, "#file")[0]
+    assert "1 integer tensor" in texts(browser, "#file")[0]
     assert len(texts(browser, "#file .tabulator-row")) == 4
 
 
@@ -317,7 +317,7 @@ def test_a_dry_run_says_that_nothing_was_written(browser, show):
         name.partition(" ")[2].partition(" <")[0] for name in texts(browser, "#outcome-chips button")
     }
     go(browser, "#/2019%2Fresnet%2Fresnet18.pth")
-    assert texts(browser, "#file .notice")[0].startswith("A dry run: nothing was written.")
+    assert texts(browser, "#file .notice")[0].startswith("This was a dry run: nothing was written.")
     assert texts(browser, "#file .card h4") == ["error KEY102 wrapper-prefix would be fixed"]
     assert "Edits that would be made" in texts(browser, "#file h3")
     assert "would come from the file" in " ".join(texts(browser, "#file p"))

@@ -2,7 +2,7 @@
 
 const colour = (variable) => getComputedStyle(document.documentElement).getPropertyValue(`--${variable}`).trim();
 
-/** The whole decades around all positive magnitudes. */
+/** The smallest range of powers of ten that covers all positive magnitudes. */
 function decades(layers) {
   let low = Infinity;
   let high = 0;
@@ -16,7 +16,7 @@ function decades(layers) {
   return [10 ** ends[0], 10 ** ends[1]];
 }
 
-/** At most nine powers of ten within the range: where the lines of the chart are. */
+/** At most nine powers of ten within the range, for the grid lines. */
 function powersOfTen([low, high]) {
   const [first, last] = [Math.round(Math.log10(low)), Math.round(Math.log10(high))];
   const step = Math.ceil((last - first) / 8);
@@ -38,7 +38,7 @@ function triangle(context, x, y, size) {
   context.fill();
 }
 
-/** Draws all layers at once; the series of uPlot are there for its scales and its cursor. */
+/** Draws all layers at once; uPlot's series only serve its scales and its cursor. */
 function drawLayers(chart, layers) {
   const context = chart.ctx;
   const ratio = devicePixelRatio;
@@ -72,14 +72,14 @@ function drawLayers(chart, layers) {
       context.beginPath();
       context.arc(x, layer.rms > 0 ? at(layer.rms) : top + height - radius, isFlagged ? radius * 1.35 : radius, 0, 2 * Math.PI);
       if (layer.rms > 0) context.fill();
-      else if (layer.zeros > 0) context.stroke(); // else there is no finite value at all, which the triangle says
+      else if (layer.zeros > 0) context.stroke(); // otherwise there is no finite value, which the triangle shows
       if (layer.nonfinite > 0) triangle(context, x, top + 2 * ratio, 4.5 * ratio);
     }
   }
   context.restore();
 }
 
-/** The histogram of a layer from its least to its greatest value; null where the page has none. Each digit is the height of a bar. */
+/** The histogram of a layer from minimum to maximum, null if the page has none. Each base-36 digit is the height of a bar. */
 function histogramOf({ histogram, minimum, maximum }) {
   if (!histogram) return null;
   const heights = [...histogram].map((digit) => parseInt(digit, 36));
@@ -112,7 +112,7 @@ function tooltipOf(layer) {
   ];
 }
 
-/** What the chart says, for those who do not see it. */
+/** The text alternative of the chart. */
 function summaryOf(layers) {
   const flagged = layers.filter(isBad).length;
   const broken = layers.filter((layer) => layer.nonfinite > 0).length;
@@ -120,14 +120,14 @@ function summaryOf(layers) {
   const range = positive.length
     ? `RMS from ${figure(positive.reduce((a, b) => Math.min(a, b)))} to ${figure(positive.reduce((a, b) => Math.max(a, b)))}`
     : "all zero";
-  return `${counted(layers.length, "layer")}, ${range}; ${flagged || "none"} flagged, ${broken || "none"} with values that are not finite`;
+  return `${counted(layers.length, "layer")}, ${range}; ${flagged || "none"} flagged, ${broken || "none"} with non-finite values`;
 }
 
-/** The chart in an element; gives back a function that takes it away. `pick` is called with the layer of a click. */
+/** Draws the chart into an element and returns a function that removes it. `pick` is called with the clicked layer. */
 function weightsChart(box, layers, pick) {
   const range = decades(layers);
   if (range === null) {
-    box.append(el("p", { className: "faint" }, "All values are zero, or none are finite: there is nothing to draw."));
+    box.append(el("p", { className: "faint" }, "Nothing to draw: all values are zero or not finite."));
     return () => {};
   }
   const tip = el("div", { className: "tip", hidden: true });

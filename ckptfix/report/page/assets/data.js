@@ -1,4 +1,4 @@
-// The data of the page: rows are read at once, what is behind a row when it is opened.
+// The data of the page: rows are parsed at once, details when a row is opened.
 
 const parsed = (id) => {
   const element = document.getElementById(id);
@@ -17,7 +17,7 @@ for (let chunk = 0, part; (part = parsed(`rows-${chunk}`)) !== null; chunk += 1)
   }
 }
 
-/** What is behind a row. A part that is word for word as in an earlier file is taken from there. */
+/** The details of a row. A field that equals an earlier file's is taken from that file. */
 function detailsOf(id) {
   const details = parsed(`file-${id}`);
   for (const [part, earlier] of Object.entries(details.same || {})) details[part] = parsed(`file-${earlier}`)[part];
@@ -27,22 +27,22 @@ function detailsOf(id) {
 const LEVELS = ["note", "warning", "error"];
 const isDry = run.dry_run || (rows.length === 1 && Boolean(detailsOf(0).dry_run));
 
-/** How bad the worst finding of a code is, for sorting and for its colour. */
+/** The worst level among the findings of a code, for sorting and for its colour. */
 const levelOf = (code) => run.levels[code] || "note";
 const byLevel = (a, b) => LEVELS.indexOf(levelOf(b)) - LEVELS.indexOf(levelOf(a));
 const codeOf = (label) => label.split(" ", 1)[0];
 
-/** How files end, those that need attention first. */
+/** Outcomes with their tone and tooltip, those that need attention first. */
 const OUTCOMES = [
   ["failed", "bad", "an error of the run, not of the file"],
   ["unreadable", "bad", "nothing could be read"],
-  ["needs a decision", "attention", "something is left that ckptfix does not decide"],
-  ["partly untrained", "attention", "written, and what the file lacks has the model's initial values"],
-  ["can be repaired", "repaired", "a repair needs no decision"],
-  ["repaired", "repaired", "written, opened again and compared"],
-  ["accepted", "good", "findings are left that you accepted"],
+  ["needs a decision", "attention", "a finding is left for you to decide"],
+  ["partly untrained", "attention", "written; layers that the file lacks have the model's initial values"],
+  ["can be repaired", "repaired", "can be repaired without a decision"],
+  ["repaired", "repaired", "written, read back and compared"],
+  ["accepted", "good", "you accepted the remaining findings"],
   ["already fine", "good", "nothing to repair"],
-  ["other", "other", "no checkpoint"],
+  ["other", "other", "not a checkpoint"],
 ];
 const rank = (outcome) => {
   const index = OUTCOMES.findIndex(([known]) => known === outcome);
@@ -51,7 +51,7 @@ const rank = (outcome) => {
 const tone = (outcome) => (OUTCOMES[rank(outcome)] || [null, "other"])[1];
 const badge = (outcome) => el("span", { className: `badge ${tone(outcome)}` }, shown(outcome));
 
-/** The layers of a file as objects, null where the page does not have them. */
+/** The layers of a file as objects, null if the page does not have them. */
 function layersOf(id) {
   const figures = parsed(`weights-${id}`);
   if (figures === null) return null;
@@ -74,15 +74,15 @@ function layersOf(id) {
   }));
 }
 
-/** Whether a layer is marked: something not finite, or a finding above a note. */
+/** Whether a layer is flagged: values that are not finite, or a finding above a note. */
 const isBad = (layer) => layer.nonfinite > 0 || layer.flagged.some((code) => levelOf(code) !== LEVELS[0]);
 
-// A file's address is its name, so that a link outlives the page that it was taken from.
+// A file's address is its name, so that links still work when the page is built again.
 const isWellFormed = (text) => !/\p{Cs}/u.test(text);
 const addressOf = (row) => (isWellFormed(row.name) ? `#/${encodeURIComponent(row.name)}` : `#//${row.id}`);
 const rowOfName = new Map(rows.map((row) => [row.name, row]));
 
-/** The row that an address names; null for the overview and for addresses of nothing. */
+/** The row that an address names; null for the overview and for unknown addresses. */
 function rowAt(address) {
   if (address.startsWith("#//")) return rows[Number(address.slice(3))] || null;
   try {

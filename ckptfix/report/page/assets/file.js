@@ -1,6 +1,6 @@
-// The page of one file: what was found, what was done, how much of it is proved, and its weights.
+// The page of one file: findings, edits, coverage, the forward test, weights and facts.
 
-const DRY = "A dry run: nothing was written. What is called repaired or fixed here is what a run would do.";
+const DRY = "This was a dry run: nothing was written. Repaired and fixed stand for what a real run would do.";
 const foldedList = (lines) => el("ul", { className: "folded" }, lines.map((line) => el("li", {}, shown(line))));
 
 const urgency = (finding) => LEVELS.indexOf(finding.level) + (finding.fixed || finding.accepted ? 0 : LEVELS.length);
@@ -22,7 +22,7 @@ function findingCard(finding, isRefused) {
   );
 }
 
-/** Commands to copy. Invisible signs in them are copied as they are shown: pasted, such signs could run things. */
+/** Commands to copy. Invisible characters are copied escaped, as shown: when pasted, they could run something. */
 function commandBox(...commands) {
   const text = commands.map(shown).join("\n");
   const button = el("button", { type: "button" }, "Copy");
@@ -30,7 +30,7 @@ function commandBox(...commands) {
     const area = el("textarea", { value: text, readOnly: true, className: "offscreen", tabIndex: -1 });
     document.body.append(area);
     area.select();
-    const isCopied = document.execCommand("copy"); // works in a page opened from a disk, where the newer API may not
+    const isCopied = document.execCommand("copy"); // works for file:// pages, where the newer API may not
     area.remove();
     button.focus();
     button.textContent = isCopied ? "Copied" : "Select it by hand";
@@ -38,7 +38,7 @@ function commandBox(...commands) {
   return el("div", { className: "command" }, el("pre", { tabIndex: 0 }, el("code", {}, text)), button);
 }
 
-/** A name with what the other name does not have marked, from segment to segment. */
+/** A name with those segments marked that differ from the other name. */
 function compared(text, other, tag) {
   const [own, theirs] = [text.split("."), other.split(".")];
   let start = 0;
@@ -50,11 +50,11 @@ function compared(text, other, tag) {
   return [before && [name(before), changed || after ? "." : ""], changed && el(tag, {}, name(changed)), changed && after ? "." : "", after && name(after)];
 }
 
-/** The ways to settle a file, each with its command. */
+/** The possible decisions on a file, each with its command. */
 function decisionsSection(row, details) {
   const ways = details.decisions || (details.command ? [{ text: "", command: details.command }] : []);
   if (!ways.length) return null;
-  const title = row.outcome === "can be repaired" ? "The command that repairs it" : ways.length > 1 ? "Decisions, the recommended one first" : "A decision, as a command";
+  const title = row.outcome === "can be repaired" ? "The command that repairs it" : ways.length > 1 ? "Decisions, the recommended one first" : "Decision needed";
   return el("section", { "aria-labelledby": "command-title" }, el("h3", { id: "command-title" }, title),
     ways.map((way) => [way.text ? el("p", {}, shown(way.text)) : null, way.command ? commandBox(way.command) : null, way.price ? el("p", { className: "price" }, shown(way.price)) : null]));
 }
@@ -120,7 +120,7 @@ function smokeSection(smoke) {
 }
 
 function fileFacts(row, details) {
-  const versions = Object.entries(details.versions || {}).map(([word, value]) => `${word} ${value}`).join(", ");
+  const versions = Object.entries(details.versions || {}).map(([library, version]) => `${library} ${version}`).join(", ");
   const hash = (text) => text && el("code", { className: "hash" }, shown(text));
   const pairs = [
     ["Format", row.format],
@@ -133,7 +133,7 @@ function fileFacts(row, details) {
     ["Written to", row.output],
     ["Written as", (details.output_parts || []).length ? counted(details.output_parts.length, "file") : ""],
     ["Written size", details.output_size ? bytes(details.output_size) : ""],
-    ["SHA-256 of what was written", hash(details.output_sha256)],
+    ["SHA-256 of the written file", hash(details.output_sha256)],
     ["Time", row.seconds ? duration(row.seconds) : ""],
     ["Memory", details.peak_memory ? bytes(details.peak_memory) : ""],
     ["Attempts", details.attempts > 1 ? whole(details.attempts) : ""],
@@ -143,7 +143,7 @@ function fileFacts(row, details) {
   return el("section", { "aria-labelledby": "facts-title" }, el("h3", { id: "facts-title" }, "The file"), el("dl", { className: "facts" }, facts(pairs)));
 }
 
-/** Fills the element with the page of a row. `around` are the rows before and after it, null where there is none. */
+/** Fills the element with the page of a row. `around` are the rows before and after it, null if there is none. */
 function showFile(box, row, around, closers) {
   const details = detailsOf(row.id);
   const findings = [...(details.findings || [])].sort((a, b) => urgency(b) - urgency(a));

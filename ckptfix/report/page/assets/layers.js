@@ -1,4 +1,4 @@
-// The section of a file's weights: the chart, and the table that says the same in figures.
+// The section of a file's weights: the chart, and the table with the same figures.
 
 const byNumber = (field) => ({ field, sorter: "number", hozAlign: "right", headerHozAlign: "right" });
 const textCell = (make) => (cell) => {
@@ -9,7 +9,7 @@ const textCell = (make) => (cell) => {
 /** Makes the headers of a table usable from the keyboard. */
 function withKeyboard(table) {
   table.on("tableBuilt", () => {
-    // A grid may have groups of rows in it, but nothing without a role that takes the focus: so that is the group.
+    // A focusable element inside a grid needs a role that grids allow, such as rowgroup.
     table.element.removeAttribute("aria-owns");
     table.element.querySelector(".tabulator-tableholder").setAttribute("role", "rowgroup");
     table.element.querySelector(".tabulator-tableholder > .tabulator-table").setAttribute("role", "presentation");
@@ -40,7 +40,7 @@ function layersTable(box, layers) {
     { title: "Not finite", ...byNumber("nonfinite"), visible: some("nonfinite"), minWidth: 100, formatter: textCell((layer) => whole(layer.nonfinite)), responsive: 1 },
     { title: "Zeros", ...byNumber("zeros"), visible: some("zeros"), minWidth: 88, formatter: textCell((layer) => (layer.zeros ? percent(layer.zeros / Math.max(layer.numel, 1)) : "0")), responsive: 2 },
     { title: "Type", field: "dtype", minWidth: 88, formatter: textCell((layer) => layer.dtype), responsive: 3 },
-    { title: "Shape", field: "shape", minWidth: 136, sorter: (a, b, one, other) => one.getData().numel - other.getData().numel, formatter: textCell((layer) => layer.shape.replaceAll("x", " × ") || "one number"), responsive: 3 },
+    { title: "Shape", field: "shape", minWidth: 136, sorter: (a, b, one, other) => one.getData().numel - other.getData().numel, formatter: textCell((layer) => layer.shape.replaceAll("x", " × ") || "scalar"), responsive: 3 },
   ];
   return withKeyboard(new Tabulator(box, {
     data: layers,
@@ -54,17 +54,17 @@ function layersTable(box, layers) {
   }));
 }
 
-/** Counters and masks are no weights: they would stretch the scale. Quantised weights are (`qint8`). */
+/** Counters and masks are not drawn, as they would stretch the scale; quantised weights (`qint8`) are. */
 const isDrawn = (layer) => layer.flagged.length > 0 || !/^(u?int|bool)/.test(layer.dtype);
 
-/** The section of a file's weights; null where the page has none of it. `closers` gets what to call at the end. */
+/** The section of a file's weights; null if the page has none. `closers` gets the callbacks for when it is opened, closed or printed. */
 function weightsSection(row, closers) {
   const layers = layersOf(row.id);
   const heading = el("h3", { id: "weights-title" }, "Weights");
   const section = el("section", { "aria-labelledby": "weights-title" }, heading);
   if (layers === null) {
     if (!row.tensors) return null;
-    const left = "Left out of this page, which would be too large with the weights of all files. ckptfix check --report on this file alone shows them.";
+    const left = "Left out, since the page would be too large with the weights of all files. To see them, run ckptfix check --report on this file only.";
     section.append(el("p", { className: "faint" }, run.left_out ? left : "Not read."));
     return section;
   }
@@ -72,7 +72,7 @@ function weightsSection(row, closers) {
   const drawn = layers.filter(isDrawn);
   const rest = layers.length - drawn.length;
   section.append(
-    el("p", {}, `${summaryOf(drawn)}.${rest ? ` ${counted(rest, "tensor")} of whole numbers, such as counters, ${rest === 1 ? "is" : "are"} only in the table.` : ""}${layers.some((layer) => layer.histogram) ? " A histogram shows some 256 values of its layer, from the minimum to the maximum." : ""}`),
+    el("p", {}, `${summaryOf(drawn)}.${rest ? ` ${counted(rest, "integer tensor")}, such as counters, ${rest === 1 ? "is" : "are"} only in the table.` : ""}${layers.some((layer) => layer.histogram) ? " Each histogram shows about 256 values of its layer, from the minimum to the maximum." : ""}`),
     el("ul", { className: "key", "aria-hidden": true },
       el("li", {}, el("span", { className: "dot" }), "RMS"),
       el("li", {}, el("span", { className: "stem" }), "up to the largest magnitude"),
@@ -87,7 +87,7 @@ function weightsSection(row, closers) {
   section.append(chartBox);
   if (flagged.length) section.append(el("p", { className: "tools" }, el("label", { className: "check" }, only, ` Show only the ${counted(flagged.length, "flagged layer")}`)));
   section.append(grid);
-  // Both need the width that they get in the page.
+  // The table and the chart need the width that they get in the page.
   closers.opened.push(() => {
     const table = layersTable(grid, layers);
     only.addEventListener("change", () => {

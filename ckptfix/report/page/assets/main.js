@@ -1,4 +1,4 @@
-// Which of the two, the overview or a file, is to be seen: the fragment of the address says it.
+// Shows the overview or the page of a file, depending on the fragment of the URL.
 
 const overview = document.getElementById("overview");
 const filePage = document.getElementById("file");
@@ -26,14 +26,14 @@ function route() {
     if (rows.length > 1) title.focus({ preventScroll: true });
     return;
   }
-  // A table that is made while it is hidden has no width to divide.
+  // A table that is built while it is hidden has no width.
   if (filesGrid === null) filesGrid = showOverview();
 }
 
-/** Rows of a table that are printed: more of them fill a book that nobody reads. */
+/** The maximum number of rows of a table that are printed. */
 const PRINTED = 500;
 
-/** The rows of a table as plain markup, since a paged or scrolled table shows only a part of them on paper. */
+/** A table as a plain HTML one, since a paged or scrolled table is printed only in part. */
 function printable(table) {
   const columns = table.getColumns().filter((column) => column.isVisible());
   const all = table.getRows("active");
@@ -43,7 +43,7 @@ function printable(table) {
     return el("td", {}, make({ getRow: () => row, getValue: () => data[column.getField()] }));
   })));
   return el("table", { className: "on-paper" }, el("thead", {}, el("tr", {}, columns.map((column) => el("th", {}, column.getDefinition().title)))), el("tbody", {}, body),
-    all.length > PRINTED ? el("caption", {}, `The first ${whole(PRINTED)} of ${counted(all.length, "row")}; the page on the screen has all.`) : null);
+    all.length > PRINTED ? el("caption", {}, `The first ${whole(PRINTED)} of ${counted(all.length, "row")}; the page on screen shows all.`) : null);
 }
 
 addEventListener("beforeprint", () => {
@@ -64,7 +64,7 @@ addEventListener("afterprint", () => {
   }
 });
 
-// A fragment is an address here, so the link is followed by hand.
+// Fragments are addresses of files here, so the skip link moves the focus itself.
 document.getElementById("skip").addEventListener("click", (event) => {
   event.preventDefault();
   (filePage.hidden ? overview : filePage).focus();

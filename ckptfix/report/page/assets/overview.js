@@ -1,4 +1,4 @@
-// All files: how they ended, what was found, and the table that leads to each.
+// The overview: outcomes, findings, and the table of all files.
 
 const overviewTables = [];
 const chosen = { search: "", outcome: "", code: "" };
@@ -76,7 +76,7 @@ function showCodes(filter) {
   }
 }
 
-/** A name that leads to its file's page, the folder in front of it faint. */
+/** A link to the page of a file, with its folder in a fainter colour. */
 function fileLink(row) {
   const base = row.name.lastIndexOf("/", row.name.length - 2) + 1;
   return el("a", { href: addressOf(row) }, name(row.name.slice(0, base), { className: "name faint" }), name(row.name.slice(base)));
@@ -104,9 +104,9 @@ function filesTable(box) {
     paginationSizeSelector: [25, 50, 100, 500],
     paginationElement: document.getElementById("pages"),
     locale: "en",
-    langs: { en: { pagination: { page_size: "Files on a page" } } },
+    langs: { en: { pagination: { page_size: "Files per page" } } },
     columnDefaults: { headerSortTristate: false },
-    placeholder: "No file fits these filters.",
+    placeholder: "No files match these filters.",
     initialSort: [{ column: "name", dir: "asc" }, { column: "outcome", dir: "asc" }],
     columns: [
       { title: "File", field: "name", minWidth: narrow ? 170 : 300, widthGrow: 3, responsive: 0, sorter: "string", formatter: textCell(fileLink) },
@@ -127,7 +127,7 @@ function showPairs(section, list, pairs) {
   document.getElementById(list).append(...facts(pairs));
 }
 
-/** The first command of every file that needs one, to be copied together. */
+/** The recommended commands of all files, to copy together. */
 function showDecisions() {
   const commands = Object.values(run.commands);
   document.getElementById("decisions-section").hidden = commands.length === 0;
@@ -144,7 +144,7 @@ function showRenames() {
   overviewTables.push([document.getElementById("renames"), () => table]);
 }
 
-/** Fills the overview; gives back its table. */
+/** Fills the overview and returns its table. */
 function showOverview() {
   const search = document.getElementById("search");
   const byOutcome = document.getElementById("by-outcome");

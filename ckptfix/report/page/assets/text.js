@@ -1,5 +1,5 @@
 "use strict";
-// Words, numbers and elements. Text reaches the page as text alone: nothing here, or anywhere, makes markup of it.
+// Text, numbers and elements. Text is only ever inserted as text, never parsed as markup.
 
 /** An element with properties, data-/aria- attributes and children; null children are left out. */
 function el(tag, properties, ...children) {
@@ -13,15 +13,15 @@ function el(tag, properties, ...children) {
   return element;
 }
 
-/** Text with its control signs, bidi marks and lone surrogates made visible, as a terminal of ckptfix shows them. */
+/** Text with control characters, bidi marks and lone surrogates escaped, as ckptfix prints it in a terminal. */
 function shown(text) {
-  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (sign) => {
-    const code = sign.codePointAt(0);
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (character) => {
+    const code = character.codePointAt(0);
     return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
   });
 }
 
-/** The text in a place where a name can be broken after its separators. */
+/** An element with a name that may wrap after its separators. */
 function name(text, properties) {
   const pieces = shown(text).split(/(?<=[./_-])/);
   return el("span", { className: "name", ...properties }, pieces.flatMap((piece) => [piece, el("wbr")]).slice(0, -1));
@@ -49,7 +49,7 @@ function duration(seconds) {
   return `${(seconds / 3600).toFixed(1)} h`;
 }
 
-/** A share in per cent that says 100 only of the whole, and 0 only of nothing. */
+/** A share in per cent, 100 only for the whole and 0 only for nothing. */
 function percent(share) {
   if (share >= 1) return "100 %";
   if (share <= 0) return "0 %";
@@ -65,9 +65,9 @@ function figure(number) {
   return size >= 1e-3 && size < 1e5 ? String(Number(number.toPrecision(4))) : number.toExponential(3).replace("e+", "e");
 }
 
-/** Pairs of words and values as the inside of a dl. */
+/** Pairs of terms and values as the content of a dl. */
 function facts(pairs) {
   return pairs
     .filter(([, value]) => value !== null && value !== undefined && value !== "")
-    .map(([word, value]) => el("div", { className: String(value).length > 60 ? "wide" : "" }, el("dt", {}, shown(word)), el("dd", {}, value instanceof Node ? value : shown(value))));
+    .map(([term, value]) => el("div", { className: String(value).length > 60 ? "wide" : "" }, el("dt", {}, shown(term)), el("dd", {}, value instanceof Node ? value : shown(value))));
 }
