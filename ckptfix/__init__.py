@@ -1,7 +1,7 @@
 """ckptfix repairs PyTorch checkpoints that no longer load.
 
-It reads any checkpoint without running its code, says what is wrong, and writes a file that loads; every difference
-between the two is an edit of a named rule. Nothing here imports torch until a tensor is needed."""
+It reads any checkpoint without running its code, reports what is wrong, and writes a file that loads; every difference
+between the two is an edit of a named rule. torch is imported only when a tensor is needed."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # a type checker would accept any attribute
 
     def __getattr__(name):
-        # The command line answers --version and --help without paying for the parsers.
+        # Imported on first use, so that --version and --help do not import the parsers.
         if name not in __all__:
             raise AttributeError(f"module 'ckptfix' has no attribute {name!r}")
         import importlib

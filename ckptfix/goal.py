@@ -1,6 +1,6 @@
-"""What a file has to fit, and what is done with it: the target, and all that runs the user's model.
+"""What a file has to fit: the target, and everything that runs the user's model.
 
-A repair that needs none of it imports none of it: everything is made when it is asked for."""
+Everything is built on first use, so a repair imports only what it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Goal(Struct, frozen=True, dict=True):
-    """A model or the factory of one, or another checkpoint that the file has to fit (``like``), or nothing."""
+    """What the file has to fit: a model or its factory, another checkpoint (``like``), or nothing."""
 
     settings: Settings
     model: nn.Module | str | None = None
@@ -31,7 +31,7 @@ class Goal(Struct, frozen=True, dict=True):
     arguments: Any = ()
 
     def for_file(self, checkpoint: Checkpoint) -> Goal:
-        """Return the goal with the arguments of a Lightning module that the file holds; any other is the same."""
+        """Return the goal with the arguments that the file saved for a Lightning module; other goals are unchanged."""
         if not (isinstance(self.model, str) and self.model.startswith("lightning:")):
             return self
         from ckptfix.modules.lightning import with_saved_arguments
@@ -40,7 +40,7 @@ class Goal(Struct, frozen=True, dict=True):
 
     @cached_property
     def target(self) -> Target | None:
-        """What a strict load wants; None if nothing was given to fit."""
+        """What a strict load expects; None without a model or reference."""
         if self.model is None and self.like is None:
             return None
         from ckptfix.modules.factory import target_of
@@ -49,12 +49,12 @@ class Goal(Struct, frozen=True, dict=True):
 
     @cached_property
     def donor(self) -> Checkpoint | None:
-        """The checkpoint of ``--fill FILE``."""
+        """The checkpoint that ``--fill FILE`` names."""
         return donor_of(self.target, self.settings)
 
     @property
     def measure(self) -> Measure | None:
-        """What measures running statistics for ``--recalibrate``."""
+        """The function that measures running statistics for ``--recalibrate``."""
         if self.model is None:
             return None
         from ckptfix.smoke.measuring import measure_with
@@ -63,7 +63,7 @@ class Goal(Struct, frozen=True, dict=True):
 
     @property
     def source_model(self) -> SourceModel | None:
-        """The model of ``--source-model``, which proves a map by running beside the target."""
+        """The model of ``--source-model``, which is run together with the target to prove a map."""
         if self.settings.source_model is None:
             return None
         from ckptfix.smoke.equivalence import twin_of
@@ -72,7 +72,7 @@ class Goal(Struct, frozen=True, dict=True):
 
     @property
     def forward_test(self) -> ForwardTest | None:
-        """What runs the model on the result; None without a factory, and with ``--no-smoke``."""
+        """The function that runs the model on the result; None without a factory or with ``--no-smoke``."""
         if not isinstance(self.model, str) or self.settings.smoke is False:
             return None
         from ckptfix.smoke.run import forward_test

@@ -1,4 +1,4 @@
-"""A repaired state_dict goes into a live model: ``ckptfix.load``."""
+"""Repairs a checkpoint and loads it into a live model: ``ckptfix.load``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptfix.core.checkpoint import Checkpoint
     from ckptfix.core.settings import RepairSettings
 
-SHOWN = 3  # how many names a remark gives
+SHOWN = 3  # names in a remark
 
 
 def load(
@@ -38,19 +38,19 @@ def load(
 ) -> Report:
     """Repair a checkpoint in memory and load it strictly into ``model``.
 
-    ``map_location`` is the device on which the tensors are put before they are copied into the model's own; None
-    leaves them where they are. Raises ``CkptfixError`` if the checkpoint does not fit, naming what is left and the
-    setting for it, or is damaged; the model is as it was then.
+    ``map_location`` is the device to which the tensors are moved before they are copied into the model's own; None
+    leaves them where they are. Raises ``CkptfixError`` if the checkpoint is damaged or does not fit, naming what
+    remains and the setting for it; the model is then unchanged.
 
     With ``assign``, as in ``load_state_dict``, the checkpoint's tensors replace the model's own, which may be on the
-    meta device. They keep the ``requires_grad`` and the ties of the model, and are on ``map_location`` and
-    in the dtype of the file. Those of a local file are mapped from it: what is written to them never reaches it, and
-    it may be removed or replaced; but it must not be written in place or cut short as long as the model lives.
+    meta device. They keep the ``requires_grad`` and the ties of the model, and are on ``map_location`` in the dtype of
+    the file. Those of a local file are memory-mapped: writing to them never changes the file, which may be removed or
+    replaced, but must not be overwritten or truncated in place while the model exists.
 
-    ``optimizer``, made of the model's parameters, loads its state from the same checkpoint, as
-    ``repair_optimizer_state`` gives it.
+    ``optimizer``, made from the model's parameters, loads its state from the same checkpoint, as
+    ``repair_optimizer_state`` returns it.
 
-    ``settings`` are those of ``repair``, except for those that write a file."""
+    ``settings`` are those of ``repair``, except for those that concern the output file."""
     checked_settings(settings, model, function="load")
     check_loadable(model, map_location, assign)
     if optimizer is None:
@@ -59,7 +59,7 @@ def load(
         return replace(repaired.report, remarks=(*repaired.report.remarks, *remarks))
     if assign:
         raise UsageError("assign=True gives the model new parameters that the optimizer lacks; omit it")
-    from ckptfix.resuming import load_state, resume  # the optimizer's half of the rules, which most loads do not need
+    from ckptfix.resuming import load_state, resume  # most loads do not need the rules for optimizers
 
     resumed = resume(source, model, optimizer, settings)
     load_state(optimizer, resumed)
@@ -72,8 +72,10 @@ def load(
 
 
 def check_loadable(model: nn.Module, map_location: str | torch.device | None, assign: bool) -> None:
-    """Refuse a model on the meta device, into which torch would copy nothing with no more than a warning, and a device
-    that does not work here."""
+    """Raise if the model is on the meta device, where torch only warns that it copies nothing, or if the device does
+    not work on this machine.
+
+    Raises ``UsageError`` for the arguments, ``TargetError`` for the model."""
     if str(map_location) == "meta":
         raise UsageError("map_location='meta' leaves no values to load; omit it, or name a device that holds data")
     if not hasattr(model, "load_state_dict") or isinstance(model, type):
@@ -102,14 +104,14 @@ def _check_device(map_location: object) -> None:
 def load_strictly(
     model: nn.Module, checkpoint: Checkpoint, map_location: str | torch.device | None, assign: bool = False
 ) -> tuple[str, ...]:
-    """Load by way of the device, and return what the user should know of a model whose tensors are replaced.
+    """Load a checkpoint via ``map_location``, and return remarks about a model whose tensors are replaced.
 
-    With ``assign`` the tensors are mapped from the file, and stay so; otherwise they are read, and nothing of the model
-    shares memory with the file, whatever its own hooks keep. Raises ``TargetError`` for whatever torch or these hooks
-    raise, and ``UnreadableError``, before anything is changed, if bytes are damaged.
+    With ``assign`` the tensors stay memory-mapped; otherwise they are read, and the model shares no memory with the
+    file, whatever its own hooks keep. Raises ``TargetError`` for whatever torch or these hooks raise, and
+    ``UnreadableError`` if bytes are damaged, before anything is changed.
     """
     state_dict = checkpoint.state_dict(mmap=assign)
-    # A copy into the model crosses from any device; only tensors that stay have to be brought to the CPU.
+    # copy_() works across devices, so only tensors that replace the model's have to be moved to the CPU.
     if str(map_location) not in ("None", "" if assign else "cpu"):
         for key, value in state_dict.items():
             state_dict[key] = value.to(map_location) if hasattr(value, "to") else value
@@ -127,11 +129,11 @@ def load_strictly(
 
 
 def _prepare(model: nn.Module, state_dict: dict[str, Any], source: str) -> tuple[str, ...]:
-    """Make a state_dict fit to be assigned, and return remarks on the model.
+    """Prepare a state_dict in place for assignment, and return remarks on the model.
 
-    Raises ``TargetError`` if the model would get integers in the place of floats, or the like: torch refuses such
-    parameters, with a part of the model already changed."""
-    # With keep_vars the parameters themselves are in it, so that those which are one can be told.
+    Raises ``TargetError`` if the model would get integers instead of floats, or the like: torch refuses such
+    parameters after part of the model has changed."""
+    # keep_vars returns the parameters themselves, whose identity shows the ties.
     own = {key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     pairs: dict[str, None] = {}
     for key, tensor in own.items():
@@ -149,7 +151,7 @@ def _prepare(model: nn.Module, state_dict: dict[str, Any], source: str) -> tuple
 
 
 def _left_empty(model: nn.Module) -> tuple[str, ...]:
-    """Return a remark on what no state_dict holds and the meta device has left without values."""
+    """Return a remark about tensors that are still on the meta device because no state_dict holds them."""
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if not empty:
         return ()
@@ -162,10 +164,10 @@ def _left_empty(model: nn.Module) -> tuple[str, ...]:
 
 
 def _tie(own: Mapping[str, torch.Tensor], state_dict: dict[str, Any]) -> None:
-    """Give the keys that are one tensor of the model one tensor of the state_dict: the last, as copies into it would.
+    """Give the keys of a tied tensor of the model one tensor of the state_dict: the last one, as with copying.
 
-    torch assigns to each place by itself. Tied parameters would become two, which share memory for the time being and
-    have a gradient and a place in the optimizer each.
+    torch assigns each key separately. Tied parameters would become two, each with its own gradient and its own place
+    in the optimizer.
     """
     from torch.nn import Parameter
 

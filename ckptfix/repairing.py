@@ -6,10 +6,10 @@
     apply     engine.applying   a new lazy view of the same bytes
     deliver   engine.delivery   temporary file, comparison, forward test, rename
 
-What has to be checked before the story begins is checked in ``engine.validation`` (settings) and ``engine.destination``
-(where the result goes); ``goal`` has what the file has to fit. ``check`` stops after the diagnosis;
-``repair_state_dict`` hands the view to torch instead of writing it, and ``ckptfix.loading`` loads it into a model,
-``ckptfix.resuming`` its optimizer's state into an optimizer."""
+Before the story begins, ``engine.validation`` checks the settings and ``engine.destination`` where the result goes;
+``goal`` holds what the file has to fit. ``check`` stops after the diagnosis. ``repair_state_dict`` returns the view as
+a state_dict instead of writing it, ``ckptfix.loading`` loads it into a model, and ``ckptfix.resuming`` loads its
+optimizer's state into an optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckptfix.goal import Goal
 from ckptfix.reading.opening import Source, is_remote, open_file, open_source
 from ckptfix.report.display import log_choice, log_edits, refuse_misfit
 
-# What only a repair needs is imported in it: the first answer is to come at once.
+# Only repair() imports what a repair needs, to keep the start-up time of a check short.
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 def open_checkpoint(
     path: str | os.PathLike[str], *, weights: str | None = None, salvage: bool = False, member: str | None = None
 ) -> Checkpoint:
-    """Open a checkpoint file; no tensor is read and none of its code runs.
+    """Open a checkpoint file without reading a tensor or running any of its code.
 
-    ``weights`` picks a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a
-    file of an archive. ``salvage`` opens a damaged file and gives the tensors that are whole; ``Checkpoint.lost`` has
-    the rest. Warns with ``DamageWarning`` of tensors that may be damaged. Raises ``UnreadableError`` with the
-    true cause if the file holds no weights."""
+    ``weights`` selects a state_dict by its name in the container (``state_dict``, ``model.ema``, ``[0]``), ``member`` a
+    file in an archive. ``salvage`` opens a damaged file for the tensors that are intact; ``Checkpoint.lost`` has the
+    rest. Warns with ``DamageWarning`` about tensors that may be damaged. Raises ``UnreadableError``, which states the
+    cause, if the file has no weights."""
     checkpoint = open_file(os.fspath(path), weights, salvage=salvage, member=member)
     if doubts := dict.fromkeys(map(clause, checkpoint.remarked(*DOUBTS))):
         text = f"{checkpoint.path}: tensors may differ from what was saved: {'; '.join(doubts)}"
@@ -67,8 +67,8 @@ def check(
 ) -> Report:
     """Report what is wrong with a checkpoint and what a repair would do about it; write nothing.
 
-    Of a URL only the ranges that are looked at are fetched, and the values only with ``values=True``.
-    ``ckptfix.Settings`` describes the settings."""
+    For a URL, only the ranges that are needed are fetched, and values only with ``values=True``. ``ckptfix.Settings``
+    describes the settings."""
     is_unread = is_remote(source) and settings.setdefault("values", False) is False
     checked = checked_settings(settings, model, like, CHECK)
     given = {"like": like, "model_args": model_args, **settings, **({"values": None} if is_unread else {})}
@@ -97,15 +97,13 @@ def repair(
     model_args: ModelArguments = (),
     **settings: Unpack[RepairSettings],
 ) -> Repair:
-    """Repair a checkpoint, and write it to ``output``, which must not exist unless ``force`` is set; without one, write
-    nothing.
+    """Repair a checkpoint, and write it to ``output`` if that is given; it must not exist unless ``force`` is set.
 
     ``beside`` writes ``<stem>.fixed<suffix>`` if there is anything to repair, ``in_place`` replaces the source in the
-    same case (``backup`` keeps it as ``<name>.bak``). With ``only_changes`` an ``output`` is only written if its
-    tensors, their names or the container differ from the source's. Without ``flush`` the file is left to the caller to
-    be flushed to the disk. ``plan`` applies saved edits instead of proposing any. If a target is given and a strict
-    load would still fail, if the forward test fails, or if the file is built as an attack, nothing is written
-    and ``report.exit_code`` is 1."""
+    same case (``backup`` keeps it as ``<name>.bak``). With ``only_changes``, ``output`` is only written if its tensors,
+    their names or the container differ from the source's. Without ``flush``, flushing the file to disk is left to the
+    caller. ``plan`` applies saved edits instead of proposing any. If a strict load into the target would still fail,
+    the forward test fails, or the file is an attack, nothing is written and ``report.exit_code`` is 1."""
     from ckptfix.engine.delivery import Drafts, deliver, weighed
     from ckptfix.engine.destination import Destination, differs, state_of
 
@@ -162,16 +160,16 @@ def repair_state_dict(
     model_args: ModelArguments = (),
     **settings: Unpack[RepairSettings],
 ) -> tuple[dict[str, Any], Report]:
-    """Repair a state_dict in memory, or that of a container such as ``torch.load`` returns. Tensors that no edit
-    touches are not copied; the argument is not changed."""
+    """Repair a state_dict in memory, or one in a container such as ``torch.load`` returns. Tensors that no edit touches
+    are not copied; the argument is not changed."""
     repaired = repair(state_dict, model, like=like, model_args=model_args, **settings)
     return repaired.state_dict(), repaired.called("repair_state_dict").report
 
 
 def repair_to_load(source: Source, model: nn.Module, **settings: Unpack[RepairSettings]) -> Repair:
-    """Repair in memory what is to be loaded strictly into a model, and log which of several sets of weights it is.
+    """Repair a checkpoint in memory for a strict load into a model, and log which of several sets of weights was used.
 
-    Raises ``TargetError`` if the load would fail, and ``HostileError`` for a file that would run code."""
+    Raises ``TargetError`` if the load would fail, and ``HostileError`` if the file would run code."""
     repaired = repair(source, model, **settings)
     refuse_misfit(repaired.report)
     log_choice(repaired.report)

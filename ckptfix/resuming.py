@@ -1,6 +1,7 @@
-"""The saved state of an optimizer goes into a live one: ``ckptfix.repair_optimizer_state``, and ``ckptfix.load``.
+"""Restores the saved state of an optimizer in a live one: ``ckptfix.repair_optimizer_state``, and ``ckptfix.load``.
 
-The file's weights are repaired for the model first; the state then follows them, under the groups of the script."""
+The weights are repaired for the model first; the state then follows them into the parameter groups of the live
+optimizer."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Resumed(Struct, frozen=True):
-    """A repaired checkpoint, the state of its optimizer for a live one, and the options that are the live one's own."""
+    """A repaired checkpoint, the state for a live optimizer, and the options that keep their live values (``kept``)."""
 
     repaired: Repair
     state: dict[str, Any]
@@ -46,27 +47,27 @@ class Resumed(Struct, frozen=True):
 def repair_optimizer_state(
     source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Unpack[RepairSettings]
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint's optimizer for ``optimizer``, which is made of the parameters of ``model``.
+    """Return the state of a checkpoint's optimizer for ``optimizer``, which is made from the parameters of ``model``.
 
-    Each parameter gets the state that was saved of it, whatever its name, its place and its group were; one that is
-    new, or whose values are not those of the file, gets none. A group has the hyperparameters of that which most of its
-    parameters were in; in other groups than the saved ones, those that tell groups apart are the script's.
+    Each parameter gets its saved state, whatever its name, position and group were; new parameters, and those whose
+    values are not from the file, get none. A group takes the hyperparameters of the saved group that most of its
+    parameters were in; if the groups differ from the saved ones, those that distinguish groups keep their live values.
 
-    ``settings`` are those of ``repair``; names that only follow from the order of the parameters take
-    ``unsafe_fixes=True`` if anything has to be moved. Raises ``TargetError`` if the file has no optimizer, or nothing
-    tells which of its positions is which parameter."""
+    ``settings`` are those of ``repair``. If anything has to be moved and only the order of the parameters identifies
+    them, ``unsafe_fixes=True`` is required. Raises ``TargetError`` if the file has no optimizer, or nothing identifies
+    the parameters of its positions."""
     return resume(source, model, optimizer, settings).state
 
 
 def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, settings: RepairSettings) -> Resumed:
-    """Repair a checkpoint for a model, and its optimizer's state for ``optimizer``; neither is loaded yet. The settings
-    and errors are those of ``repair_optimizer_state``."""
+    """Repair a checkpoint for a model and its optimizer's state for ``optimizer``, without loading either. Settings and
+    errors are those of ``repair_optimizer_state``."""
     checked = checked_settings(settings, model, function="load")
     if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "zero_grad"):
         raise UsageError(f"optimizer is {optimizer!r:.60}; pass the torch.optim.Optimizer itself")
     if checked.drop_optimizer:
         raise UsageError(Opt("drop_optimizer", True), " drops the state that the given optimizer should load")
-    settings["keep_optimizer"] = True  # it goes to the script's own optimizer, and not into a file
+    settings["keep_optimizer"] = True  # the state goes to the live optimizer, not into a file
     repaired = repair_to_load(source, model, **settings)
     findings = tuple(each for each in repaired.report.findings if each.code != named("stale-optimizer").code)
     repaired = replace(repaired, report=replace(repaired.report, findings=findings))
@@ -93,8 +94,7 @@ def resume(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def load_state(optimizer: torch.optim.Optimizer, resumed: Resumed) -> None:
-    """Load the state of a checkpoint's optimizer; if that fails, leave ``optimizer`` as it was and raise
-    ``TargetError``."""
+    """Load the state into the optimizer; if that fails, leave the optimizer unchanged and raise ``TargetError``."""
     before = dict(vars(optimizer))
     try:
         optimizer.load_state_dict(resumed.state)
@@ -116,7 +116,8 @@ def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
-    """Return the one optimizer of a checkpoint that has state for the live groups, and the one way to follow them."""
+    """Return how the one optimizer in the checkpoint that fits the live groups follows the change. Raises
+    ``TargetError`` if no optimizer fits, or several ways do and differ."""
     place = path_name(after.container)
     own = [one for one, sets in with_owners(after, optimizers_of(after)) if not sets or place in sets]
     found = [way for one in own for way in ways(one, change)]
@@ -136,8 +137,8 @@ def _followed(after: Checkpoint, change: Change, path: str) -> Followed:
 
 
 def _take_options(groups: Iterable[dict[str, Any]], followed: Followed, live: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Give groups the options that are the script's, and return the names of those that tell its groups apart, or the
-    saved ones that are put together."""
+    """Set the options that keep their live values in ``groups``, and return the names of those that distinguish the
+    live groups or the saved groups that were merged."""
     saved = followed.optimizer.groups
     known = [
         n for n, steps in enumerate(followed.groups) if any(step.source is not None or step.parts for step in steps)
@@ -152,12 +153,13 @@ def _take_options(groups: Iterable[dict[str, Any]], followed: Followed, live: li
     return tuple(kept)
 
 
-# Options that releases of torch added to all methods alike, and gives to old files itself.
+# Options that later releases of torch added to every optimizer; torch supplies them for old files.
 _ADDED = frozenset(("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
 
 
 def _refuse_other_method(path: str, saved: Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``TargetError`` if the state is that of another method: torch takes it, and fails or goes astray later."""
+    """Raise ``TargetError`` if the state is from another class of optimizer: torch would load it and fail or train
+    wrongly later."""
     has = {name for group in saved.groups for name in group}
     wants = {name for group in optimizer.param_groups for name in group}
     lacks = sorted(optimizer.defaults.keys() - has - _ADDED)

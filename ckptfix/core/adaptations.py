@@ -1,4 +1,4 @@
-"""What ``--adapt`` takes: the name of a kind of tensor, and the recipe that makes one of another shape from the file's.
+"""The values of ``--adapt``: the name of a kind of tensor, and the recipe that resizes it.
 
 ``pos_embed=timm``, ``pos_embed@visual.*=timm:14x14:24x24``, ``vocab=pad:mean``, ``head=classes.txt``."""
 
@@ -18,7 +18,7 @@ from ckptfix.errors import Opt, UsageError
 POS_EMBED, WINDOW_BIAS, PATCH_EMBED, IN_CHANS = "pos_embed", "window_bias", "patch_embed", "in_chans"
 VOCAB, INFLATE, HEAD, DEPTH = "vocab", "inflate", "head", "depth"
 
-# The recipes of each kind of tensor, with what they do; none for those whose recipe is a file or a list of the user's.
+# The recipes of each kind of tensor, with what they do; empty if the recipe is the user's file or list.
 RECIPES: Mapping[str, Mapping[str, str]] = {
     POS_EMBED: {
         "timm": "resamples them (bicubic, antialiased), as timm and open_clip",
@@ -60,17 +60,17 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
     DEPTH: {},
 }
 
-# The kinds whose recipe may be followed by the grid of the file and that of the model.
+# Kinds whose recipe may be followed by the grids of the file and the model.
 WITH_GRIDS = (POS_EMBED, WINDOW_BIAS)
 
-IDLE = "idle"  # the evidence of a note on adaptations that fit nothing
+IDLE = "idle"  # the key in a note's evidence that lists adaptations that fit nothing
 
 Grid = tuple[int, ...]
 
 
 class Adaptation(Struct, frozen=True):
-    """One ``--adapt``: ``name`` is the kind of tensor, ``keys`` a pattern of those it is for, ``old`` and ``new`` the
-    grids of the file and of the model, if they were given."""
+    """One ``--adapt``: ``name`` is the kind of tensor, ``keys`` a pattern of the keys it applies to, ``old`` and
+    ``new`` the grids of the file and the model, if given."""
 
     name: str
     recipe: str
@@ -80,12 +80,12 @@ class Adaptation(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What the plan and the report show: ``pos_embed=timm``; for files and lists, only the name."""
+        """The name in the plan and the report: ``pos_embed=timm``; for files and lists, without the recipe."""
         return f"{self.name}={self.recipe}" if RECIPES[self.name] else self.name
 
     @property
     def text(self) -> str:
-        """What the user wrote, in its shortest form."""
+        """The user's option in its shortest form."""
         grids = ("x".join(map(str, grid)) for grid in (self.old, self.new) if grid)
         return self.with_recipe(":".join((self.recipe, *grids)))
 
@@ -96,7 +96,8 @@ class Adaptation(Struct, frozen=True):
         return tuple(self.recipe.split(",")) if self.name == HEAD else ()
 
     def layers(self) -> tuple[int, ...]:
-        """Return the layers of the file that ``depth=0-5,8-11`` names, one for each layer of the model."""
+        """Return the layers of the file that ``depth=0-5,8-11`` names, one for each layer of the model. Raises
+        ``UsageError`` if the list is invalid."""
         found: list[int] = []
         for piece in self.recipe.split(","):
             match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", piece.strip())
@@ -109,7 +110,7 @@ class Adaptation(Struct, frozen=True):
 
 
 def adaptation(text: str) -> Adaptation:
-    """Return what ``NAME[@KEYS]=RECIPE[:GRID[:GRID]]`` means. Raises ``UsageError`` if it means nothing."""
+    """Parse ``NAME[@KEYS]=RECIPE[:GRID[:GRID]]``. Raises ``UsageError`` if it is invalid."""
     left, equals, right = text.partition("=")
     name, at, keys = left.partition("@")
     if name not in RECIPES or not equals or not right or (at and not keys):
@@ -144,8 +145,8 @@ def _grid(text: str, grid: str) -> Grid:
 
 
 def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adaptation]) -> Adaptation | None:
-    """Return the adaptation for a key: one that names keys before one for all, and one of the recipes that fit before
-    one that does not. Raises ``UsageError`` if two of them fit as well."""
+    """Return the adaptation for a key: preferably one of the fitting ``recipes``, then one that names keys. Raises
+    ``UsageError`` if two fit equally well."""
     named = dict.fromkeys(each for each in given if each.name == name and fnmatchcase(key, each.keys))
     ranked = sorted(named, key=lambda each: (each.recipe not in recipes, each.keys == "*"))
     for one, other in pairwise(ranked[:2]):
@@ -156,7 +157,7 @@ def chosen(name: str, key: str, recipes: Collection[str], given: Sequence[Adapta
 
 
 def below(folder: Path, text: str) -> str:
-    """Return the text with its files relative to the folder of the configuration file that it was read from."""
+    """Return a value of ``--adapt`` with its files relative to ``folder``, that of the configuration file."""
     left, equals, right = text.partition("=")
     if left.partition("@")[0] != HEAD:
         return text

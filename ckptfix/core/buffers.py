@@ -1,19 +1,18 @@
-"""Buffers that are known by name: what torch and widely used libraries register beside parameters.
+"""Buffers that are recognised by name: what torch and widely used libraries register in addition to parameters.
 
-Two kinds matter. The running statistics of BatchNorm are learned. The rest can be worked out from the model's own
-configuration, so releases move them in and out of the state_dict: what one release saved, the next does not expect."""
+The running statistics of BatchNorm are learned. All others can be computed from the model's configuration, so releases
+move them in and out of the state_dict: what one release saved, the next does not expect."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-# The counter that BatchNorm and InstanceNorm got in torch 0.4.1; 0-d, int64.
-NUM_BATCHES_TRACKED = "num_batches_tracked"
+NUM_BATCHES_TRACKED = "num_batches_tracked"  # the counter of BatchNorm and InstanceNorm; 0-d, int64
 COUNTED_SINCE = "0.4.1"  # the release of torch that added `num_batches_tracked`
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", NUM_BATCHES_TRACKED})  # the buffers of a BatchNorm
 
-# Last segments of buffers that come and go between releases, with where they come from.
+# Last segments of buffers that come and go between releases, with their origin.
 TRANSIENT: Mapping[str, str] = {
     "position_ids": "BERT, CLIP and most of transformers; not saved since 4.31",
     "token_type_ids": "BERT's embeddings in transformers; not saved",
@@ -48,13 +47,13 @@ _MASKS = frozenset({"bias", "mask"})
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Return the module path of a key, with its closing dot (empty at the top), and its last segment."""
+    """Return the module path of a key, with its trailing dot (empty at the top), and its last segment."""
     head, dot, leaf = key.rpartition(".")
     return head + dot, leaf
 
 
 def modules_of(key: str) -> Iterator[str]:
-    """Yield the paths of the modules that a key is in, the outermost first: ``a``, ``a.b`` of ``a.b.weight``."""
+    """Yield the paths of the modules that contain a key, the outermost first: ``a``, ``a.b`` for ``a.b.weight``."""
     at = key.find(".")
     while at >= 0:
         yield key[:at]
@@ -62,8 +61,8 @@ def modules_of(key: str) -> Iterator[str]:
 
 
 def layers_of(key: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the numbered modules that a key is in, the outermost first: what is before the number, the number, and what
-    is after it: ``blocks``, ``3``, ``fc.weight`` of ``blocks.3.fc.weight``."""
+    """Yield the numbered modules that contain a key, the outermost first, as what precedes the number, the number, and
+    what follows it: ``blocks``, ``3``, ``fc.weight`` for ``blocks.3.fc.weight``."""
     parts = key.split(".")
     for at in range(1, len(parts) - 1):
         if parts[at].isdecimal():
@@ -71,7 +70,7 @@ def layers_of(key: str) -> Iterator[tuple[str, str, str]]:
 
 
 def is_transient(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this name and shape is one that releases move in and out of the state_dict."""
+    """Return whether a tensor with this name and shape comes and goes between releases."""
     head, leaf = split_key(key)
     if leaf in _MASKS:
         return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3] > 1
@@ -83,10 +82,10 @@ def is_buffer_name(key: str, shape: tuple[int, ...]) -> bool:
     return split_key(key)[1] in RUNNING_STATISTICS or is_transient(key, shape)
 
 
-# LeRobot kept in the model what it now has in files beside: the figures of what a robot senses and does.
+# LeRobot kept the statistics of observations and actions in the model, and now has them in separate files.
 _STATISTICS = re.compile(r"(^|\.)(un)?normali[sz]\w*\.([\w.]+[._])?(mean|std|min|max|q\d\d)$")
 
 
 def has_statistics(keys: Iterable[str]) -> bool:
-    """Return whether some keys are figures that inputs and outputs are normalised with."""
+    """Return whether any key is a statistic with which inputs or outputs are normalised."""
     return any(map(_STATISTICS.search, keys))

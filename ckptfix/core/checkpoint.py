@@ -1,4 +1,4 @@
-"""What a checkpoint is once it has been read: names, shapes, dtypes and where the bytes lie. No tensor is in memory."""
+"""A checkpoint that was opened: names, shapes, dtypes and where the bytes are, with no tensor in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.wording import nearest
 from ckptfix.errors import UnknownKeyError
 
-IN_MEMORY = "memory"  # the format name of a state_dict that never was a file
+IN_MEMORY = "memory"  # the format name of a state_dict that was not read from a file
 PathPart = str | int  # one step into a container: a key of a dict, an attribute of an object, or an index of a list
 
 
 class Candidate(Struct, frozen=True):
-    """A state_dict that was found in a container: its place, its number of tensors and of elements.
+    """A state_dict in a container: its path, and its numbers of tensors and elements.
 
-    ``fits`` says whether a strict load into the target works, at most after its keys were renamed, or if none does,
-    whether most of the target's parameters are in it; None if untried."""
+    ``fits`` is whether a strict load into the target works, perhaps after renaming keys, or, if that holds for no
+    candidate, whether this one has most of the target's parameters; None if untried."""
 
     path: tuple[PathPart, ...]
     tensors: int
@@ -34,7 +34,7 @@ class Candidate(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: tuple[PathPart, ...], specs: Collection[TensorSpec]) -> Candidate:
-        """Return the candidate of a state_dict."""
+        """Return the candidate for a state_dict."""
         return cls(path, len(specs), sum(spec.numel for spec in specs))
 
     @property
@@ -44,13 +44,13 @@ class Candidate(Struct, frozen=True):
 
 
 def path_name(path: tuple[PathPart, ...]) -> str:
-    """Return a container path as people write it: ``("model", 0)`` is ``model[0]``; the empty path is ``.``."""
+    """Return a container path as text: ``model[0]`` for ``("model", 0)``, ``.`` for the empty path."""
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return name.removeprefix(".") or "."
 
 
 def value_at(root: Any, path: Iterable[PathPart]) -> Any:
-    """Return what is at a place of the container."""
+    """Return what is at a path in a container."""
     value = root
     for step in path:
         if isinstance(value, Opaque):
@@ -63,37 +63,36 @@ def value_at(root: Any, path: Iterable[PathPart]) -> Any:
 
 
 def is_inside(name: str, place: str) -> bool:
-    """Return whether a place is another one or in it, by their path names."""
+    """Return whether the place ``name`` is ``place`` or inside it; both are path names."""
     return name == place or name.startswith((f"{place}.", f"{place}["))
 
 
 class TensorReader(Protocol):
-    """Builds torch's tensors from specs. A ``Checkpoint`` is given one by whatever opened it."""
+    """Builds torch tensors from specs. Whatever opens a ``Checkpoint`` gives it one."""
 
     def tensor(self, checkpoint: Checkpoint, key: str) -> torch.Tensor:
         """Return the tensor of a key."""
         ...
 
     def state_dict(self, checkpoint: Checkpoint, mapped: Collection[str]) -> dict[str, Any]:
-        """Return the whole state_dict, with the tensors of the keys in ``mapped`` sharing the file's memory."""
+        """Return the whole state_dict, with the tensors of the keys in ``mapped`` memory-mapped."""
         ...
 
 
 class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
     """A state_dict and the container around it, read lazily.
 
-    ``entries`` holds the state_dict in its own order: a ``TensorSpec`` for every tensor and inert plain data for the
-    rest (packed parameters, ``_extra_state``). ``metadata`` is torch's ``_metadata`` (module path → its version), None
-    where the file has none. ``container`` is the path that led from ``root``, the whole parsed object, to the
-    state_dict. ``devices`` are the location tags of the file's storages that a written file keeps; without one, a
-    storage is written as ``cpu``. ``producer`` says what wrote the file, where it shows. ``member`` is the name of the
-    file inside of the archive or compressed file that ``path`` names. ``remarks`` are facts that the rules of the
-    family FIL turn into findings. ``damage`` says what is wrong with the file, where it was opened to be salvaged,
-    and ``lost`` has the keys whose bytes are gone: with their specs, or None if
-    a missing file leaves the name alone. ``picked`` are the keys of the set that ``--weights`` names by its prefix in
-    the state_dict, with their names without it; None if the whole state_dict is meant. ``beside`` has what a trainer
-    saved in files of their own next to it, its optimizer and scheduler, by the name of the file. ``copies`` are
-    those that a training made of its fp32 masters in the dtype that it used, by the key of the master."""
+    ``entries`` is the state_dict in its own order: a ``TensorSpec`` for every tensor and inert plain data for the rest
+    (packed parameters, ``_extra_state``). ``metadata`` is torch's ``_metadata`` (module path → its version), None if
+    the file has none. ``container`` is the path from ``root``, the whole parsed object, to the state_dict. ``devices``
+    are the location tags of storages that a written file keeps; other storages are written as ``cpu``. ``producer`` is
+    what wrote the file, if known. ``member`` is the name of the file inside the archive or compressed file at ``path``.
+    ``remarks`` are facts that the FIL rules turn into findings. ``damage`` says what is wrong with a file that was
+    opened for salvage, and ``lost`` has the keys whose bytes are gone, with their specs, or None if only the name is
+    known. ``picked`` are the keys of the set that ``--weights`` names by its prefix in the state_dict, mapped to their
+    names without it; None if the whole state_dict is meant. ``beside`` is what a trainer saved in separate files next
+    to the checkpoint (optimizer, scheduler), by file name. ``copies`` are the tensors in the dtype of training whose
+    fp32 master weights are the entries, by the key of the master."""
 
     path: str
     format: str
@@ -119,7 +118,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def derived(self) -> dict[str, Any]:
-        """What was worked out from this very view and takes a walk over all of it, by who worked it out."""
+        """A cache for results that take a walk over the whole checkpoint, by the code that computes them."""
         return {}
 
     @cached_property
@@ -129,14 +128,15 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def rest(self) -> Mapping[str, list[TensorSpec]]:
-        """The tensors of the container whose storage the state_dict does not have, by the name of what they are in."""
+        """The tensors of the container outside the state_dict that do not share its storages, by the place of the
+        object that contains them."""
         known = set()
         pending = [spec.storage for spec in tensors_in([list(self.entries.values()), list(self.copies.values())])]
         while pending:
             storage = pending.pop()
             if storage is not None and id(storage) not in known:
                 known.add(id(storage))
-                if id(storage.parts) not in known:  # tensors that are spread over the same ranks share one tuple
+                if id(storage.parts) not in known:  # tensors spread over the same ranks share one tuple
                     known.add(id(storage.parts))
                     pending += storage.parts
         found: dict[str, list[TensorSpec]] = {}
@@ -148,7 +148,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
             if not isinstance(members, Mapping):
                 break
             for name, child in members.items():
-                # A tensor that is in the state_dict and not an entry was taken out by an edit.
+                # A tensor in the state_dict that is not an entry was removed by an edit.
                 if name != step and (step is not None or not (name in self.entries or isinstance(child, TensorSpec))):
                     specs = [spec for spec in tensors_in(child) if id(spec.storage) not in known and spec.has_data]
                     if specs:
@@ -162,7 +162,7 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
         return [remark for remark in self.remarks if remark.kind in kinds]
 
     def members(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return the entries of a candidate; empty if it is in an object, or is put together from nested ones."""
+        """Return the entries of a candidate; empty if it is inside an object, or was assembled from nested ones."""
         value: Any = self.root
         for part in candidate.path:
             inside = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}
@@ -174,22 +174,23 @@ class Checkpoint(Displayed, Struct, frozen=True, eq=False, dict=True):
         return list(self.specs)
 
     def read(self, key: str) -> torch.Tensor:
-        """Return the tensor of a key, on CPU, with the dtype, shape and strides of the file.
+        """Return the tensor of a key on the CPU, with the dtype, shape and strides in the file.
 
-        Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` where the bytes are not
-        in the file. Where they are not those that were saved, a ``DamageWarning`` says so: the checksum of a storage is
-        proved at the first read of it."""
+        Raises ``UnknownKeyError``, a ``KeyError``, for an unknown key and ``UnreadableError`` if the file lacks the
+        bytes. Warns with ``DamageWarning`` if they fail their checksum, which is verified when a storage is first
+        read."""
         if key not in self.specs:
             raise UnknownKeyError(self._no_tensor(key))
         assert self.reader is not None, "made without a reader"
         return self.reader.tensor(self, key)
 
     def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
-        """Return the whole state_dict as torch objects: tensors share memory where the file's tensors share a storage.
+        """Return the whole state_dict as torch objects: tensors share memory if they share a storage in the file.
 
-        The entries that are not tensors are kept. Torch's ``_metadata`` is set as an attribute where the file has it.
-        With ``mmap``, as in ``torch.load``, they are mapped where that can be: writing to one never reaches the file,
-        which must not be overwritten or cut short then. Raises ``UnreadableError`` if bytes fail their checksum."""
+        Entries that are not tensors are kept. torch's ``_metadata`` is set as an attribute if the file has it. With
+        ``mmap``, as in ``torch.load``, tensors are memory-mapped if possible: writing to them never changes the file,
+        which must not be overwritten or truncated in the meantime. Raises ``UnreadableError`` if bytes fail their
+        checksum."""
         assert self.reader is not None, "made without a reader"
         return self.reader.state_dict(self, tuple(self.entries) if mmap else ())
 

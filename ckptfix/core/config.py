@@ -1,7 +1,7 @@
 """The configuration file: the nearest ``ckptfix.toml``, or ``pyproject.toml`` with a table ``[tool.ckptfix]``.
 
-Its keys are the long flags of the command line without their dashes, its values what the flags take. Only one file is
-read: files are never merged, and a flag on the command line wins over the file."""
+Its keys are the long flags of the command line without their dashes, its values what the flags take. Files are never
+merged, and the command line overrides the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptfix.errors import UsageError
 
 
 class Configuration(Struct, frozen=True):
-    """The options of a configuration file by name (``for_torch``), and where they come from."""
+    """The options of a configuration file by name (``for_torch``), and the file's path."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = None
@@ -25,7 +25,7 @@ class Configuration(Struct, frozen=True):
 def load_configuration(start: Path | None = None) -> Configuration:
     """Return the configuration for a working directory, the current one by default; empty if there is no file.
 
-    Paths in it are relative to the file that names them. Raises ``UsageError`` that names the file and the key."""
+    Paths in it are relative to the file. Raises ``UsageError``, which names the file and the key, if it is invalid."""
     start = (start or Path.cwd()).absolute()
     for folder in (start, *start.parents):
         own, shared = folder / "ckptfix.toml", folder / "pyproject.toml"
@@ -42,8 +42,8 @@ def load_configuration(start: Path | None = None) -> Configuration:
 
 
 def parse_toml(path: Path, word: str = "") -> dict[str, Any]:
-    """Return the content of a TOML file, nothing of one without ``word``: to import the parser takes longer than many a
-    look at a checkpoint. Raises ``UsageError`` that names the file and the place in it."""
+    """Return the content of a TOML file, or ``{}`` if its text lacks ``word``: importing the parser takes longer than
+    many checks. Raises ``UsageError``, which names the file and the place, if it is invalid."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -60,13 +60,13 @@ def parse_toml(path: Path, word: str = "") -> dict[str, Any]:
 
     try:
         document: dict[str, Any] = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of a number of 5,000 digits, and of arrays in arrays
+    except (ValueError, RecursionError) as error:  # also for a number of 5,000 digits, or deeply nested arrays
         raise UsageError(f"{path}: invalid TOML: {error}") from error
     return document
 
 
 def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
     from ckptfix.core.option import Scope
-    from ckptfix.core.options import from_toml, toml_keys  # a folder without a configuration needs no table
+    from ckptfix.core.options import from_toml, toml_keys  # not needed without a configuration file
 
     return Configuration(from_toml(str(path), path.parent, table, toml_keys(Scope.CONFIG, Scope.REPAIR)), path)

@@ -1,4 +1,4 @@
-"""How much of a target came from the file, and whether a strict load can work at all."""
+"""How much of a target came from the file, and whether a strict load can succeed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.edits import Adapt, Fill, Replace
 from ckptfix.core.target import PARAMETER, Target
 
-# Origins of values that were trained: a checkpoint that `--fill` names, the other set of weights of the file, an
-# adapter, and the tensor to which a filled one was tied. Those of a formula need no training.
+# Origins of trained values: a checkpoint named by `--fill`, the file's other set of weights, an adapter, or the tensor
+# to which a filled one was tied. Values computed by a formula need no training.
 TRAINED = frozenset({"donor", "twin", "adapter", "tie", "formula"})
 
 
 class Coverage(Struct, frozen=True):
     """How much of the target came from the file, by number of elements; tied tensors count once.
 
-    ``filled`` gives the elements of parameters that came from elsewhere, by origin (``target``, a donor's path), and
-    ``adapted`` those that recipes of ``--adapt`` made of the file's: they count as from it."""
+    ``filled`` counts the elements of parameters from elsewhere by origin (``target``, a donor's path), ``adapted``
+    those that recipes of ``--adapt`` computed, by recipe; the latter count as coming from the file."""
 
     parameters: int
     parameters_from_file: int
@@ -32,12 +32,12 @@ class Coverage(Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Share of the target's parameters that came from the file, 1.0 for a target without parameters."""
+        """The fraction of the target's parameters that came from the file, 1.0 for a target without parameters."""
         return self.parameters_from_file / self.parameters if self.parameters else 1.0
 
     @property
     def untrained(self) -> int:
-        """Elements of parameters that came neither from the file nor from another checkpoint that the user named."""
+        """Number of parameter elements with no trained source, neither the file nor another that the user named."""
         trained = sum(numel for origin, numel in self.filled.items() if origin in TRAINED)
         return self.parameters - self.parameters_from_file - trained
 
@@ -45,8 +45,8 @@ class Coverage(Struct, frozen=True):
 def measure_coverage(
     result: Checkpoint, target: Target, filled: Mapping[str, Fill | Replace], adapted: Iterable[Adapt] = ()
 ) -> Coverage:
-    """Return the share of the target's parameters and buffers, by elements, that came from the file."""
-    # A name that is tied to a filled tensor holds values that are not from the file either.
+    """Count the elements of the target's parameters and buffers that came from the file."""
+    # Names tied to a filled tensor have values from elsewhere too.
     views = {result.specs[key].view: fill for key, fill in filled.items() if key in result.specs}
     filled = {**{key: views[spec.view] for key, spec in result.specs.items() if spec.view in views}, **filled}
     recipes = {result.specs[edit.key].view: edit for edit in adapted if edit.key in result.specs}
@@ -75,7 +75,7 @@ def measure_coverage(
 
 
 def is_loaded_by_hooks(checkpoint: Checkpoint, target: Target) -> bool:
-    """Return whether the model loads every parameter from a checkpoint although names or shapes are others."""
+    """Return whether the model's hooks load every parameter although names or shapes differ."""
     if target.loads is None or not _misfits(checkpoint, target):
         return False
     loaded = target.loads(checkpoint)
@@ -85,7 +85,7 @@ def is_loaded_by_hooks(checkpoint: Checkpoint, target: Target) -> bool:
 
 
 def lost_by_edits(source: Checkpoint, result: Checkpoint, target: Target, filled: Collection[str]) -> list[str]:
-    """Return the parameters that the model's own hooks load from the source, and that do not come from the result."""
+    """Return the parameters that the model's own hooks load from the source but that the result does not supply."""
     before = target.loads(source) if target.loads is not None and _misfits(source, target) else None
     if not before or is_loaded_by_hooks(result, target):
         return []
@@ -94,11 +94,10 @@ def lost_by_edits(source: Checkpoint, result: Checkpoint, target: Target, filled
 
 
 def obstacles(result: Checkpoint, target: Target, is_uncounted: bool = False) -> list[str]:
-    """Return the keys for which a strict ``load_state_dict`` would fail: missing, unexpected, no tensor, or of another
-    shape.
+    """Return the keys on which a strict ``load_state_dict`` would fail: missing, unexpected, not a tensor, or of
+    another shape. If the model's own hooks load everything, there are none.
 
-    ``is_uncounted`` means a result for a torch that has no ``num_batches_tracked`` yet. None for what the model's own
-    hooks load."""
+    ``is_uncounted`` means a result for a torch without ``num_batches_tracked``."""
     return [] if is_loaded_by_hooks(result, target) else _misfits(result, target, is_uncounted)
 
 

@@ -1,6 +1,6 @@
-"""How a result shows itself: one line at the prompt, the words of the terminal when printed, a table in a notebook.
+"""How a result is displayed: one line at the prompt, the terminal's text when printed, a table in a notebook.
 
-The words are made in rooms that this one does not know, so they are registered here."""
+The text is made in ``report``, which ``core`` cannot import, so ``report`` registers it here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 30
 
 
 class Form(Struct, frozen=True):
-    """``lines`` are what ``print`` shows of an object, ``rows`` those of its table; None: the lines."""
+    """How to display an object: ``lines`` when printed, ``rows`` as a table; None makes the rows from the lines."""
 
     lines: Callable[[Any], Iterable[str]]
     rows: Callable[[Any], Iterable[Row]] | None = None
@@ -25,12 +25,12 @@ _FORMS: dict[type, Form] = {}
 
 
 def show_as(kind: type, form: Form) -> None:
-    """Let the objects of a class show themselves so."""
+    """Register how to display the objects of a class."""
     _FORMS[kind] = form
 
 
 class Displayed:
-    """A result that shows itself; ``repr`` of a child is one line."""
+    """Base class of results with a registered display; the ``repr`` of a subclass is one line."""
 
     def __str__(self) -> str:
         form = _FORMS.get(type(self))
@@ -49,7 +49,7 @@ class Displayed:
 
 
 def _rows(lines: Iterable[str]) -> list[Row]:
-    """Return a row for each line ``name: text``; the lines that are set in below it are in its second cell."""
+    """Return a row for each line ``name: text``; the indented lines below it go into its second cell."""
     rows: list[list[str]] = []
     for line in filter(None, lines):
         if line.startswith(" ") and rows:

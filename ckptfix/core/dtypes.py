@@ -1,6 +1,6 @@
-"""The element types of torch, by name, and what they are called elsewhere.
+"""The element types of torch, and their names in other formats.
 
-One table, free of torch, so that work on names never imports it. Sources: ``torch/csrc/Dtype.cpp`` and
+The table does not import torch, so that work on names need not either. Sources: ``torch/csrc/Dtype.cpp`` and
 ``c10/core/ScalarType.h`` for the names and sizes, ``torch/storage.py`` for the typed storage classes, the safetensors
 format for its tags (https://github.com/huggingface/safetensors#format)."""
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 
 class DType(Struct, frozen=True, dict=True):
-    """One element type: its torch name, bytes per element, storage class in pickles, and tag in safetensors, if any."""
+    """An element type: its torch name, bytes per element, and, if any, storage class in pickles and safetensors tag."""
 
     name: str
     itemsize: int
@@ -20,17 +20,17 @@ class DType(Struct, frozen=True, dict=True):
 
     @cached_property
     def packed(self) -> int:
-        """How many numbers an element holds: 2 for ``float4_e2m1fn_x2``, of which torch counts the pairs."""
+        """Numbers per element: 2 for ``float4_e2m1fn_x2``, whose pairs torch counts as elements."""
         return 2 if self.name.endswith("_x2") else 1
 
     @cached_property
     def per_byte(self) -> int:
-        """How many elements share a byte: torch counts the single numbers of ``quint4x2`` and ``quint2x4``."""
+        """Elements per byte: torch counts the single numbers of ``quint4x2`` and ``quint2x4`` as elements."""
         return {"quint4x2": 2, "quint2x4": 4}.get(self.name, 1)
 
     @cached_property
     def is_float(self) -> bool:
-        """Whether the elements are real floating-point numbers (fp64 down to fp8)."""
+        """Whether the elements are real floating-point numbers (from fp64 down to fp4)."""
         return self.name.startswith(("float", "bfloat"))
 
     @cached_property
@@ -38,7 +38,7 @@ class DType(Struct, frozen=True, dict=True):
         return "complex" in self.name
 
     def few(self, units: bytes) -> tuple[float, ...] | None:
-        """Return a few floats or integers, which are not worth the import of numpy; None of a dtype that needs it."""
+        """Decode a few numbers without importing numpy; return None for a dtype that needs numpy."""
         if self.name == "bfloat16":
             wide = bytearray(2 * len(units))
             wide[2::4], wide[3::4] = units[::2], units[1::2]
@@ -48,11 +48,11 @@ class DType(Struct, frozen=True, dict=True):
 
     @cached_property
     def is_quantized(self) -> bool:
-        """Whether the elements are integers that stand for reals through a quantizer."""
+        """Whether the elements are integers that a quantizer maps to reals."""
         return self.name in {"quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
 
 
-# What `struct` calls the numbers of a dtype.
+# The format character of each dtype in `struct`.
 CODES = {
     **dict(zip("float64 float32 float16 qint8 qint32 quint8".split(), "dfebiB", strict=True)),
     **dict(zip("int8 int16 int32 int64 uint8 uint16 uint32 uint64".split(), "bhiqBHIQ", strict=True)),

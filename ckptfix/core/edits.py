@@ -1,4 +1,4 @@
-"""What can be changed in a checkpoint, each kind of change as data."""
+"""The edits of a checkpoint: each kind of change, as data."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def _one_of(*names: str) -> Meta:
     return Meta(pattern=rf"\A({'|'.join(names)})\Z")
 
 
-# What a plan may ask for is checked when it is read: a size that no tensor has would take all memory.
-MOST_ZEROS = 1 << 27  # elements of a tensor of zeros, which stands for counters and small tensors
+# Limits on what a plan may ask for, checked when it is read, because a forged size would exhaust memory.
+MOST_ZEROS = 1 << 27  # elements of a tensor of zeros, which is used for counters and small tensors
 MOST_ADAPTED = 1 << 31  # elements of an adapted tensor
-MOST_TIMES = 1 << 20  # how many times as large as the file's it may be
+MOST_TIMES = 1 << 20  # ratio of an adapted tensor's size to the original's
 
 
 class Edit(Struct, frozen=True, tag_field="edit", forbid_unknown_fields=True):
-    """One change of a checkpoint, as data: it prints, goes to JSON and back, and never holds a callback.
+    """One change of a checkpoint, as data: it can be printed, converted to JSON and back, and never holds a callback.
 
-    ``keeps_values`` is whether the elements of its ``key`` stay those that were trained, though perhaps in another
-    place: otherwise what an optimizer knows of that parameter is about other values."""
+    ``keeps_values`` tells whether the elements of its ``key`` stay the trained ones, perhaps in another place; if not,
+    the optimizer's state of that parameter no longer belongs to its values."""
 
     keeps_values: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
-        """Its name in JSON."""
+        """The name of the edit's kind in JSON."""
         return str(self.__struct_config__.tag)
 
     def to_json(self) -> dict[str, Any]:
@@ -47,10 +47,10 @@ class Edit(Struct, frozen=True, tag_field="edit", forbid_unknown_fields=True):
 
 
 class Rename(Edit, frozen=True, tag="rename"):
-    """Give an entry another key. ``_metadata`` of its modules follows.
+    """Rename an entry; the ``_metadata`` of its modules follows.
 
-    It is not an ``Assemble`` of one whole part: the entry need not be a tensor, and may be changed in the same step.
-    And 10,000 of these apply in 14 ms and are 1 MB of JSON, where those parts took 400 ms and 2 MB."""
+    It is not an ``Assemble`` of one whole part, because the entry need not be a tensor and may be changed in the same
+    step, and because 10,000 renames apply in 14 ms and take 1 MB of JSON, where parts took 400 ms and 2 MB."""
 
     keeps_values: ClassVar[bool] = True
     key: str
@@ -58,7 +58,7 @@ class Rename(Edit, frozen=True, tag="rename"):
 
 
 class RenameModule(Edit, frozen=True, tag="rename-module"):
-    """Give a row of ``_metadata`` another module path, where the keys have the right names already."""
+    """Move a row of ``_metadata`` to another module path, if the keys have the right names already."""
 
     keeps_values: ClassVar[bool] = True
     module: str
@@ -66,19 +66,19 @@ class RenameModule(Edit, frozen=True, tag="rename-module"):
 
 
 class Drop(Edit, frozen=True, tag="drop"):
-    """Take an entry out."""
+    """Remove an entry."""
 
     keeps_values: ClassVar[bool] = True
     key: str
 
 
 class Fill(Edit, frozen=True, tag="fill"):
-    """Put a tensor in that the file does not have.
+    """Add a tensor that the file lacks.
 
     ``origin`` says where the values come from: ``zeros``, ``target`` (the model's own initialisation), ``formula`` (the
-    same, if it is one and not random), ``donor`` (the file of ``--fill FILE``, under ``donor_key``), ``adapter``
+    same, if it is computed and not random), ``donor`` (the file of ``--fill FILE``, under ``donor_key``), ``adapter``
     (``donor_key`` is its path, a colon, and the key), ``tie`` (the old values of the file's tensor that it was tied to;
-    ``donor_key`` is a colon and its key), or ``part`` (another set of weights of the file; ``donor_key`` is its name, a
+    ``donor_key`` is a colon and its key), or ``part`` (another set of weights in the file; ``donor_key`` is its name, a
     colon, and the key)."""
 
     key: str
@@ -93,11 +93,11 @@ class Fill(Edit, frozen=True, tag="fill"):
 
 
 class Replace(Edit, frozen=True, tag="replace"):
-    """Put other values in the place of a tensor's. Its key, dtype and shape stay.
+    """Replace the values of a tensor; its key, dtype and shape stay.
 
-    ``origin`` says where they come from: ``zeros`` and ``ones`` (the statistics of a fresh norm), ``data`` (statistics
-    measured on the file ``source``), ``target`` and ``donor`` as in a fill, or ``twin``: the key ``source`` of another
-    set of weights of the same file, which ``place`` names; without a place, of the same state_dict."""
+    ``origin`` says where the new values come from: ``zeros`` and ``ones`` (the statistics of a fresh norm), ``data``
+    (statistics measured on the file ``source``), ``target`` and ``donor`` as in a fill, or ``twin``: the key ``source``
+    in another set of weights of the same file, which ``place`` names; without a place, in the same state_dict."""
 
     key: str
     dtype: DTypeName
@@ -111,7 +111,7 @@ NON_FINITE, SUBNORMAL = "non-finite", "subnormal"
 
 
 class Zero(Edit, frozen=True, tag="zero"):
-    """Set numbers of a tensor to zero, all ``non-finite`` or all ``subnormal`` ones; the others stay as they are."""
+    """Set all ``non-finite`` or all ``subnormal`` numbers of a tensor to zero; the others stay unchanged."""
 
     key: str
     dtype: DTypeName
@@ -119,7 +119,7 @@ class Zero(Edit, frozen=True, tag="zero"):
 
 
 class Tie(Edit, frozen=True, tag="tie"):
-    """Supply a key from another one of the same checkpoint; the two share their storage."""
+    """Add a key that shares the tensor, and so the storage, of another key of the same checkpoint."""
 
     keeps_values: ClassVar[bool] = True
     key: str
@@ -136,15 +136,15 @@ class Cast(Edit, frozen=True, tag="cast"):
 
 
 INT8, FOUR_BITS, BLOCKS = "bitsandbytes int8", "bitsandbytes 4-bit", "scaled codes"
-# Two numbers of four bits in each byte, the low half first; a scale is the power of two of 16 bytes of a row. The
-# matrix of an expert may be turned when it is read, as transformers does with those of gpt-oss.
+# Each byte holds two 4-bit numbers, the low half first; each 16 bytes of a row share a scale, a power of two. The
+# matrices of experts may be transposed on reading, as transformers does for gpt-oss.
 MXFP4, MXFP4_TURNED = "MXFP4", "MXFP4, turned"
 
 
 class Dequantise(Edit, frozen=True, tag="dequantise"):
-    """Multiply the codes of a matrix by the scales under another key: one for all, one for each row, or one for each
-    square of 128 rows and columns. ``scheme`` is the name of the format, which knows the factor of all scales, and what
-    else it keeps beside the codes."""
+    """Multiply the codes of a matrix by the scales under the key ``source``: one per tensor, one per row, or one per
+    block of 128 x 128. ``scheme`` is the name of the format, which defines the factor of the scales and the other
+    tensors that go with the codes."""
 
     key: str
     before: DTypeName
@@ -154,9 +154,9 @@ class Dequantise(Edit, frozen=True, tag="dequantise"):
 
 
 class Assemble(Edit, frozen=True, tag="assemble"):
-    """Make a tensor of parts of others, which are used up: reshaped, split, fused, stacked or transposed layers.
+    """Build a tensor from parts of others, which are consumed: reshaped, split, fused, stacked or transposed layers.
 
-    The ``Assemble`` edits of a step use each element of the tensors that they name exactly once."""
+    The ``Assemble`` edits of a step use each element of their source tensors exactly once."""
 
     keeps_values: ClassVar[bool] = True
     key: str
@@ -166,12 +166,12 @@ class Assemble(Edit, frozen=True, tag="assemble"):
 
     @classmethod
     def reshape(cls, key: str, dtype: str, before: Shape, shape: Shape) -> Assemble:
-        """Return the edit that gives a tensor another shape of the same number of elements."""
+        """Return the edit that reshapes a tensor."""
         return cls(key, dtype, shape, (Part(key, full(before), full(shape)),))
 
     @property
     def is_reshape(self) -> bool:
-        """Whether it is a tensor of the same name, all its elements in the same order."""
+        """Whether the edit only changes the shape: same key, and all elements in the same order."""
         return [(part.source, part.place, part.axes) for part in self.parts] == [(self.key, full(self.shape), ())]
 
 
@@ -179,11 +179,11 @@ PAD_TARGET = "vocab=pad:target"  # the recipe that adds rows of the model's own 
 
 
 class Adapt(Edit, frozen=True, tag="adapt"):
-    """Make a tensor of another shape, by a recipe of ``--adapt``: ``pos_embed=timm``.
+    """Compute a tensor of another shape by a recipe of ``--adapt``: ``pos_embed=timm``.
 
-    ``source`` is the key in the file; another one than ``key`` stays there too. ``grids`` are the rows and columns of
-    the file's table and of the new one. ``rows`` are the rows of the file's tensor that the new one has, in order; one
-    past the last means the mean of all."""
+    ``source`` is the key in the file, which stays there if it differs from ``key``. ``grids`` are the rows and columns
+    of the file's table and of the new one. ``rows`` are the rows of the file's tensor to take, in order; an index one
+    past the last means the mean of all rows."""
 
     key: str
     source: str
@@ -204,11 +204,11 @@ class Adapt(Edit, frozen=True, tag="adapt"):
 
     @property
     def untrained(self) -> int:
-        """How many elements of the new tensor are the model's initial values."""
+        """Number of elements of the new tensor that are the model's initial values."""
         return max(prod(self.shape) - prod(self.before), 0) if self.recipe == PAD_TARGET else 0
 
 
-# What an adapter does to a tensor, and how many factors that has, at least and at most.
+# What an adapter does to a tensor, with the minimum and maximum number of factors.
 FORMS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("linear", "conv", "experts"), (2, 3)),
     **{"tucker": (3, 4), "hadamard": (4, 7), "kronecker": (2, 6)},
@@ -220,15 +220,15 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
     """What one layer of an adapter does to a tensor.
 
     ``factors`` are its keys in ``adapter``, the path of a file; empty: in the checkpoint itself. ``form`` is ``linear``
-    (``B @ A``), ``conv``, ``tucker`` (a convolution in three: the third factor has the kernel), ``experts`` (a product
-    for each expert), ``hadamard`` and ``kronecker`` (LoHa and LoKr, whose factors are known by their names); after the
-    factors of each of these may be DoRA's magnitude; ``bias`` (a tensor is added), ``scale``
-    (a product with a vector), ``rows`` (those of ``rows`` are replaced), or ``whole`` (all of it is). ``transposed``:
-    the tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
-    ``is_narrow``: the factors, too, are rounded to it. ``weight``, a factor of ``scaling``, is the user's. ``expert``:
-    the factors are those of all experts, and this tensor is a part of one: its number, their number, and the first row
-    of the product and one past the last. ``within``: the first row that changes and one past the last, in a stack whose
-    rows are those of all experts, one after another, or in a matrix."""
+    (``B @ A``), ``conv``, ``tucker`` (three convolutions; the third factor has the kernel), ``experts`` (a product per
+    expert), ``hadamard`` and ``kronecker`` (LoHa and LoKr, whose factors are recognised by their names); the factors of
+    each of these may be followed by DoRA's magnitude; ``bias`` (a tensor is added), ``scale`` (a product with a
+    vector), ``rows`` (the rows of ``rows`` are replaced), or ``whole`` (the whole tensor is). ``transposed``: the
+    tensor has the inputs first. ``rounds``: the change is rounded to the tensor's dtype before it is added.
+    ``is_narrow``: the factors are rounded to it too. ``weight`` is the user's factor of ``scaling``. ``expert``:
+    the factors belong to all experts, and this tensor is part of one: the expert's number, the number of experts, and
+    the first row of the product and one past the last. ``within``: the first row that changes and one past the last, in
+    a matrix or in the rows of all experts, concatenated."""
 
     adapter: str
     form: Annotated[str, _one_of(*FORMS)]
@@ -255,13 +255,13 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_magnitude(self) -> bool:
-        """Whether it is one of DoRA."""
+        """Whether the layer is DoRA, so that its last factor is a magnitude."""
         is_of_peft = self.form in ("linear", "conv") and len(self.factors) == 3
         return is_of_peft or self.has_dora_scale
 
     @property
     def has_dora_scale(self) -> bool:
-        """Whether it is one of DoRA as LyCORIS has it."""
+        """Whether the layer is DoRA in the form of LyCORIS."""
         return self.factors[-1].endswith(".dora_scale")
 
     @property
@@ -271,7 +271,7 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MergeAdapter(Edit, frozen=True, tag="merge-adapter"):
-    """Add to a tensor what the layers of adapters make of it, one after another; or take it off again (``undo``)."""
+    """Merge layers of adapters into a tensor, one after another, or remove them again (``undo``)."""
 
     key: str
     dtype: DTypeName
@@ -281,12 +281,13 @@ class MergeAdapter(Edit, frozen=True, tag="merge-adapter"):
 
 
 WEIGHT_NORM, SPECTRAL_NORM, PRUNING = "weight_norm", "spectral_norm", "pruning"
-PARAMETRIZATIONS = {WEIGHT_NORM: 1, SPECTRAL_NORM: 2, PRUNING: 1}  # with how many tensors beside the weight
+PARAMETRIZATIONS = {WEIGHT_NORM: 1, SPECTRAL_NORM: 2, PRUNING: 1}  # number of tensors in addition to the weight
 
 
 class Fold(Edit, frozen=True, tag="fold"):
-    """Compute a weight from its parts: ``key`` has its shape, and ``sources`` are the others of that ``form``, the name
-    of a parametrization of torch, whose norm leaves the axis ``dim``; -1 for a norm over all."""
+    """Compute a weight from the tensors of a parametrization: ``key`` has the weight's shape, and ``sources`` are the
+    other tensors. ``form`` names the parametrization of torch, and ``dim`` the axis that its norm keeps; -1 for a norm
+    over all."""
 
     key: str
     dtype: DTypeName
@@ -303,7 +304,7 @@ class Fold(Edit, frozen=True, tag="fold"):
 
 
 class Plain(Edit, frozen=True, tag="plain"):
-    """Turn an object of a class into plain data that ``torch.load(weights_only=True)`` accepts.
+    """Convert an object of a class to plain data that ``torch.load(weights_only=True)`` accepts.
 
     ``where`` is its place in the container (``args``), ``before`` its class, ``after`` what it becomes (``dict``,
     ``str``)."""
@@ -315,7 +316,7 @@ class Plain(Edit, frozen=True, tag="plain"):
 
 
 class Retag(Edit, frozen=True, tag="retag"):
-    """Write the tensors without the device they were saved from (``cuda:3``), which may not exist elsewhere."""
+    """Change the device tag of tensors saved from ``device`` (``cuda:3``), which may not exist on another machine."""
 
     keeps_values: ClassVar[bool] = True
     device: str
@@ -323,14 +324,14 @@ class Retag(Edit, frozen=True, tag="retag"):
 
 
 class Rewrite(Edit, frozen=True, tag="rewrite"):
-    """Write the file again from what is whole of it. ``cause`` is what was wrong with it."""
+    """Write the file again from its intact parts. ``cause`` is what was wrong with it."""
 
     keeps_values: ClassVar[bool] = True
     cause: str
 
 
 class Disarm(Edit, frozen=True, tag="disarm"):
-    """Leave out everything but the tensors of the state_dict, so that nothing is left that could run."""
+    """Drop everything except the tensors of the state_dict, so that nothing is left that could run."""
 
     keeps_values: ClassVar[bool] = True
     payload: str
@@ -339,8 +340,8 @@ class Disarm(Edit, frozen=True, tag="disarm"):
 class Regroup(Edit, frozen=True, tag="regroup", omit_defaults=True):
     """Give the optimizer at ``where`` new groups of parameters; the ``Moments`` edits of the same step fill them.
 
-    ``like`` has for each group the number of the old group whose hyperparameters it has. ``order`` is that of the keys
-    in the model, which the state_dict gets with it, so that the positions are those of the file still."""
+    ``like`` has, for each group, the number of the old group whose hyperparameters it takes. ``order`` is the model's
+    order of keys, which the state_dict takes too, so that positions still follow the order of the file."""
 
     keeps_values: ClassVar[bool] = True
     where: str
@@ -349,11 +350,11 @@ class Regroup(Edit, frozen=True, tag="regroup", omit_defaults=True):
 
 
 class Moments(Edit, frozen=True, tag="moments", omit_defaults=True):
-    """Give a group of an optimizer its next parameter, which is ``key`` in the result.
+    """Append a parameter, ``key`` in the result, to a group of an optimizer.
 
-    Its state is that of the old id ``source``, with elementwise tensors in another ``shape`` if that is given, or is
-    made of the ``parts`` of those of several ids. Without any of these it has no state, and starts anew: ``shape`` is
-    then that of the parameter, for an optimizer that begins with a state."""
+    Its state is that of the old id ``source``, with elementwise tensors reshaped to ``shape`` if that is given, or is
+    assembled from ``parts`` of the states of several ids. Without any of these it starts without state; ``shape`` is
+    then the parameter's, for optimizers that need an initial state."""
 
     keeps_values: ClassVar[bool] = True
     where: str
@@ -365,16 +366,16 @@ class Moments(Edit, frozen=True, tag="moments", omit_defaults=True):
 
 
 class Omit(Edit, frozen=True, tag="omit"):
-    """Leave out what is at a place of the container beside the weights."""
+    """Drop what is at a place of the container outside the weights."""
 
     keeps_values: ClassVar[bool] = True
     where: str
 
 
-# Every edit by its name in JSON.
+# Every kind of edit by its name in JSON.
 EDITS: Mapping[str, type[Edit]] = {str(edit.__struct_config__.tag): edit for edit in Edit.__subclasses__()}
 
 
 def renames(new: Mapping[str, str]) -> tuple[Edit, ...]:
-    """Return the edits for a map of keys; keys that stay have none."""
+    """Return the ``Rename`` edits for a map of old keys to new ones; unchanged keys need none."""
     return tuple(Rename(key, name) for key, name in new.items() if key != name)

@@ -1,7 +1,7 @@
-"""Facts about a file that was read: what is damaged in it, and what else was noticed, each kind with its words.
+"""Facts about a file that was read: damage and other observations, each kind with its words.
 
-Readers make facts, and rules and reports decide by their kinds. A fact becomes words where it is shown: a clause that
-follows the name of the file (``is cut short``), or what was found at a place."""
+Readers create facts, and rules and reports decide by their kinds. A fact is put into words where it is shown: as a
+clause that follows the name of the file (``is cut short``), or as a description of what is at a place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptfix.core.wording import LISTED, first_names
 
 
 class _Template(Formatter):
-    """Fills in a list as ``{keys:names}``, a number with its noun as ``{ranks:rank}``, and a fact as its own words."""
+    """Formats ``{keys:names}`` as a list, ``{ranks:rank}`` as a number with its noun, and a fact as its clause."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec == "names":
@@ -119,8 +119,8 @@ _CONSTANTS = "{tensors:tensor} of {unnamed:element}, and {named} elements with n
 
 
 class Kind(Enum):
-    """What a fact is about: its name for JSON, which never changes its meaning, and its words, a template for the place
-    and the data or a function of the fact."""
+    """The kind of a fact: its name in JSON, whose meaning never changes, and its words, either a template that is
+    filled in with the place and the data, or a function of the fact."""
 
     words: str | Callable[[Fact], str]
 
@@ -129,7 +129,7 @@ class Kind(Enum):
         kind._value_, kind.words = name, words
         return kind
 
-    # What is around a checkpoint: archives and compressed files.
+    # Archives and compressed files around a checkpoint.
     ZIP_RECORD = ("zip-record", _zip_record)
     ZIP_RECORDS = ("zip-records", "has {more} more damaged members")
     ZIP_NAMES = ("zip-names", "names a member {place} in its directory and {header} before its data")
@@ -235,7 +235,7 @@ class Kind(Enum):
     RANKS_OF_ANOTHER_SAVE = ("ranks-of-another-save", "has ranks from another save than most: {names:names}")
     ITEM_DAMAGED = ("item-damaged", _item_damaged)
     RANKS_DIFFER = ("ranks-differ", _ranks_differ)
-    # What rules look at beside the damage.
+    # Observations other than damage.
     DOUBTFUL_NAMES = ("doubtful-names", "{cause}")
     DOUBTFUL_VALUES = ("doubtful-values", _doubtful_values)
     UNNAMED_LOSS = ("unnamed-loss", "{lost}")
@@ -290,8 +290,8 @@ class Kind(Enum):
 
 
 class Fact(Struct, frozen=True):
-    """Something that is true of a file: its kind, the place (a key, a file, a place in the container; ``.`` is the
-    whole), and the numbers and names that belong to it, as the words of its kind use them.
+    """An observation about a file: its kind, its place (a key, a file, a place in the container; ``.`` is the whole),
+    and the numbers and names that the words of its kind use.
 
     >>> Fact.of(Kind.CUT_SHORT, nbytes=10, end=12).data["end"]
     12"""
@@ -305,7 +305,7 @@ class Fact(Struct, frozen=True):
 
     @classmethod
     def of(cls, kind: Kind, place: str = ".", **data: Any) -> Fact:
-        """Make a fact with its numbers and names as keyword arguments."""
+        """Return a fact with its numbers and names as keyword arguments."""
         return cls(kind, place, data)
 
 
@@ -319,26 +319,26 @@ def clause(fact: Fact) -> str:
 
 
 def clauses(facts: Iterable[Fact]) -> str:
-    """Return the clauses of several facts as one, the first few in full."""
+    """Join the clauses of the first few facts, followed by the number of others."""
     found = list(facts)
     rest = len(found) - LISTED
     return "; ".join(map(clause, found[:LISTED])) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def first_facts(facts: list[Fact], rest: Kind, most: int = 3) -> list[Fact]:
-    """Return the first few facts, and one of the kind ``rest`` with the number of the others, if there are any."""
+    """Return the first few facts, and one of the kind ``rest`` with the number of others, if any."""
     more = len(facts) - most
     return facts[:most] + ([Fact.of(rest, more=more)] if more > 0 else [])
 
 
-# What is wrong beside tensors that are whole, and right once the file is written again.
+# Faults outside intact tensors, which are fixed when the file is written again.
 BESIDE = frozenset({Kind.INDEX_STALE, Kind.INDEX_MOVED, Kind.HEADER_NOTES})
 
-# After these the files that are there are whole, and others have to be fetched.
+# The existing files are intact, and others have to be fetched.
 ABSENT = frozenset({Kind.RANKS_LACKING, Kind.RANKS_MISSING, Kind.SHARDS_MISSING})
 
-# After these a tensor may be another one than was saved.
+# A tensor may differ from what was saved.
 DOUBTS = frozenset({Kind.DOUBTFUL_NAMES, Kind.DOUBTFUL_VALUES})
 
-# Damage of a packed file that may have left wrong bytes, and has not only cut it short.
+# Damage of a compressed file that may have left wrong bytes, instead of only truncating it.
 WRONG_BYTES = frozenset({Kind.PACKED_BYTES, Kind.ZIP_CHECKSUM, Kind.STREAM_DAMAGED})

@@ -15,10 +15,9 @@ class Applicability(IntEnum):
     """How far a fix can be trusted, in order."""
 
     DISPLAY_ONLY = 0  # shown, never applied: the user has to decide
-    # A value is invented, dropped or cast, or nothing confirms the guess. Applied on `--unsafe-fixes`, or when asked
-    # for by its own flag.
+    # A value is invented, dropped or cast, or nothing confirms the guess. Needs `--unsafe-fixes` or its own flag.
     UNSAFE = 1
-    SAFE = 2  # every stored value stays bit for bit, or is what torch itself would supply
+    SAFE = 2  # stored values stay bit-identical; anything added is what torch itself would supply
 
 
 class Level(IntEnum):
@@ -37,16 +36,16 @@ class Subject(Enum):
     FIT = auto()  # to a target
     VALUES = auto()
     OPTIMIZER = auto()
-    FORWARD = auto()  # what the model made of the values
+    FORWARD = auto()  # what the model computes from the values
 
     @property
     def is_of_values(self) -> bool:
-        """Whether values have to be read to know of it."""
+        """Whether such findings require reading values."""
         return self in (Subject.VALUES, Subject.FORWARD)
 
 
 class Fix(Struct, frozen=True):
-    """Edits that cure a finding. ``asked``: the user's own flag asked for exactly this, whatever its applicability."""
+    """Edits that resolve a finding. ``asked``: the user's flag requests exactly this, whatever its applicability."""
 
     edits: tuple[Edit, ...]
     applicability: Applicability
@@ -54,32 +53,32 @@ class Fix(Struct, frozen=True):
 
     @classmethod
     def safe(cls, edits: Iterable[Edit]) -> Fix:
-        """Return the fix of these edits, each of which keeps every stored value, or supplies what torch would."""
+        """Return a fix whose edits keep every stored value, or supply what torch itself would."""
         return cls(tuple(edits), Applicability.SAFE)
 
     @classmethod
     def unsafe(cls, edits: Iterable[Edit]) -> Fix:
-        """Return the fix of these edits, which is only applied with ``--unsafe-fixes``."""
+        """Return a fix that is only applied with ``--unsafe-fixes``."""
         return cls(tuple(edits), Applicability.UNSAFE)
 
     @classmethod
     def requested(cls, edits: Iterable[Edit]) -> Fix:
-        """Return the unsafe fix of these edits, for which the user's own flag asks."""
+        """Return an unsafe fix that the user's flag requests."""
         return cls(tuple(edits), Applicability.UNSAFE, asked=True)
 
 
 class Blocks(Flag):
-    """What must not be done as long as a finding remains."""
+    """What must not be done while a finding remains."""
 
     NOTHING = 0
     WRITING = auto()  # no file may be written, whatever else was fixed
-    LOADING = auto()  # the file must not be used at all: it would run code
-    # The file has the missing weights in another form: no advice may drop them or fill in untrained values.
+    LOADING = auto()  # the file must not be used at all, because it would run code
+    # The file has the missing weights in another form: no remedy may drop them or fill in untrained values.
     FILLING = auto()
 
 
 class Placeholder(Struct, frozen=True):
-    """A value of an option that only the user can give. An option with one is shown, but makes no command."""
+    """A value of an option that only the user can give. Its option is shown, but not as a complete command."""
 
     name: str
 
@@ -95,9 +94,9 @@ MODEL = Placeholder("PKG.MOD:FACTORY")
 class Remedy(Struct, frozen=True):
     """One way to deal with a finding.
 
-    ``options`` are settings by their Python names with the values to give them (True for a switch). ``text`` goes on
-    after them (``takes the model's initial values``), and is a sentence of its own without options. ``untrained``
-    holds the parameters that would get untrained values, with their number of elements: the price."""
+    ``options`` are settings by their Python names with their values (True for a switch). ``text`` continues the
+    sentence after them (``takes the model's initial values``), and is a whole sentence without options. ``untrained``
+    holds the parameters that would get untrained values, with their number of elements."""
 
     options: tuple[tuple[str, object], ...] = ()
     text: str = ""
@@ -105,7 +104,7 @@ class Remedy(Struct, frozen=True):
 
     @classmethod
     def of(cls, text: str, **options: object) -> Remedy:
-        """Return the remedy of these options, or one that no option of ckptfix carries out.
+        """Return the remedy of these options; without options, ckptfix cannot carry it out.
 
         >>> Remedy.of("drops them", unsafe_fixes=True).options
         (('unsafe_fixes', True),)"""
@@ -113,21 +112,21 @@ class Remedy(Struct, frozen=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the options make a command as they are."""
+        """Whether the options make a complete command."""
         return bool(self.options) and not any(isinstance(value, Placeholder) for _, value in self.options)
 
 
 def advise(text: str) -> tuple[Remedy, ...]:
-    """Return a remedy that no option of ckptfix carries out, in words."""
+    """Return a remedy in words that no option of ckptfix carries out."""
     return (Remedy.of(text),)
 
 
 class Finding(Struct, frozen=True):
-    """One thing that is wrong, or worth knowing, about a checkpoint.
+    """One thing about a checkpoint that is wrong or worth knowing.
 
-    ``message`` is one sentence without the key list (the report folds ``keys``); ``evidence`` holds the figures that it
-    rests on, plain JSON data; ``remedies`` are the ways to deal with it if no fix was applied, the recommended one
-    first; ``blocks`` is what it forbids as long as it remains. ``is_accepted``: the settings ask to leave it so."""
+    ``message`` is one sentence without the list of keys (the report folds ``keys``); ``evidence`` holds its figures as
+    plain JSON data; ``remedies`` are the ways to deal with it if no fix was applied, the recommended one first;
+    ``blocks`` is what it forbids while it remains. ``is_accepted``: the settings ask to leave it as it is."""
 
     code: str
     name: str
@@ -146,12 +145,12 @@ class Finding(Struct, frozen=True):
 
     @property
     def is_fixable(self) -> bool:
-        """Whether a repair can cure the finding, perhaps only with ``--unsafe-fixes``."""
+        """Whether a repair can resolve the finding, perhaps only with ``--unsafe-fixes``."""
         return self.fix is not None and self.fix.applicability > Applicability.DISPLAY_ONLY
 
     @property
     def needs_unsafe(self) -> bool:
-        """Whether the repair happens only with ``--unsafe-fixes``."""
+        """Whether the fix is applied only with ``--unsafe-fixes``."""
         return self.fix is not None and self.fix.applicability is Applicability.UNSAFE and not self.fix.asked
 
 

@@ -1,6 +1,6 @@
-"""torch and numpy, imported when something of theirs is first used.
+"""torch and numpy, imported on first use.
 
-A look at names needs neither, and each takes longer to import than a small file to read."""
+Work on names needs neither, and importing either takes longer than reading a small file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
             if self._module is None:
                 package = self._name.partition(".")[0]
                 try:
-                    self._module = import_module(self._name)  # waits for a thread that is at it
+                    self._module = import_module(self._name)  # waits if another thread is importing it
                 except ImportError as error:
                     raise MissingPackageError(
                         f"this needs {package}, which cannot be imported ({error}); pip install {package}"

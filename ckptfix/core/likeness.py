@@ -1,4 +1,4 @@
-"""Which known architecture a state_dict is, as data: how well it fits, and what is different."""
+"""Which known architecture a state_dict has, as data: how well it fits, and what differs."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from msgspec import Struct, field, to_builtins
 
 
 class Fit(Enum):
-    """How well a state_dict fits a known architecture. All but the last name it."""
+    """How well a state_dict fits a known architecture. All except ``NEAR`` identify it."""
 
-    EXACT = "exact"  # every key and shape is that of the model, with sizes that its arguments choose
-    HEADLESS = "headless"  # every key and shape is, and those that depend on the number of classes are not there
-    # Every key and shape is, except for those of the head, which another one takes the place of.
-    OTHER_HEAD = "other-head"
-    # The keys under a prefix are those of the model, perhaps without its head; other keys are beside them.
-    PART = "part"
-    # Every key and shape is that of one layer of the model, with at least half of its tensors, and without the layer's
-    # own name.
-    PIECE = "piece"
-    NEAR = "near"  # most keys and shapes are: this is not the model, but nothing known is nearer
+    EXACT = "exact"  # every key and shape is the model's, with sizes that its arguments set
+    HEADLESS = "headless"  # the same, but the tensors that depend on the number of classes are missing
+    OTHER_HEAD = "other-head"  # the same, but with another head
+    PART = "part"  # the keys under a prefix are the model's, perhaps without its head; there are others
+    PIECE = "piece"  # the keys are those of one layer, without its name, which has at least half of the model's tensors
+    NEAR = "near"  # most keys and shapes are the model's, and no other known model is nearer
 
 
 class Likeness(Struct, frozen=True):
-    """A known architecture that a state_dict is or is like.
+    """A known architecture that matches a state_dict, or is nearest to it.
 
     ``names`` are the models of this structure, such as ``timm/resnet50``, the plainest first, and ``versions`` the
-    releases of their libraries that were looked at. ``prefix`` is what the keys have before the names of the model, or
-    the wrapper's segments in them; ``outside`` counts the keys without it. ``sizes`` are the arguments of the first
-    model that give these shapes, by the names that ``--like known:NAME[…]`` takes, where they are not its defaults.
-    ``missing``, ``added`` and ``differing`` are keys of the model, of the file (without the prefix), and of both in
-    another shape; ``matching`` of ``tensors`` keys of the model are in the file as they are. ``renamed`` has first
-    segments of the file's keys with those that the model has instead, and ``others`` are the models beside this one."""
+    releases of their libraries in the table. ``prefix`` is what precedes the model's names in the keys, or the segments
+    of a wrapper in them; ``outside`` counts the keys without it. ``sizes`` are the arguments of the first model that
+    give these shapes, by the names that ``--like known:NAME[…]`` takes, without those that are defaults. ``missing``
+    are keys that only the model has, ``added`` keys that only the file has (without the prefix), and ``differing`` keys
+    of both whose shapes differ; ``matching`` of the model's ``tensors`` keys are in the file with their shape.
+    ``renamed`` maps first segments of the file's keys to the model's, and ``others`` are further models in the file."""
 
     names: tuple[str, ...]
     fit: Fit
@@ -51,7 +47,7 @@ class Likeness(Struct, frozen=True):
 
     @property
     def is_named(self) -> bool:
-        """Whether the model is known, and not only a near one."""
+        """Whether the model is identified, and not only near."""
         return self.fit is not Fit.NEAR
 
     @property
@@ -90,10 +86,9 @@ class Likeness(Struct, frozen=True):
         return {**to_builtins(self), "others": others, "target": self.target, "model": self.model}
 
 
-KNOWN = "known:"  # what a target begins with that comes from the table of known architectures
+KNOWN = "known:"  # prefix of a target from the table of known architectures
 
-
-# What the libraries call the sizes. Only timm builds a model without its head.
+# The libraries' names of the sizes. Only timm builds a model without its head.
 SIZE_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "timm": {"num_classes": "num_classes", "in_chans": "in_chans", "img_size": "img_size"},
     "torchvision": {"num_classes": "num_classes", "img_size": "image_size"},
@@ -111,5 +106,5 @@ SIZE_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
 
 
 def bracketed(sizes: Mapping[str, object]) -> str:
-    """Return arguments as they follow the name of a model: ``[num_classes=10]``; nothing if there are none."""
+    """Return the arguments in the form that follows a model's name: ``[num_classes=10]``; empty if there are none."""
     return f"[{','.join(f'{name}={size}' for name, size in sizes.items())}]" if sizes else ""

@@ -1,7 +1,7 @@
-"""``_metadata`` follows the renames of the tensors.
+"""Makes ``_metadata`` follow the renames of the tensors.
 
-It maps module paths to versions, and has rows for modules without tensors too. Which module became which is read off
-the renames: where an old and a new key end in the same segments, what is before it is the same module."""
+It maps module paths to versions, and has rows for modules without tensors too. The renames of modules follow from those
+of keys: if an old and a new key end in the same segments, what precedes these is the same module."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ckptfix.core.buffers import modules_of
 
 Metadata = Mapping[str, Mapping[str, Any]]
 
-# The row of a module that keys gained as a wrapper: `nn.Module._version`, which no wrapper of torch overrides.
+# The row of a wrapper that was added to the keys: `nn.Module._version`, which no wrapper of torch overrides.
 NEW_ROW: Mapping[str, Any] = {"version": 1}
 
 
 def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Metadata | None:
-    """Return the metadata under the new module paths; ``renames`` has every key that stays in the file, most of them to
-    themselves.
+    """Return the metadata under the new module paths. ``renames`` maps every key that stays in the file to its new
+    name, most of them to themselves.
 
-    A wrapper's own row (``module`` next to ``module.fc``) gives way to the row of the module that takes its place, and
-    goes where the wrapper has gone. A wrapper that the keys gained gets a row."""
+    The row of a wrapper (``module`` next to ``module.fc``) is dropped with the wrapper, or replaced by that of the
+    module that takes its place. A wrapper that was added to the keys gets a row."""
     if metadata is None or list(renames) == list(renames.values()):
         return metadata
     modules = _module_renames(renames)
@@ -34,14 +34,14 @@ def rename_metadata(metadata: Metadata | None, renames: Mapping[str, str]) -> Me
         if old is None or modules[old] == old:
             return None if path in gone or not gone.isdisjoint(_ancestors(path)) else path
         if old != path and innermost[modules[old]] != old:
-            return None  # a module without tensors, beside the model in a wrapper that is gone
+            return None  # a module without tensors, next to the model in a removed wrapper
         return ".".join(part for part in (modules[old], path[len(old) :].strip(".")) if part)
 
     return _moved(metadata, move)
 
 
 def rename_rows(metadata: Metadata | None, rows: Mapping[str, str]) -> Metadata | None:
-    """Return the metadata with single rows under other paths. Raises ``KeyError`` if a row is not there."""
+    """Return the metadata with some rows moved to other paths. Raises ``KeyError`` if a row does not exist."""
     if not rows:
         return metadata
     if metadata is None or not rows.keys() <= metadata.keys():
@@ -50,7 +50,7 @@ def rename_rows(metadata: Metadata | None, rows: Mapping[str, str]) -> Metadata 
 
 
 def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
-    """Return every row at its new place, in order; a row that came there wins over one that stood there."""
+    """Return every row at its new path, in order; a row that moves to a path replaces the one that was there."""
     places = {path: move(path) for path in metadata}
     came = {new: metadata[path] for path, new in places.items() if new is not None and new != path}
     rows = {**{path: metadata[path] for path, new in places.items() if new == path}, **came}
@@ -59,7 +59,7 @@ def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
         if new is None or (new == path and new in came):
             continue
         if new != path and "" in metadata:
-            # Torch writes a row for every module on the way; metadata that never had them stays without.
+            # torch writes a row for every parent module; metadata without them stays so.
             for ancestor in _ancestors(new):
                 moved.setdefault(ancestor, rows.get(ancestor, NEW_ROW))
         moved[new] = rows[new]
@@ -67,7 +67,7 @@ def _moved(metadata: Metadata, move: Callable[[str], str | None]) -> Metadata:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """Yield the modules that hold a module or key, the root first."""
+    """Yield the modules that contain a module or key, starting with the root."""
     return chain([""] if path else (), modules_of(path))
 
 
@@ -75,7 +75,7 @@ def _modules_of(keys: Iterable[str]) -> set[str]:
     modules: set[str] = set()
     for key in keys:
         path, dot, _ = key.rpartition(".")
-        while dot and path not in modules:  # a module that is known has come with those that hold it
+        while dot and path not in modules:  # the parents of a known module are known too
             modules.add(path)
             path, dot, _ = path.rpartition(".")
     return modules | {""} if any(keys) else modules
@@ -83,17 +83,17 @@ def _modules_of(keys: Iterable[str]) -> set[str]:
 
 def _module_renames(renames: Mapping[str, str]) -> dict[str, str]:
     modules: dict[str, str] = {}
-    # Keys that stay come first: a module that holds one of them stays too.
+    # Unchanged keys come first: a module that contains one of them stays too.
     for old, new in sorted(renames.items(), key=lambda rename: rename[0] != rename[1]):
         for before, after in _aligned(old.split("."), new.split(".")):
             if before in modules:
-                break  # under this name, and with it those that hold it, or it stays under the first that it got
+                break  # its parents are known too; if the names differ, the first one is kept
             modules[before] = after
     return modules
 
 
 def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the modules on the way to a key under both names, the innermost first."""
+    """Yield the parent modules of a key as pairs of old and new path, the innermost first."""
     here, there = len(old) - 1, len(new) - 1
     if old[here] != new[there]:
         return
@@ -102,9 +102,9 @@ def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]
         if here and there and old[here - 1] == new[there - 1]:
             here, there = here - 1, there - 1
         elif here and _is_within(new[:there], old[:here]):
-            here -= 1  # a segment that was taken out
+            here -= 1  # a removed segment
         elif here and _is_within(old[:here], new[:there]):
-            # Segments that were put in: the innermost of them is the module's.
+            # Added segments: the innermost of them is the module's.
             while old[here - 1] != new[there - 1]:
                 there -= 1
             here, there = here - 1, there - 1
@@ -113,6 +113,6 @@ def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]
 
 
 def _is_within(short: Sequence[str], long: Sequence[str]) -> bool:
-    """Return whether the segments stand in the longer row in the same order."""
+    """Return whether ``short`` is a subsequence of ``long``."""
     rest = iter(long)
     return all(part in rest for part in short)

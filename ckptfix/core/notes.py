@@ -1,7 +1,7 @@
-"""What surrounds a state_dict, as JSON for the ``__metadata__`` of a safetensors file, and back.
+"""Converts the container around a state_dict to JSON for the ``__metadata__`` of a safetensors file, and back.
 
-JSON knows fewer types than a checkpoint. A value of another type is kept as ``{"ckptfix": type, "value": …}``; one that
-JSON cannot hold at all (a tensor of an optimizer) is left out, and the caller gets its place."""
+A value of a type that JSON lacks becomes ``{"ckptfix": type, "value": …}``; one that cannot be converted (a tensor of
+an optimizer) is left out, and the caller gets its place."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TAG = "ckptfix"
 DEPTH_LIMIT = 200
 
 
-# Values that a note may hold twice. JSON has no references: what is in many places is written in each.
+# Limit on repeated values in a note: JSON has no references, so shared values are written at each place.
 REPEATED = 100_000
 
 
 class _Unstorable(Exception):
-    """A value has no form in JSON."""
+    """A value cannot be converted to JSON."""
 
 
 class _Encoder:
-    """Writes values as JSON; one limit of ``REPEATED`` for all that a note holds. ``lost`` are the places of those
-    that JSON cannot hold."""
+    """Converts values to JSON, with one limit of ``REPEATED`` for the whole note. ``lost`` collects the places of those
+    that cannot be converted."""
 
     def __init__(self) -> None:
         self.lost: list[str] = []
@@ -35,7 +35,7 @@ class _Encoder:
         self.seen: set[int] = set()
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """Return the JSON form of a plain value. Raises ``_Unstorable`` if it has none of bounded size."""
+        """Return the JSON form of a plain value. Raises ``_Unstorable`` if there is none of bounded size."""
         if isinstance(value, (list, dict, tuple, set)):
             self.left -= 1 + len(value) if id(value) in self.seen else 0
             self.seen.add(id(value))
@@ -64,7 +64,8 @@ class _Encoder:
         raise _Unstorable
 
     def around(self, value: Any, path: tuple[PathPart, ...], at: tuple[PathPart, ...] = ()) -> Any:
-        """Return the tree down to the state_dict, member by member: a tensor beside it costs only its own branch."""
+        """Return the tree down to the state_dict, encoded member by member, so that a value that cannot be converted
+        loses only its own branch."""
         if not path:
             return None
         encoded = []
@@ -77,12 +78,12 @@ class _Encoder:
                 except _Unstorable:
                     self.lost.append(path_name((*at, name)))
                     if not isinstance(value, dict):
-                        encoded.append([name, None])  # those after it keep their places
+                        encoded.append([name, None])  # later members keep their index
         return {TAG: "dict" if isinstance(value, dict) else "list", "value": encoded}
 
 
 def _written(value: Any) -> Any:
-    """Return a text or number that JSON can hold: no half surrogate pair, no number of thousands of digits."""
+    """Return the text or number. Raises ``_Unstorable`` for lone surrogates and numbers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 1024:
         raise _Unstorable
     if isinstance(value, str) and not value.isascii():
@@ -94,10 +95,10 @@ def _written(value: Any) -> Any:
 
 
 def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the note for the container around a state_dict, and the places that JSON cannot hold.
+    """Return the note for the container around a state_dict, and the places that cannot be converted.
 
-    ``root`` is the plain object tree with None in the place of the state_dict. Entries of the state_dict that are no
-    tensors go along."""
+    ``root`` is the plain object tree with None in place of the state_dict. The note includes entries of the state_dict
+    that are not tensors."""
     note: dict[str, Any] = {}
     encoder, kept_entries = _Encoder(), dict[str, Any]()
     lost = encoder.lost
@@ -110,7 +111,7 @@ def encode_container(checkpoint: Checkpoint, root: Any) -> tuple[dict[str, Any],
     if kept_entries:
         note["entries"] = kept_entries
     state_dict = value_at(root, checkpoint.container)
-    apart = state_dict if isinstance(state_dict, dict) else {}  # an optimizer among the weights is not an entry
+    apart = state_dict if isinstance(state_dict, dict) else {}  # entries do not include an optimizer among the weights
     lost += [path_name((*checkpoint.container, key)) for key in map(str, apart) if key not in checkpoint.entries]
     if checkpoint.container:
         note["path"] = list(checkpoint.container)
@@ -142,7 +143,8 @@ def _decode(value: Any) -> Any:
 
 
 def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]) -> Any:
-    """Return the object tree of a note, with the state_dict in its place; the state_dict itself without a note."""
+    """Return the object tree of a note with the state_dict in its place, or the state_dict itself if the note has no
+    tree or is invalid."""
     try:
         for key, value in note.get("entries", {}).items():
             if not isinstance(state_dict.get(key), TensorSpec):
@@ -158,5 +160,5 @@ def restore_container(state_dict: OrderedDict[str, Any], note: Mapping[str, Any]
         value_at(root, path[:-1])[path[-1]] = state_dict
         return root
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
-        # A note that was edited by hand: the weights are complete without it.
+        # The note was edited by hand; the weights are complete without it.
         return state_dict

@@ -1,4 +1,4 @@
-"""What the classes and objects of a pickle become: names and records, never the real thing."""
+"""Inert stand-ins for the classes and objects of a pickle, and walks over the trees that they form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptfix.core.spec import TensorSpec
 
 
 class Global(Struct, frozen=True, eq=False):
-    """The name of a class or function in a pickle. It is never resolved."""
+    """The name of a class or function in a pickle, which is never resolved."""
 
     module: str
     name: str
@@ -27,12 +27,10 @@ _NO_PAIRS: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Opaque(Struct, eq=False):
-    """An object whose class stays closed: the class's name, the arguments it was made with, and what was put in
-    afterwards.
+    """A stand-in for an object: the name of its class, the arguments of its construction, and what was added later.
 
     ``items`` came by append, ``pairs`` by item assignment, ``state`` by ``__setstate__``. A file may hold a million
-    objects, and most of them have none: the empty ones are shared, and ``own_items`` and ``own_pairs`` are what is
-    filled."""
+    objects, most of them without items and pairs, so containers are only created by ``own_items`` and ``own_pairs``."""
 
     cls: Global
     args: tuple[Any, ...] = ()
@@ -43,12 +41,12 @@ class Opaque(Struct, eq=False):
 
     @property
     def items(self) -> list[Any]:
-        """What was appended, in order; to be read and not to be filled."""
+        """The appended items, in order, for reading only."""
         return [] if self._items is None else self._items
 
     @property
     def pairs(self) -> dict[Any, Any]:
-        """What was set by key; to be read and not to be filled."""
+        """The items set by key, for reading only."""
         return {} if self._pairs is None else self._pairs
 
     def own_items(self) -> list[Any]:
@@ -62,12 +60,12 @@ class Opaque(Struct, eq=False):
         return self._pairs
 
     def __repr__(self) -> str:
-        # Never what it holds: a shared nested object would be written out 2^depth times.
+        # Without the contents: a shared nested object would be printed 2^depth times.
         return f"<{self.cls}>"
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The instance dict, empty if the state is something else. A slots state ``(dict, slots)`` is merged."""
+        """The instance dict, empty if the state is something else. A state ``(dict, slots)`` is merged into one."""
         if isinstance(self.state, dict):
             return self.state
         if isinstance(self.state, tuple) and len(self.state) == 2:
@@ -75,13 +73,14 @@ class Opaque(Struct, eq=False):
         return {}
 
 
-# Members up to which a container without another one in it is looked at each time that it is met, and not remembered: a
-# million rows of numbers beside the weights would cost more to remember than to read.
+# Containers of up to this many members, none of them a container, are visited each time and not recorded as seen: for a
+# million rows of numbers next to the weights, recording costs more than visiting.
 SMALL = 64
 
 
 def tensors_in(root: Any, without: Callable[[Any], bool] = lambda _: False) -> Iterator[TensorSpec]:
-    """Yield every strided tensor of a tree in order, each object once, and none below objects of ``without``."""
+    """Yield the strided tensors of a tree in order, visiting each object once and skipping those that ``without``
+    returns True for."""
     seen: set[int] = set()
     pending = [root]
     while pending:
@@ -103,7 +102,7 @@ _LEADS_ON = (TensorSpec, *_CONTAINERS)
 
 def _members(value: Any) -> Collection[Any]:
     if isinstance(value, dict):
-        # torch hangs `_metadata`, and others what they like, on an OrderedDict. Keys are all tensors, or none is.
+        # An OrderedDict may have attributes, such as torch's `_metadata`. Either all keys are tensors or none is.
         attributes = getattr(value, "__dict__", None)
         keys = value if isinstance(next(iter(value), None), TensorSpec) else ()
         return [*keys, *value.values(), *(attributes or {}).values()] if attributes or keys else value.values()
@@ -119,13 +118,13 @@ def _members(value: Any) -> Collection[Any]:
 
 
 def holds_tensors(entry: object) -> bool:
-    """Return whether a value that is not a tensor has tensors in it: packed weights, an extra state."""
+    """Return whether a value contains tensors, such as packed weights or an extra state."""
     return any(True for _ in tensors_in(entry))
 
 
 def mappings_in(root: Any) -> Iterator[dict[Any, Any]]:
-    """Yield the dicts in a container, and what objects hold as pairs or as their state: those at the top first, each
-    once, as far as some thousand containers go."""
+    """Yield the dicts in a container, including the pairs or state of objects, breadth first, each once, up to about a
+    thousand containers."""
     seen: set[int] = set()
     pending = deque([root])
     while pending and len(seen) < MANY:
@@ -141,26 +140,26 @@ def mappings_in(root: Any) -> Iterator[dict[Any, Any]]:
         pending += islice((member for member in members if isinstance(member, _CONTAINERS)), MANY)
 
 
-# Members of a container from which on it is a log, or the state_dict itself, and not a place for an optimizer.
+# A container with more members is a log or the state_dict itself, and does not contain an optimizer.
 MANY = 1000
-DEPTH = 4  # containers within each other in which an optimizer is looked for
+DEPTH = 4  # levels of nested containers in which to look for an optimizer
 
 
 def is_flat_optimizer(root: Any) -> bool:
-    """Return whether a container is an optimizer's state in flat keys, ``state.fc.weight.exp_avg`` and
-    ``param_groups.fc.weight.lr``, as ``torch.distributed.checkpoint`` and torchtitan have it."""
+    """Return whether a container is an optimizer's state with flat keys, ``state.fc.weight.exp_avg`` and
+    ``param_groups.fc.weight.lr``, as in ``torch.distributed.checkpoint`` and torchtitan."""
     ends = (next(iter(root)), next(reversed(root))) if isinstance(root, dict) and len(root) > 1 else ()
     return {str(key).partition(".")[0] for key in ends} == {"state", "param_groups"} and all("." in key for key in ends)
 
 
 def has_optimizer(root: Any, depth: int = DEPTH) -> bool:
-    """Return whether the ``state_dict`` of an optimizer may be in a container."""
+    """Return whether a container may contain the ``state_dict`` of an optimizer."""
     if isinstance(root, dict):
         return (
             "param_groups" in root
             or is_flat_optimizer(root)
             or (
-                (len(root) <= MANY or depth == DEPTH)  # it may be among weights, of which there are many
+                (len(root) <= MANY or depth == DEPTH)  # at the top it may be among many weights
                 and depth > 0
                 and any(
                     has_optimizer(member, depth - 1) for member in root.values() if isinstance(member, (dict, list))

@@ -1,4 +1,4 @@
-"""What an option is: its name, what it takes, which commands have it, and where it may be written down."""
+"""What an option is: its name, type, commands, and the files in which it may be set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = (*READS, MAP, RULE, EXPLAIN)
 
 
 class Type(Enum):
-    """What an option takes."""
+    """The type of an option's value."""
 
     SWITCH = auto()
     TEXT = auto()
@@ -25,7 +25,7 @@ class Type(Enum):
     NAMES = auto()  # a list of names; one text may hold several, separated by commas or spaces
     INPUTS = auto()  # a list of shapes and files
     FILES = auto()  # a list of files, each perhaps with `=NUMBER` after it
-    PAIRS = auto()  # a table of texts; on the command line NAME=TEXT, once for each
+    PAIRS = auto()  # a table of texts; on the command line a repeated NAME=TEXT
     WHOLE = auto()
     NUMBER = auto()
     ARGUMENTS = auto()  # the arguments of a function: a mapping or a list
@@ -35,22 +35,22 @@ LISTS = (Type.NAMES, Type.INPUTS, Type.FILES, Type.PAIRS)  # kinds of options th
 
 
 class Scope(Enum):
-    """Where an option may be written down."""
+    """Where an option may be set."""
 
     RUN = auto()  # on the command line only
     CONFIG = auto()  # in `ckptfix.toml` too
     REPAIR = auto()  # in `ckptfix.toml`, and in any table of `zoo.toml`
-    # In `[[files]]` of `zoo.toml`: it gives something of a file up, so it is decided for files by name.
+    # In `[[files]]` of `zoo.toml` only: the option gives up part of a file, so it is decided for files by name.
     ONE_FILE = auto()
 
 
 class Option(Struct, frozen=True):
     """An option of one or more commands.
 
-    ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` has another.
-    ``no`` is the long flag that turns a switch off. ``words`` are completed; of a FILE they name no file, and
-    ``prefixes`` begin such values. ``default`` describes the default value in the help. ``is_setting``: the library
-    takes it as a setting. ``is_for_once``: the commands that ckptfix prints leave it out."""
+    ``name`` is the name of the library's argument; the long flag is the same with dashes, unless ``flag`` is given.
+    ``no`` is the long flag that turns a switch off. ``words`` are offered by completion; for a FILE, these and values
+    that begin with one of ``prefixes`` are not file names. ``default`` describes the default value in the help.
+    ``is_setting``: the library takes it as a setting. ``is_for_once``: printed commands leave it out."""
 
     name: str
     kind: Type
@@ -75,7 +75,7 @@ class Option(Struct, frozen=True):
         return self.flag or f"--{self.name.replace('_', '-')}"
 
     def is_word(self, value: str) -> bool:
-        """Return whether a value of a FILE is not the name of a file."""
+        """Return whether a value of a FILE option is not a file name."""
         return value in self.words or value.startswith(self.prefixes)
 
     @property

@@ -1,7 +1,7 @@
-"""The table of options: the only place that knows which options there are.
+"""The table of all options.
 
-The command line, the settings of the library, ``ckptfix.toml``, ``zoo.toml`` and every printed command come from it. An
-option that the library takes too is a field of ``core.settings.Settings``, every other one a row here."""
+The command line, the settings of the library, ``ckptfix.toml``, ``zoo.toml`` and every printed command are derived from
+it. Options that the library takes too are fields of ``core.settings.Settings``, all others are rows here."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
 }
 OPTIONS = tuple(option for group in GROUPS.values() for option in group)
 
-# Each option by its name; of the three output formats the first, which has every form.
+# Each option by its name. The first of several wins: of the output formats, it is the one with most choices.
 BY_NAME: dict[str, Option] = {}
 for _option in OPTIONS:
     BY_NAME.setdefault(_option.name, _option)
@@ -148,7 +148,7 @@ def options_of(command: str) -> list[Option]:
 
 
 def settings_of(command: str) -> frozenset[str]:
-    """Return the names of the settings that the library's function for a command takes."""
+    """Return the names of the settings that the library function for a command takes."""
     return frozenset(option.name for option in OPTIONS if option.is_setting and command in option.commands)
 
 
@@ -156,12 +156,12 @@ def settings_of(command: str) -> frozenset[str]:
 
 
 def flag_text(option: Opt) -> str:
-    """Return an option as it is typed on the command line: ``--fill target``, ``--no-values``."""
+    """Format an option for the command line: ``--fill target``, ``--no-values``."""
     return typed(_words(option.name, option.value)) or f"--{option.name.replace('_', '-')}"
 
 
 def key_text(option: Opt) -> str:
-    """Return an option as it is written in a TOML file: ``fill = "target"``."""
+    """Format an option for a TOML file: ``fill = "target"``."""
     key = BY_NAME[option.name].long.removeprefix("--") if option.name in BY_NAME else option.name
     if option.name in BY_NAME and BY_NAME[option.name].kind is Type.PAIRS and option.value is not None:
         pairs = (text.partition("=") for text in _pairs(option.value))
@@ -170,14 +170,15 @@ def key_text(option: Opt) -> str:
 
 
 def command_words(command: str, source: str, choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the command for one file with the options that it has among these choices, word by word."""
+    """Return the words of the command for one file, with those of ``choices`` that it takes and that are not
+    ``is_for_once``."""
     lasting = [option.name for option in options_of(command) if not option.is_for_once]
     named = [(name, choices[name]) for name in lasting if name in choices]
     return ("ckptfix", command, no_option(source), *(word for name, value in named for word in _words(name, value)))
 
 
 def option_words(choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return these options as words of a command, in the order of the table."""
+    """Return options as words of a command, in the order of the table."""
     return tuple(word for name in BY_NAME if name in choices for word in _words(name, choices[name]))
 
 
@@ -202,13 +203,13 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def library_settings(choices: Mapping[str, Any], command: str = REPAIR) -> dict[str, Any]:
-    """Return the arguments of the library's function for a command among these choices, in the library's form."""
+    """Return those of ``choices`` that the library function for a command takes, in the library's form."""
     names = {option.name for option in options_of(command) if option.is_setting or not option.is_for_once}
     return {name: _library_form(BY_NAME[name], value) for name, value in choices.items() if name in names}
 
 
 def _pairs(value: Any) -> tuple[str, ...]:
-    """Return a table of texts as ``NAME=TEXT``; a list of these, or one, stays, and so does a placeholder."""
+    """Return a table of texts as ``NAME=TEXT``, each a text of its own; a list stays, and one value becomes a list."""
     if isinstance(value, Mapping):
         return tuple(f"{name}={text}" for name, text in value.items())
     return tuple(value) if isinstance(value, (list, tuple)) else (str(value),)
@@ -242,7 +243,7 @@ _TOML: Mapping[Type, tuple[str, Callable[[Any], bool]]] = {
     Type.INPUTS: ("a list of strings", lambda value: is_texts(value)),
     Type.FILES: ("a string or a list of strings", lambda value: isinstance(value, str) or is_texts(value)),
     Type.PAIRS: ("a table of strings", lambda value: isinstance(value, dict) and is_texts([*value.values()])),
-    # A bool is not a number here: `seed = true` is a slip.
+    # Without bool, which is a subclass of int: `seed = true` is a mistake.
     Type.WHOLE: ("an integer", lambda value: type(value) is int),
     Type.NUMBER: ("a number", lambda value: type(value) in (int, float)),
     Type.ARGUMENTS: ("a table or a list", lambda value: isinstance(value, dict | list)),
@@ -255,7 +256,7 @@ def is_texts(value: object) -> bool:
 
 
 def toml_keys(*scopes: Scope) -> dict[str, tuple[Option, bool]]:
-    """Return the keys that a TOML file may have for options of these scopes; True marks one that turns a switch off."""
+    """Return the TOML keys of options with these scopes, with True for those that turn a switch off."""
     known = (option for option in BY_NAME.values() if option.scope in scopes)
     return {key: (option, is_off) for option in known for key, is_off in option.keys}
 
@@ -265,8 +266,8 @@ def from_toml(
 ) -> dict[str, Any]:
     """Return the options of a TOML table by name.
 
-    ``where`` names the table in errors, and paths are relative to ``folder``; ``others`` are keys that the caller reads
-    itself. Raises ``UsageError`` for an unknown key or a value of the wrong kind."""
+    ``where`` names the table in errors, and paths are relative to ``folder``; ``others`` are keys that the caller
+    handles. Raises ``UsageError`` for an unknown key or an invalid value."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key in others:
@@ -286,7 +287,7 @@ def from_toml(
 
 
 def _below(folder: Path, option: Option, value: Any) -> Any:
-    """Return the value with its paths relative to the folder of the file that it was read from."""
+    """Return the value with its paths relative to ``folder``, that of the configuration file."""
     if option.kind is Type.FILE and not option.is_word(value) and "://" not in value:
         return str(folder / value)
     if option.kind is Type.FILES:
@@ -303,24 +304,24 @@ def _input_below(folder: Path, text: str) -> str:
     return f"{name}{equals}{folder / file}" if file.endswith(INPUT_SUFFIXES) else text
 
 
-# By these an input of the forward test is a file and not a shape.
+# Suffixes that mark an input of the forward test as a file instead of a shape.
 INPUT_SUFFIXES = (".npy", ".pt", ".pth", ".safetensors")
 
 
-# Options that answer one question: one of them replaces all of them in a configuration that has less weight.
+# Options that exclude each other: each one overrides its whole group in a configuration of lower precedence.
 _QUESTIONS = (("model", "model_args", "like"), ("quiet", "verbose"))
 
 
 def without_rivals(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a configuration without those whose question others answer: ``like`` outdoes ``model``."""
+    """Return the options of a configuration without those that ``own`` overrides: ``like`` overrides ``model``."""
     answers = own.keys() - {"model_args"}
     rivals = {name for question in _QUESTIONS if answers & {*question} for name in question}
     return {name: value for name, value in common.items() if name not in rivals}
 
 
 def idle_options(choices: Mapping[str, Any], model: str = "model") -> list[str]:
-    """Return those of the options that have no meaning, because no other names the model, or any target, to use them
-    on. ``model`` is the option that does the former."""
+    """Return the options without effect, because no model or target is given for them. ``model`` is the name of the
+    option that gives the model."""
     idle = [] if model in choices else [name for name in choices if BY_NAME[name].needs_model]
     if not {"model", "like"} & choices.keys():
         other_uses = {"replace", "salvage"} if choices.get("fill") != "target" else set()

@@ -1,8 +1,8 @@
-"""Where the elements of a tensor come from: a key of the target as boxes of keys of the source, each used once.
+"""Where the elements of a tensor come from: a target tensor as boxes of source tensors, each used once.
 
-A part says: take this box of that tensor, look at it in the shape ``view``, put its axes in the order ``axes``, and put
-the result into the box ``place``. That covers renaming, reshaping, transposing, splitting, concatenating, stacking,
-interleaving and the permutation of rotary embeddings; each part has an inverse of the same kind."""
+A part means: take this box of that tensor, view it in the shape ``view``, permute its axes to the order ``axes``, and
+write the result into the box ``place``. That covers renaming, reshaping, transposing, splitting, concatenating,
+stacking, interleaving and the permutation of rotary embeddings; each part has an inverse of the same kind."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from msgspec import Meta, Struct
 
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Shape = tuple[Size, ...]
-Box = tuple[tuple[Size, Size], ...]  # a box of a tensor: where it starts and stops along each axis
+Box = tuple[tuple[Size, Size], ...]  # a block of a tensor: start and stop along each axis
 
 
 class Part(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """``source[box].reshape(view).permute(axes)``, laid into the box ``place``; without ``axes`` the order stays."""
+    """``source[box].reshape(view).permute(axes)``, written into the box ``place``; without ``axes``, not permuted."""
 
     source: str
     box: Box
@@ -38,7 +38,7 @@ class Part(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         return numel(self.box)
 
     def inverse(self, key: str) -> Part:
-        """Return the part of ``source`` that this part of ``key`` gives back."""
+        """Return the part that restores ``source`` from ``key``, which this part fills."""
         if not self.axes:
             return Part(key, self.place, self.box)
         seen = self.view or extent(self.box)
@@ -50,7 +50,7 @@ Parts = Mapping[str, tuple[Part, ...]]
 
 
 class PartsError(ValueError):
-    """Parts that do not use each element exactly once: the key, and what is wrong with it."""
+    """The parts of ``key`` do not use each element exactly once; ``problem`` says why."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
@@ -74,7 +74,7 @@ def numel(box: Box) -> int:
 
 
 def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Join the parts that continue each other on both sides."""
+    """Join parts that are adjacent both in their source and in their place."""
     result = sorted(parts, key=lambda part: part.place)
     count = 0
     while count != len(result):
@@ -92,7 +92,8 @@ def _joined(one: Part, other: Part) -> Part | None:
     if box is None or place is None:
         return None
     sizes = extent(one.box)
-    # In row-major order two blocks follow each other as often as there are rows before the axis along which they meet.
+    # In row-major order two adjacent blocks alternate once for each index before the axis along which they meet, so
+    # that number must be equal on both sides.
     rows = prod(sizes[axis] for axis in takewhile(box.axis.__ne__, one.axes or range(len(sizes))))
     if rows != prod(extent(one.place)[: place.axis]):
         return None
@@ -113,7 +114,7 @@ def _united(one: Box, other: Box) -> _United | None:
 
 
 def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[str, Shape]) -> None:
-    """Raise PartsError unless each element of the keys that ``parts`` touches is used exactly once."""
+    """Raise ``PartsError`` unless each element of the keys that ``parts`` touches is used exactly once."""
     taken: dict[str, list[Box]] = defaultdict(list)
     for key, pieces in parts.items():
         for part in pieces:
@@ -128,7 +129,7 @@ def check_bijection(parts: Parts, source: Mapping[str, Shape], target: Mapping[s
 
 
 def check_cover(key: str, boxes: Sequence[Box], shape: Shape) -> None:
-    """Raise PartsError unless the boxes fill a tensor of this shape, each element once."""
+    """Raise ``PartsError`` unless the boxes fill a tensor of this shape, each element once."""
     if not all(lies_in(box, shape) for box in boxes):
         raise PartsError(key, f"a part is outside of its shape {list(shape)}")
     filled = [box for box in boxes if numel(box)]
@@ -139,14 +140,14 @@ def check_cover(key: str, boxes: Sequence[Box], shape: Shape) -> None:
 
 
 def _are_disjoint(boxes: Sequence[Box], shape: Shape) -> bool:
-    """Return whether boxes that have as many elements as a tensor have each of them once.
+    """Return whether boxes inside a tensor, with as many elements as it has in all, contain each element once.
 
-    In how many boxes an element is follows from their corners, whose signs alternate along each dimension: those of a
-    tiling cancel one another, except at the corners of the whole. The time is in proportion to the number of boxes."""
+    The corners of each box get alternating signs along each dimension. Boxes that tile the tensor have signs that
+    cancel, except at the corners of the whole. The time is linear in the number of boxes."""
     axes = [axis for axis, size in enumerate(shape) if any(box[axis] != (0, size) for box in boxes)]
     if len(axes) > _MOST_DIVIDED or not axes:
         return not axes and len(boxes) < 2
-    if len(axes) == 1:  # as of nearly all tensors
+    if len(axes) == 1:  # as for nearly all tensors
         return all(one[1] == after[0] for one, after in pairwise(sorted(box[axes[0]] for box in boxes)))
     signs: Counter[tuple[int, ...]] = Counter()
     for box, first in [(full(shape), -1), *((box, 1) for box in boxes)]:
@@ -155,11 +156,11 @@ def _are_disjoint(boxes: Sequence[Box], shape: Shape) -> bool:
     return not any(signs.values())
 
 
-_MOST_DIVIDED = 6  # dimensions along which a tensor is divided: a mesh has hardly more
+_MOST_DIVIDED = 6  # dimensions along which a tensor is divided; device meshes hardly have more
 
 
 def lies_in(box: Box, shape: Shape) -> bool:
-    """Return whether a box is inside of a tensor of this shape."""
+    """Return whether a box is inside a tensor of this shape."""
     return len(box) == len(shape) and all(
         0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
     )
@@ -171,12 +172,12 @@ def shape_of(parts: tuple[Part, ...]) -> Shape:
 
 
 def shape_over(boxes: Iterable[Box]) -> Shape:
-    """Return the shape of the smallest tensor that has these boxes."""
+    """Return the shape of the smallest tensor that contains these boxes."""
     return tuple(max(stops) for stops in zip(*([stop for _, stop in box] for box in boxes), strict=True))
 
 
 def used_in_full(parts: Parts, source: Mapping[str, Shape]) -> dict[str, tuple[Part, ...]]:
-    """Leave out the keys that use a part of a tensor whose other parts have no place."""
+    """Drop the keys with a part of a tensor that is not used completely."""
     used: Counter[str] = Counter()
     for pieces in parts.values():
         for part in pieces:
@@ -186,7 +187,7 @@ def used_in_full(parts: Parts, source: Mapping[str, Shape]) -> dict[str, tuple[P
 
 
 def inverse(parts: Parts) -> dict[str, tuple[Part, ...]]:
-    """Return the parts that give the source back."""
+    """Return the parts that restore the source tensors."""
     found: dict[str, list[Part]] = defaultdict(list)
     for key, pieces in parts.items():
         for part in pieces:

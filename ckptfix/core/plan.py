@@ -1,6 +1,6 @@
-"""Plans: the edits of the rules as data, which print, go to JSON and back, and can be undone.
+"""Plans: the edits of the rules as data, which can be printed, converted to JSON and back, and undone.
 
-A plan is a row of steps; each step sees the result of those before it."""
+A plan is a sequence of steps; each step sees the result of the previous ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptfix.errors import PlanError
 
 if TYPE_CHECKING:
     Edits = tuple[Edit, ...]
-else:  # every field of each kind is checked when a plan is read
+else:  # a union of all kinds, so that msgspec checks every field when a plan is read
     Edits = tuple[functools.reduce(operator.or_, EDITS.values()), ...]
 
 PLAN_VERSION = 1  # the version of a plan's JSON form
@@ -33,7 +33,7 @@ class Step(Struct, frozen=True):
 
 
 class Plan(Displayed, Struct, frozen=True):
-    """What will be done to a checkpoint, step by step."""
+    """The edits to apply to a checkpoint, step by step."""
 
     steps: tuple[Step, ...] = ()
 
@@ -53,7 +53,7 @@ class Plan(Displayed, Struct, frozen=True):
         """Return the plan that undoes this one. Raises ``PlanError`` for edits that lose data, such as casts."""
         steps: list[Step] = []
         for step in reversed(self.steps):
-            # The rows of _metadata were renamed after the keys, and so go back before them.
+            # The rows of _metadata were renamed after the keys, so they are renamed back before them.
             rows = tuple(_invert(edit) for edit in step.edits if isinstance(edit, RenameModule))
             assembled = [edit for edit in step.edits if isinstance(edit, Assemble)]
             others = (edit for edit in step.edits if not isinstance(edit, (RenameModule, Assemble)))
@@ -68,7 +68,7 @@ class Plan(Displayed, Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: Any) -> Plan:
-        """Return the plan of JSON data. Raises ``PlanError`` if it is not a plan."""
+        """Return the plan from its JSON form. Raises ``PlanError`` if the data is not a plan."""
         version = data.get("ckptfix-plan") if isinstance(data, dict) else None
         if version is None:
             raise PlanError('not a plan: it has no "ckptfix-plan", its version; a dry run of ckptfix repair writes one')
@@ -85,7 +85,7 @@ class Plan(Displayed, Struct, frozen=True):
 
 
 def _taken_apart(edits: list[Assemble]) -> Iterator[Assemble]:
-    """Yield the edits that give back the tensors whose parts were assembled."""
+    """Yield the edits that restore the source tensors of ``edits``."""
     dtypes = {part.source: edit.dtype for edit in edits for part in edit.parts}
     for key, parts in inverse({edit.key: edit.parts for edit in edits}).items():
         yield Assemble(key, dtypes[key], shape_of(parts), parts)

@@ -1,6 +1,6 @@
-"""What long work tells those who watch it: how far it is, and what it waits for.
+"""Progress of long work, and pauses, reported to a watcher.
 
-The library prints nothing. The command line watches while a command runs; a program of its own may do the same."""
+The library prints nothing. The command line installs a watcher while a command runs; other programs can do the same."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ckptfix.errors import UsageError
 
 
 class Watcher(Protocol):
-    """Who watches long work. Both are called often: in every few megabytes of work."""
+    """A receiver of progress. Its methods are called often, every few megabytes."""
 
     def advanced(self, task: Task) -> None:
-        """Some more of a task is done."""
+        """Handle an increase of ``task.done``."""
 
     def waits(self, reason: str, seconds: float) -> None:
-        """Nothing is done for some seconds."""
+        """Handle a pause of some seconds."""
 
 
-SMALL = 1_000_000  # bytes of a task that is done before anyone could read about it
+SMALL = 1_000_000  # bytes; smaller tasks are done too fast to show
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tell the watcher of all work that is done meanwhile, in this thread."""
+    """Report all work done in this context and thread to the watcher."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -39,7 +39,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class Task(Struct):
-    """A pass over bytes: what is done (``writing model.pth``), how many of how many are after it."""
+    """A pass over bytes: its name (``writing model.pth``), the total, and the bytes done."""
 
     name: str
     total: int
@@ -52,7 +52,7 @@ class Task(Struct):
 
 
 class Bar(Protocol):
-    """A progress bar, as tqdm has it."""
+    """A progress bar with the interface of tqdm."""
 
     def update(self, n: float) -> object: ...
     def close(self) -> object: ...
@@ -60,10 +60,10 @@ class Bar(Protocol):
 
 @contextmanager
 def progress(bar: Callable[..., Bar] | None = None) -> Iterator[None]:
-    """Show the long work that is done meanwhile, in this thread, as progress bars.
+    """Show long work in this context and thread as progress bars.
 
-    ``bar`` makes one from ``total``, ``desc``, ``unit`` and ``unit_scale``; by default it is ``tqdm.auto.tqdm``, which
-    draws in a notebook as in a terminal. Raises ``UsageError`` if that is not installed."""
+    ``bar`` creates one from ``total``, ``desc``, ``unit`` and ``unit_scale``; the default is ``tqdm.auto.tqdm``, which
+    works in notebooks and terminals. Raises ``UsageError`` if tqdm is not installed."""
     if bar is None:
         try:
             from tqdm.auto import tqdm
@@ -79,7 +79,7 @@ def progress(bar: Callable[..., Bar] | None = None) -> Iterator[None]:
 
 
 class _Bars(Struct):
-    """Watches tasks, each with a bar of its own."""
+    """A watcher that shows one bar per task."""
 
     make: Callable[..., Bar]
     bars: dict[int, tuple[Task, Bar, int]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Bars(Struct):
     def advanced(self, task: Task) -> None:
         if task.total < SMALL:
             return
-        # The task is kept beside its bar, or its id could become that of another one.
+        # The task is kept with its bar, so that its id is not reused.
         _, bar, shown = self.bars.get(id(task)) or (
             task,
             self.make(total=task.total, desc=task.name, unit="B", unit_scale=True),
@@ -106,6 +106,6 @@ class _Bars(Struct):
 
 
 def report_pause(reason: str, seconds: float) -> None:
-    """Say that nothing is done for some seconds, and why."""
+    """Report a pause of some seconds, and its reason."""
     if (watcher := _watcher.get()) is not None:
         watcher.waits(reason, seconds)

@@ -1,8 +1,8 @@
-"""A map from the names and the layout of one implementation to those of another, as rules that a person can edit.
+"""A map from the names and layout of one implementation to those of another, as rules that users can edit.
 
     blocks.{n}.attn.qkv.{weight,bias} → layer.{n}.attention.{query,key,value}.{weight,bias}, split 3
 
-``ckptfix.maps`` says what the patterns and the steps mean."""
+``ckptfix.maps`` defines the patterns and the steps."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 _NAMES = {"source": "from", "target": "to"}  # in JSON
 
 MAP_VERSION = 1  # the version of a map's JSON form
-LABELS = ("ambiguous", "likely", "certain", "verified")  # how far a rule can be trusted, in order
+LABELS = ("ambiguous", "likely", "certain", "verified")  # confidence in a rule, in ascending order
 AMBIGUOUS, CERTAIN = LABELS[0], LABELS[2]
 
 KeyPattern = Annotated[str, Meta(min_length=1)]
 
 
 class MapRule(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, rename=_NAMES):
-    """One line of a map: the keys of the source, the keys of the target, and what is done on the way.
+    """One line of a map: the keys of the source, the keys of the target, and the steps between them.
 
-    ``label`` says how far an inferred rule can be trusted, empty for one written by hand; one that is ``ambiguous`` is
-    not applied. ``alternatives`` are other patterns of the source that fit as well. An ``optional`` rule may match no
-    key. One ``by_hand`` is a pattern of ``--rename``: it is always applied, and never backwards."""
+    ``label`` is the confidence in an inferred rule, empty for one written by hand; an ``ambiguous`` rule is not
+    applied. ``alternatives`` are other patterns of the source that fit equally well. An ``optional`` rule may match no
+    key. A rule ``by_hand`` is a pattern of ``--rename``: it is always applied, and never in reverse."""
 
     source: KeyPattern
     target: KeyPattern
@@ -63,11 +63,11 @@ class _MapFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 
 
 class RenameMap(Displayed, Struct, frozen=True):
-    """The rules of a map, in order. ``name`` is the file or the library that they come from.
+    """The rules of a map, in order. ``name`` is the file or library that they come from.
 
-    ``missing`` are the keys of the target that an inferred map has no source for, ``unused`` the keys of the source
-    that it has no place for. ``shapes`` are of tensors that only a file which the map is for has in this shape.
-    ``proof`` is what came of running both models, if that was asked for."""
+    ``missing`` are keys of the target without a source in an inferred map, ``unused`` keys of the source without a
+    place. ``shapes`` are the shapes of tensors that identify the files to which the map applies. ``proof`` is the
+    result of running both models, if that was requested."""
 
     rules: tuple[MapRule, ...]
     name: str = ""
@@ -80,7 +80,7 @@ class RenameMap(Displayed, Struct, frozen=True):
         return f"<RenameMap: {counted(len(self.rules), 'rule')}>"
 
     def json_text(self) -> str:
-        """Return the map as JSON, a rule per line."""
+        """Return the map as JSON, with one rule per line."""
         fields = to_builtins(_MapFile(MAP_VERSION, dict(self.shapes), self.missing, self.unused))
         head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         rows = ",\n".join(f"    {json.dumps(to_builtins(rule), ensure_ascii=False)}" for rule in self.rules)
@@ -88,7 +88,7 @@ class RenameMap(Displayed, Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: Any, name: str = "") -> RenameMap:
-        """Return the map of JSON data. Raises ``UsageError`` that names the rule if it is not one."""
+        """Return the map from its JSON form. Raises ``UsageError``, which names the rule, if it is invalid."""
         if not isinstance(data, Mapping) or not isinstance(data.get("rules"), list):
             raise UsageError(f"{name}: not a map of ckptfix; infer one and save it as JSON")
         if data.get("ckptfix-map") != MAP_VERSION:
@@ -109,7 +109,7 @@ def _rule(row: object, number: int, name: str) -> MapRule:
 
 
 def read_map(path: str | os.PathLike[str]) -> RenameMap:
-    """Return the map in a file. Raises ``UsageError`` if it is not a map."""
+    """Read a map from a JSON file. Raises ``UsageError`` if it is not a map."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_bytes())

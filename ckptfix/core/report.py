@@ -1,4 +1,4 @@
-"""The report: what was found, what was done about it, what is left. The exit code is a property of it."""
+"""The report: what was found, what was done about it, what is left, and so the exit code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ckptfix.core.smoke_result import SmokeResult
     from ckptfix.core.spec import TensorStatistics
 
-REPORT_VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away
+REPORT_VERSION = 1  # of the JSON form; incremented when a field changes its meaning or is removed
 
 
 class Call(Struct, frozen=True):
-    """A call of a function of the library: its arguments by place, and those by name. An object that has no literal,
-    such as a model, is a placeholder with the name of its parameter."""
+    """A call of a library function: its positional arguments (``places``) and keyword arguments (``given``). An object
+    without a literal, such as a model, is a placeholder with the name of its parameter."""
 
     function: str
     places: tuple[object, ...]
@@ -39,8 +39,8 @@ class Call(Struct, frozen=True):
 
     @classmethod
     def of(cls, function: str, source: object, model: object, given: Mapping[str, Any], settings: Settings) -> Call:
-        """Return the call of ``check`` or ``repair``. What was not asked for is left out, and a list of texts has one
-        form: it may have been given as one text."""
+        """Return the call of ``check`` or ``repair``, without arguments that have their defaults. Lists of texts are
+        taken from ``settings``, because they may be given as one text."""
         kept = {}
         for name, value in given.items():
             if value not in (None, False, (), []):
@@ -53,7 +53,7 @@ class Call(Struct, frozen=True):
 
 
 def _literal(value: object, name: str) -> object:
-    """Return an argument of a call, or a placeholder for what has no literal."""
+    """Return an argument of a call, or a placeholder if it has no literal."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     is_literal = isinstance(value, (str, int, float, tuple, list)) or (name == "model_args" and isinstance(value, dict))
@@ -65,17 +65,18 @@ class Report(Displayed, Struct, frozen=True):
 
     ``findings`` are in the order in which the rules ran; ``fixed`` holds those whose fix was applied; ``edits`` are the
     plan, empty for a check. ``obstacles`` are the keys on which a strict load into the target would still fail after
-    them. ``output`` is the file that was written, None if none was. ``remarks`` are lines worth saying that are no
+    them. ``output`` is the file that was written, None if none was. ``remarks`` are lines worth reporting that are not
     findings (which device was used, that a model could not be built on the meta device). ``likeness`` is the known
-    architecture that the state_dict is or is like, if no target was given. ``unexamined`` are the parts of the file
-    beside the weights that no rule examines, except for checksums and values that are not finite. ``figures`` are the
-    statistics of the tensors whose values were read, by their key after the edits, and ``layout`` gives the dtype and
-    shape of each of these; ``place`` is the path of the state_dict in the container of the result, and
-    ``written_as`` the form of the output (``pth``, ``safetensors``, ``shards``, ``universal``), ``tied`` the keys that
-    a plain read of it lacks, as it has their tensors under another key. ``accepted`` are the rules, or beginnings of
-    their codes, whose findings the user accepts. ``is_refused`` says that the result must not be written,
-    ``is_dry_run`` that nothing was to be, ``is_rewrite`` that a file would be written even without edits; ``call`` is
-    how the library was called. The figures and what follows them are no part of the JSON form."""
+    architecture that matches or is nearest, if no target was given. ``unexamined`` are the parts of the file
+    beside the weights that no rule examines, except for checksums and values that are not finite.
+
+    The following fields are not in the JSON form. ``figures`` are the statistics of the tensors whose values were read,
+    by their key after the edits, and ``layout`` gives the dtype and shape of each of these. ``place`` is the path of
+    the state_dict in the container of the result, ``written_as`` the form of the output (``pth``, ``safetensors``,
+    ``shards``, ``universal``), and ``tied`` are the keys that a plain read of the output lacks, because it has their
+    tensors under another key. ``accepted`` are the codes, or prefixes of codes, of rules whose findings the user
+    accepts. ``is_refused``: the result must not be written. ``is_dry_run``: nothing was to be written. ``is_rewrite``:
+    a file would be written even without edits. ``call`` is how the library was called."""
 
     source: str
     format: str
@@ -121,7 +122,7 @@ class Report(Displayed, Struct, frozen=True):
 
     @property
     def left(self) -> list[Finding]:
-        """The warnings and errors that remain, and that the user does not accept."""
+        """The warnings and errors that remain and that the user does not accept."""
         return [each for each in self.remaining if each.level > Level.NOTE and not self.is_accepted(each)]
 
     @property
@@ -130,23 +131,23 @@ class Report(Displayed, Struct, frozen=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether something is left to decide: a warning or error remains, a strict load would still fail whatever
-        rules were selected, or the forward test failed."""
+        """Whether anything is left to decide: a warning or error remains, a strict load would still fail (whichever
+        rules were selected), or the forward test failed."""
         return self.failed_forward or bool(self.obstacles or self.left)
 
     def is_accepted(self, finding: Finding) -> bool:
-        """Return whether the user accepts a finding. What forbids to write a file cannot be accepted."""
+        """Return whether the user accepts a finding. A finding that blocks writing cannot be accepted."""
         is_accepted = finding.is_accepted or finding.code.startswith(self.accepted)
         return is_accepted and finding.level > Level.NOTE and Blocks.WRITING not in finding.blocks
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the edits were not carried out: a dry run, a refusal, or a result that failed its test."""
+        """Whether the edits did not take effect: a dry run, a refusal, or a result that failed its test."""
         return self.is_dry_run or self.is_refused or (self.output is None and self.failed_forward)
 
     @property
     def exit_code(self) -> int:
-        """0: clean, or all fixed and verified. 1: something is left, or a parameter is untrained."""
+        """0 if clean, or all fixed and verified; 1 if something is left, or a parameter is untrained."""
         return int(self.is_open or (self.coverage is not None and self.coverage.untrained > 0))
 
     def is_fixable(self, finding: Finding) -> bool:
@@ -154,7 +155,7 @@ class Report(Displayed, Struct, frozen=True):
         return finding in self.fixed or (finding.is_fixable and not finding.needs_unsafe)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return the findings as a table of pandas, one row each. Raises ``UsageError`` if pandas is not installed."""
+        """Return the findings as a pandas DataFrame, one row each. Raises ``UsageError`` if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -166,9 +167,9 @@ class Report(Displayed, Struct, frozen=True):
         return pandas.DataFrame(rows, columns=columns)
 
     def to_json(self, *, fixes: bool = True) -> dict[str, Any]:
-        """Return the report as plain JSON data, the same that ``--output-format json`` prints.
+        """Return the report as plain JSON data, as ``--output-format json`` prints it.
 
-        Without ``fixes`` the findings come without theirs, which the edits repeat where they are applied."""
+        ``fixes=False`` omits the fix of each finding; the edits of applied fixes are in ``edits`` anyway."""
         fixed, coverage = set(map(id, self.applied)), self.coverage
         return {
             "version": REPORT_VERSION,
@@ -199,7 +200,7 @@ class Report(Displayed, Struct, frozen=True):
 class Repair(Displayed, Struct, frozen=True):
     """The outcome of a repair: the report, the plan, and the repaired checkpoint as a lazy view.
 
-    ``is_changed`` says whether a file written from it differs from the source."""
+    ``is_changed`` is whether a file written from it differs from the source."""
 
     report: Report
     plan: Plan
@@ -210,13 +211,13 @@ class Repair(Displayed, Struct, frozen=True):
         return repr(self.report).replace("<Report", "<Repair", 1)
 
     def state_dict(self, *, mmap: bool = False) -> dict[str, Any]:
-        """Return the repaired state_dict on the CPU, with the entries that are not tensors, and torch's ``_metadata``.
+        """Return the repaired state_dict on the CPU, with entries that are not tensors, and torch's ``_metadata``.
 
-        ``mmap`` is that of ``Checkpoint.state_dict``."""
+        ``mmap`` is as in ``Checkpoint.state_dict``."""
         return self.checkpoint.state_dict(mmap=mmap)
 
     def called(self, function: str, *, is_model_first: bool = False) -> Repair:
-        """Return the same as the outcome of another function, which the user called."""
+        """Return the outcome with ``function`` as the one that the user called."""
         call = self.report.call
         assert call is not None, "repair() notes how it was called"
         places = call.places[::-1] if is_model_first else call.places
@@ -224,9 +225,8 @@ class Repair(Displayed, Struct, frozen=True):
 
 
 def envelope(reports: Iterable[Mapping[str, Any]], versions: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return what the command line prints: the reports of all paths, each from ``to_json`` or ``error_to_json``.
-
-    ``docs/schemas/report.schema.json`` describes it."""
+    """Return the JSON document that the command line prints, with a report per path from ``to_json`` or
+    ``error_to_json``. ``docs/schemas/report.schema.json`` describes it."""
     return {"version": REPORT_VERSION, "versions": dict(versions), "reports": list(reports)}
 
 
@@ -260,7 +260,7 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
 
 
 def remedy_from_json(data: Mapping[str, Any]) -> Remedy:
-    """Return the remedy that ``Report.to_json`` wrote."""
+    """Return the remedy from its JSON form in ``Report.to_json``."""
     options = tuple(
         (str(name), Placeholder(value["placeholder"]) if isinstance(value, dict) else value)
         for name, value in data["options"].items()
@@ -281,12 +281,12 @@ def _edits(edits: Iterable[Edit]) -> list[Any]:
 
 
 _PLAIN = (str, bool)
-_MAPPINGS = (dict, Mapping)  # the first without a look at what is registered for the last
+_MAPPINGS = (dict, Mapping)  # dict first, because the check against an abstract class is slow
 _LISTS = (list, tuple, set, frozenset, Sequence)
 
 
 def plain(value: object) -> Any:
-    """Return the value as data that any JSON parser reads; what JSON has no form for becomes text."""
+    """Return the value as data that any JSON parser reads; anything that JSON lacks becomes text."""
     if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, int):

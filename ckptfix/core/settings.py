@@ -1,7 +1,7 @@
-"""The settings of a check or a repair as the code reads them, and as the library's functions take them.
+"""The settings of a check or a repair: as the code reads them, and as the library's functions take them.
 
-``Settings`` holds the rows of the table of options that are settings. ``CheckSettings`` and ``RepairSettings`` have the
-same names for editors and type checkers; ``tests/core/test_options.py`` holds them to it."""
+``Settings`` holds the rows of the table of options that are settings. ``CheckSettings`` and ``RepairSettings`` repeat
+the names for editors and type checkers; ``tests/core/test_options.py`` checks that they agree."""
 
 import os
 import re
@@ -31,11 +31,11 @@ SOURCE = "source"  # what `--compare` calls the file that is repaired
 
 
 def parse_size(option: str, text: str | None) -> int | None:
-    """Return the bytes that ``5GB`` or ``500 MiB`` stands for, None for None. Raises ``UsageError`` if the text is not
-    a size."""
+    """Return a size like ``5GB`` or ``500 MiB`` in bytes, None for None. Raises ``UsageError`` if the text is not a
+    size."""
     if text is None:
         return None
-    match = re.fullmatch(_SIZE, str(text).upper())  # a script may well give a number of bytes
+    match = re.fullmatch(_SIZE, str(text).upper())  # a script may pass a number of bytes
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size <= 0:
         raise UsageError(Opt(option, text), ": not a size; write it like 5GB or 500MB")
@@ -43,7 +43,7 @@ def parse_size(option: str, text: str | None) -> int | None:
 
 
 class CheckSettings(TypedDict, total=False):
-    """The settings of ``ckptfix.check``: the options of ``ckptfix check`` that have these names, with underscores."""
+    """The settings of ``ckptfix.check``: the options of ``ckptfix check`` with underscores in their names."""
 
     weights: str | None
     member: str | None
@@ -74,7 +74,7 @@ class CheckSettings(TypedDict, total=False):
 
 
 class RepairSettings(CheckSettings, total=False):
-    """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``, likewise those of ``ckptfix repair``."""
+    """The settings of ``ckptfix.repair``, ``load`` and ``repair_state_dict``: the options of ``ckptfix repair``."""
 
     disarm: bool
     drop_optimizer: bool
@@ -94,7 +94,7 @@ class RepairSettings(CheckSettings, total=False):
 
 
 def _row(kind: Type, commands: tuple[str, ...], **rest: Any) -> Option:
-    """Return the option of a setting, which gets the name of its field."""
+    """Return the option of a setting; its name, that of the field, is filled in later."""
     return Option("", kind, commands, **{"scope": Scope.REPAIR, "is_setting": True, **rest})
 
 
@@ -102,9 +102,9 @@ def _row(kind: Type, commands: tuple[str, ...], **rest: Any) -> Option:
 class Settings(Struct, frozen=True):
     """What the user asked for.
 
-    A field has the form that the code reads, the group of the help, and the row of the table of options. None stands
-    for what happens without the option: ``format`` is that of the source, and ``smoke`` runs the forward test if there
-    is a factory. ``source_model`` may be an ``nn.Module``, and ``rename_map`` a ``RenameMap``."""
+    Each field is annotated with its type in the code, its group in the help, and its row in the table of options. None
+    means that the option was not given: ``format`` is then that of the source, and ``smoke`` runs the forward test if
+    there is a factory. ``source_model`` may be an ``nn.Module``, and ``rename_map`` a ``RenameMap``."""
 
     weights: Annotated[str | None, "Reading", _row(Type.TEXT, (*READS, MAP, EXPLAIN), metavar="NAME",
         help="Which state_dict of the file, by its name in `ckptfix inspect`; or the prefix of one of several sets of "
@@ -213,7 +213,7 @@ class Settings(Struct, frozen=True):
     # fmt: on
 
     def selects(self, code: str) -> bool:
-        """Return whether the rule of this code is to run."""
+        """Return whether to run the rule with this code."""
         chosen = not self.select or any(code.startswith(start) for start in self.select)
         return chosen and not any(code.startswith(start) for start in self.ignore)
 
@@ -224,12 +224,12 @@ class Settings(Struct, frozen=True):
 
     @property
     def compare_file(self) -> str | None:
-        """The other file whose outputs are compared, None without one."""
+        """The other file whose outputs are compared, None if there is none."""
         return None if self.compare == SOURCE else self.compare
 
     @property
     def cast_dtype(self) -> str | None:
-        """What floats are cast to, by torch's name. Raises ``UsageError`` if ``dtype`` is not a known float."""
+        """The dtype to cast floats to, by torch's name. Raises ``UsageError`` if ``dtype`` is not a known float."""
         if self.dtype is None:
             return None
         name = _SHORT_DTYPES.get(self.dtype, self.dtype)
@@ -239,13 +239,13 @@ class Settings(Struct, frozen=True):
 
     @property
     def shard_bytes(self) -> int | None:
-        """The most bytes of tensors in one file, None for one file of any size.
+        """The maximum bytes of tensors per file, None for one file of any size.
 
         Raises ``UsageError`` if ``shard_size`` is not a size."""
         return parse_size("shard_size", self.shard_size)
 
     def is_for_torch_before(self, release: str) -> bool:
-        """Return whether the result is meant for a torch older than ``release``.
+        """Return whether the result has to load in a torch older than ``release``.
 
         Raises ``UsageError`` if ``for_torch`` is not a version."""
         if self.for_torch is None:

@@ -1,4 +1,4 @@
-"""What a forward test comes to, for the report."""
+"""The results of a forward test and of the proof of a map, for the report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckptfix.core.finding import counted
 
 
 class Comparison(Struct, frozen=True):
-    """How far the outputs of two runs on the same input are apart.
+    """How far apart the outputs of two runs on the same input are.
 
-    ``difference`` is the largest absolute one, ``scale`` the largest absolute value of the reference, ``tolerance`` the
-    share of it that rounding in their dtype explains. ``agreement`` is the share of equal argmax over the last
-    dimension, None if there are no classes. ``unlike`` says why the two cannot be compared, and is empty if they
-    can. ``differing`` of the ``tensors`` of one file are not the same, bit for bit, in the other; None if they were not
-    looked."""
+    ``difference`` is the largest absolute difference, ``scale`` the largest absolute value of the reference, and
+    ``tolerance`` the fraction of it that rounding in their dtype explains. ``agreement`` is the fraction of equal
+    argmax over the last dimension, None if there are no classes. ``unlike`` says why the two cannot be compared, and is
+    empty if they can. ``differing`` of the ``tensors`` in one file are not bit-identical in the other; None if they
+    were not compared."""
 
     against: str
     identical: bool = False
@@ -49,11 +49,11 @@ class Comparison(Struct, frozen=True):
 
 
 class SmokeResult(Struct, frozen=True):
-    """What the forward test saw. ``passed`` None means that it gave no verdict, for the reason in ``note``.
+    """The result of the forward test. ``passed`` is None if it gave no verdict, for the reason in ``note``.
 
     ``device`` is where it ran (``cpu``, ``cuda:0``), ``inputs`` and ``outputs`` describe tensors as text (``float32[2,
-    3, 224, 224]``), ``seconds`` is the time of the forward pass. ``checks`` are lines about what was looked at beyond
-    it: training mode, gradients, another device. ``compared`` are the figures of the comparison with another file."""
+    3, 224, 224]``), ``seconds`` is the time of the forward pass. ``checks`` are lines about additional checks: training
+    mode, gradients, another device. ``compared`` is the comparison with another file."""
 
     passed: bool | None
     device: str = ""
@@ -66,14 +66,14 @@ class SmokeResult(Struct, frozen=True):
 
 
 class Equivalence(Struct, frozen=True):
-    """What came of running the file's model and the target with the same random weights on the same input.
+    """The result of running the file's model and the target with the same random weights on the same input.
 
-    ``chosen`` is the number of the map with which the outputs are equal, None if there is none. ``difference`` is the
-    smallest that was seen, as a share of the largest output. ``unobservable`` are the keys of the target whose exchange
-    with a like tensor no output shows; of these, ``open`` follow from no other tensor of their module. ``epsilons`` are
-    those of the norms of both models, if they differ: the outputs were compared with equal ones, and with their own
-    they differ by ``own``. ``doubt`` says why nothing is proved, and is empty if something is: that the map is right,
-    or that it is not."""
+    ``chosen`` is the index of the map that makes the outputs equal, None if there is none, and ``tried`` the number of
+    maps. ``difference`` is the smallest one seen, as a fraction of the largest output. ``unobservable`` are the keys of
+    the target that can be swapped with a similar tensor without a change in the outputs; of these, ``open`` are not
+    implied by other tensors of their module either. ``epsilons`` are those of the norms of both models, if they differ:
+    the outputs were compared with equal ones, and with their own they differ by ``own``. ``doubt`` says why the test is
+    inconclusive, and is empty if the map is proved or refuted."""
 
     chosen: int | None = None
     tried: int = 0
@@ -86,12 +86,12 @@ class Equivalence(Struct, frozen=True):
 
     @property
     def is_proved(self) -> bool:
-        """Whether the outputs are equal, and would show another map."""
+        """Whether the outputs are equal, in a test that is conclusive."""
         return self.chosen is not None and not self.doubt
 
     @property
     def is_refuted(self) -> bool:
-        """Whether the outputs differ with each map that was tried."""
+        """Whether the outputs differ with every map that was tried."""
         return self.chosen is None and not self.doubt
 
     def __str__(self) -> str:

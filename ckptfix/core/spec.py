@@ -1,4 +1,4 @@
-"""What a tensor is without its values: dtype, shape, strides, and where its bytes are."""
+"""A tensor without its values: dtype, shape, strides, and where its bytes are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ckptfix.core.dtypes import DTYPES
 
 
-@lru_cache(maxsize=1 << 12)  # a repair asks dozens of times for each tensor, and many tensors are of one shape
+@lru_cache(maxsize=1 << 12)  # called dozens of times per tensor, and many tensors share a shape
 def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -27,15 +27,15 @@ def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class ByteSource(Protocol):
-    """Where the bytes of a storage lie: a range of a file, a compressed member, or memory."""
+    """Where the bytes of a storage are: a range of a file, a compressed member, or memory."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are."""
+        """Size in bytes."""
         ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``; raises ``UnreadableError`` where the file ends before."""
+        """Return bytes ``start`` to ``stop``. Raises ``UnreadableError`` if the file is too short."""
         ...
 
 
@@ -43,17 +43,17 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def _nothing() -> Mapping[str, Any]:
-    return _NOTHING  # one for all: a file may have a hundred thousand tensors
+    return _NOTHING  # shared, because a file may have a hundred thousand tensors
 
 
-# What is known of a storage's checksum is kept beside it for as long as it lives.
+# weakref: verified checksums are kept in a table for as long as their storage lives.
 class Storage(Struct, frozen=True, eq=False, weakref=True):
-    """A run of bytes that one or more tensors view. Its identity (``is``) is what makes a tie.
+    """A run of bytes that one or more tensors view. Tensors are tied if they have the same storage object (``is``).
 
-    ``device`` is the location tag of the file (``cuda:3``, ``xla:0``): a fact to report, never a place to read to.
-    ``crc32`` is the checksum that the container gives for the whole storage, where it has one. ``parts`` are the
-    storages of the file that its bytes are made of, where it is none of them itself (chunks that were put together,
-    elements that were turned round or converted): their checksums speak for it."""
+    ``device`` is the location tag in the file (``cuda:3``, ``xla:0``): reported, never used to place a tensor.
+    ``crc32`` is the container's checksum of the whole storage, if it has one. ``parts`` are the storages of the file
+    that the bytes are computed from (concatenated chunks, byte-swapped or converted elements): their checksums cover
+    it."""
 
     key: str
     source: ByteSource
@@ -68,7 +68,7 @@ class Storage(Struct, frozen=True, eq=False, weakref=True):
 
 
 class Quantizer(Struct, frozen=True):
-    """How the integers of a quantised tensor stand for reals. Per-channel scales and zero points are tensors."""
+    """How the integers of a quantised tensor map to reals. Per-channel scales and zero points are tensors."""
 
     scheme: str
     scale: float | TensorSpec
@@ -77,7 +77,7 @@ class Quantizer(Struct, frozen=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal and hashable for quantizers of the same values: torch 1.3 pickled those of channels as lists."""
+        """A hashable key that is equal for equal quantizers. torch 1.3 pickled per-channel values as lists."""
         given: tuple[object, ...] = (self.scale, self.zero_point)
         values = (tuple(part) if isinstance(part, list) else part for part in given)
         return (self.scheme, *values, self.axis)
@@ -86,10 +86,9 @@ class Quantizer(Struct, frozen=True):
 class TensorSpec(Struct, frozen=True, gc=False):
     """A tensor without its values.
 
-    ``shape``, ``strides`` and ``offset`` count elements of ``dtype`` (a name of ``core.dtypes``). A strided tensor
-    has a ``storage``; a sparse one has ``parts`` (``indices`` and ``values``, or the compressed index tensors) and no
-    storage; one that was saved from the meta device has neither. ``requires_grad`` is kept because a Parameter carries
-    it."""
+    ``shape``, ``strides`` and ``offset`` are in elements of ``dtype`` (a name in ``core.dtypes``). A strided tensor has
+    a ``storage``; a sparse one has ``parts`` (``indices`` and ``values``, or the compressed index tensors) and no
+    storage; one saved from the meta device has neither. ``requires_grad`` is kept because a Parameter has it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -118,23 +117,23 @@ class TensorSpec(Struct, frozen=True, gc=False):
 
     @property
     def per_byte(self) -> int:
-        """Elements that share a byte, 1 except for the quantised dtypes of 2 and 4 bits."""
+        """Elements per byte, 1 except for the quantised dtypes of 2 and 4 bits."""
         return DTYPES[self.dtype].per_byte
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense tensor; a zero-stride tensor needs fewer in its file."""
+        """Size of the dense tensor in bytes; a tensor with a zero stride takes fewer in the file."""
         dtype = DTYPES[self.dtype]
         return -(-self.numel * dtype.itemsize // dtype.per_byte)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another in row-major order."""
+        """Whether the elements are contiguous in row-major order."""
         return 0 in self.shape or _is_row_major(self.shape, self.strides)
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The first and one past the last byte of the storage that the tensor touches."""
+        """The first byte of the storage that the tensor uses, and one past the last."""
         dtype, offset, count = DTYPES[self.dtype], self.offset, self.numel
         if count and not self.is_contiguous:
             count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -151,30 +150,30 @@ class TensorSpec(Struct, frozen=True, gc=False):
 
     @property
     def has_data(self) -> bool:
-        """Whether values were saved at all (False for tensors of the meta device)."""
+        """Whether values were saved (False for tensors from the meta device)."""
         return self.storage is not None or bool(self.parts)
 
     @property
     def can_learn(self) -> bool:
-        """Whether a gradient is asked for, of a dtype that can have one: torch refuses any other."""
+        """Whether ``requires_grad`` is set and the dtype supports gradients."""
         dtype = DTYPES[self.dtype]
         return self.requires_grad and (dtype.is_float or dtype.is_complex)
 
     @property
     def view(self) -> tuple[object, ...]:
-        """Equal for two strided tensors that are the same view of the same storage and so hold the same values."""
+        """A key that is equal for two strided tensors that are the same view of the same storage."""
         place = (id(self.storage), self.offset, self.dtype, self.shape, self.strides)
         bits = tuple(name for name in sorted(self.math_bits) if self.math_bits[name]) if self.math_bits else ()
         return place if not bits and self.quantizer is None else (*place, bits, self.quantizer and self.quantizer.key)
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """The storages that hold this tensor's bytes, in order."""
+        """The storages that hold the tensor's bytes, in order."""
         return tuple(part.storage for part in self.strided_parts() if part.storage is not None)
 
     def strided_parts(self) -> Iterable[TensorSpec]:
-        """Return the strided tensors that hold this tensor's bytes: itself, or its parts, and a quantizer's tensors."""
-        if not self.parts and self.quantizer is None:  # as of nearly all tensors
+        """Return the strided tensors that hold the tensor's bytes: itself or its parts, and the quantizer's tensors."""
+        if not self.parts and self.quantizer is None:  # as for nearly all tensors
             return (self,) if self.storage is not None else ()
         return self._several_parts()
 
@@ -191,22 +190,23 @@ class TensorSpec(Struct, frozen=True, gc=False):
 
 
 def with_own_storage(value: Any) -> Any:
-    """Copy the bytes of a tensor into a storage of its own: an optimizer adds to its step counts in place."""
+    """Return a tensor with a storage that it shares with no other, since optimizers update step counts in place; other
+    values are returned as they are."""
     if not isinstance(value, TensorSpec) or value.storage is None:
         return value
     return replace(value, storage=copy(value.storage))
 
 
 def computed(spec: TensorSpec, name: str, source: ByteSource, storages: Iterable[Storage], **form: Any) -> TensorSpec:
-    """Return a tensor like ``spec``, with another ``dtype`` or ``shape`` in ``form``, whose row-major bytes ``source``
-    makes of these storages."""
+    """Return a row-major tensor like ``spec`` whose bytes ``source`` computes from ``storages``; ``form`` may replace
+    its ``dtype`` and ``shape``."""
     device = spec.storage.device if spec.storage is not None else "cpu"
     storage = Storage(name, source, device, parts=tuple(dict.fromkeys(storages)))
     made = replace(spec, storage=storage, offset=0, math_bits=_NOTHING, **form)
     return replace(made, strides=contiguous_strides(made.shape))
 
 
-@lru_cache(maxsize=256)  # a model has few shapes, and thousands of tensors share their strides
+@lru_cache(maxsize=256)  # a model has few distinct shapes
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major tensor of this shape."""
     strides: list[int] = []
@@ -218,8 +218,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Region(Struct, frozen=True, eq=False):
-    """Bytes ``start`` to ``stop`` of a storage, covered by tensors that overlap one another. ``align`` is the size of
-    the largest element among them, of which ``start`` is a multiple."""
+    """Bytes ``start`` to ``stop`` of a storage, covered by overlapping tensors. ``start`` is a multiple of ``align``,
+    the size of their largest element."""
 
     storage: Storage
     start: int
@@ -233,7 +233,7 @@ class Region(Struct, frozen=True, eq=False):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the region is its whole storage."""
+        """Whether the region is the whole storage."""
         return self.start == 0 and self.stop == self.storage.nbytes
 
 
@@ -252,7 +252,7 @@ class Regions:
             yield from regions
 
     def of(self, spec: TensorSpec) -> tuple[Region, int]:
-        """Return the region that holds a tensor, and the tensor's offset in it, in elements."""
+        """Return the region that contains a tensor, and the tensor's offset in it, in elements."""
         regions = self._regions[id(spec.storage)]
         if len(regions) == 1 and not regions[0].start:
             return regions[0], spec.offset
@@ -263,7 +263,7 @@ class Regions:
 
 
 def _merge(views: list[TensorSpec]) -> list[Region]:
-    """Return the unions of overlapping extents, in order. Each begins where every dtype in it is aligned."""
+    """Return the unions of overlapping extents, in order. Each starts at an offset aligned for all its dtypes."""
     storage = views[0].storage
     assert storage is not None
     if len(views) == 1:
@@ -282,25 +282,25 @@ def _merge(views: list[TensorSpec]) -> list[Region]:
     return regions
 
 
-# A magnitude of weights that passes nothing on: float16 and the activations of float32 lose it beside any other.
+# Weights below this magnitude have no effect: their contribution is rounded away.
 FAINT = 1e-20
-DISK_BLOCK = 4096  # bytes that file systems and disks move together
+DISK_BLOCK = 4096  # bytes; the block size of file systems and disks
 
 
 class TensorStatistics(Struct, gc=False):
-    """What the numbers of a tensor, or of a run of them, look like.
+    """Statistics of the numbers of a tensor, or of a range of them.
 
-    ``numel`` counts numbers: an element of a complex tensor is two. -0.0 counts among the ``zeros``. ``overflowing``
-    and ``vanishing`` count the finite numbers that a cast which was asked for would make infinite (or NaN) and zero.
-    ``minimum`` to ``rms`` are over the finite numbers, and 0.0 if there are none; the moments are kept as averages,
-    which cannot overflow. ``first_nonfinite`` is the flat row-major index of the first element that is NaN or infinite;
-    None if there is none, and for sparse tensors.
-    ``words`` are the 8 bytes at each multiple of 4 KiB of the file, of a row-major tensor in a file without checksums:
-    equal ones lead to blocks that were copied. So do equal ``marks``, of a matrix in any file: pairs of integers of 64
-    bits, a hash of 16 bytes and their place in the tensor, wherever these have certain bits. ``has_faint_rows`` says
-    whether a row of a matrix begins with a number below ``FAINT`` that is not zero. ``sample`` are some 256 of the
-    numbers, at equal distances, as float32; empty for sparse tensors.
-    ``mean`` and ``rms`` are off by less than 1e-12 of the RMS, of float16 and bfloat16 by less than 1e-6."""
+    ``numel`` counts numbers: a complex element is two. ``zeros`` includes -0.0. ``overflowing`` and ``vanishing`` count
+    the finite numbers that the requested cast would turn into infinity (or NaN) and zero. ``minimum`` to ``rms`` are
+    over the finite numbers, and 0.0 if there are none; the moments are averages, which cannot overflow.
+    ``first_nonfinite`` is the flat row-major index of the first element that is NaN or infinite; None if there is none,
+    and for sparse tensors.
+    ``words`` are the 8 bytes at each multiple of 4 KiB of the file, for a row-major tensor in a file without checksums:
+    equal words hint at a copied block. So do equal ``marks``, for a matrix in any file: pairs of 64-bit integers, a
+    hash of 16 bytes and their place in the tensor, sampled where these have certain bits. ``has_faint_rows`` tells
+    whether a row of a matrix begins with a nonzero number below ``FAINT``. ``sample`` has about 256 of the numbers, at
+    equal distances, as float32; empty for sparse tensors.
+    The error of ``mean`` and ``rms`` is less than 1e-12 of the RMS, for float16 and bfloat16 less than 1e-6."""
 
     numel: int = 0
     nan: int = 0
@@ -339,13 +339,13 @@ class TensorStatistics(Struct, gc=False):
 
     @property
     def is_constant(self) -> bool:
-        """Whether there are two numbers or more, all finite and of one value."""
+        """Whether there are at least two numbers, all finite and equal."""
         return self.numel > 1 and not self.nonfinite and self.minimum == self.maximum
 
 
 def ties(specs: Mapping[str, TensorSpec]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of keys that are one tensor: the same view of the same storage. Empty tensors are not tied."""
-    views = Counter([id(spec.storage) for spec in specs.values()])  # most storages have one, which is not worked out
+    views = Counter([id(spec.storage) for spec in specs.values()])  # most storages have one view, which needs no key
     return grouped(
         {
             key: spec.view

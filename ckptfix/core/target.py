@@ -1,4 +1,4 @@
-"""What a state_dict has to fit: the specs that a strict ``load_state_dict`` wants."""
+"""What a state_dict has to fit: the tensors that a strict ``load_state_dict`` expects."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 PARAMETER, BUFFER = "parameter", "buffer"
 
-# What `load_state_dict` raises of what does not fit: torch itself, and hooks and methods of the user's.
+# What `load_state_dict` raises on a misfit: torch itself, and the user's hooks and methods.
 LOAD_ERRORS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 
 class Slot(Struct, frozen=True):
-    """One tensor that the target wants: ``kind`` is ``parameter`` or ``buffer``; a lazy parameter has shape None."""
+    """A tensor that the target expects: ``kind`` is ``parameter`` or ``buffer``; a lazy parameter has shape None."""
 
     dtype: str
     shape: tuple[int, ...] | None
@@ -38,33 +38,34 @@ class Slot(Struct, frozen=True):
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter and no buffer."""
+        """Whether it is a parameter and not a buffer."""
         return self.kind == PARAMETER
 
     @property
     def numel(self) -> int:
-        """Number of elements, 0 if the shape is not known yet."""
+        """Number of elements, 0 for a lazy parameter."""
         return 0 if self.shape is None else math.prod(self.shape)
 
 
 class Target(Struct, frozen=True, dict=True):
-    """The tensors that a strict load wants.
+    """The tensors that a strict load expects.
 
-    ``slots`` in the order of the model's own state_dict. ``entries`` are wanted keys that hold no tensor (packed
-    parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys that are
-    one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` gives the real, seeded
-    initial values, made on first use, those of non-persistent buffers too; None if there are none, as for a file.
-    ``library`` is the package that the model's class is from. ``grids`` are the rows and columns of patches that
-    modules take an image for, by their paths, and ``windows`` those of windows of attention. ``resizes`` are the
-    paths of modules that have a function for positions of another grid. ``rotary`` are the shapes of the frequencies of
-    rotary embeddings. ``vocabularies`` are the sizes that configurations of its modules say.
-    ``remarks`` are lines worth saying about how the target was had. ``loads`` tries a strict load of a checkpoint on a
-    copy of the model, and gives the parameters that got values by it, or None if it fails: only hooks of its own can
-    make one work whose names or shapes are others. None without such.
-    ``frozen`` names the parameters that ask for no gradient. ``converts`` gives the parts of a file with these shapes
-    that the loader of the model's own library gives the model; None if it only loads what fits. ``layers`` gives the
-    number of each parameter's layer, as the layer-wise decay of timm counts them; None for models of others.
-    ``reference`` is the file that it was made from; None for a model."""
+    ``slots`` are in the order of the model's own state_dict. ``entries`` are expected keys whose values are not tensors
+    (packed parameters, ``_extra_state``). ``transient`` names the non-persistent buffers. ``ties`` are groups of keys
+    that are one tensor. ``modules`` maps module paths to class names; None for a file. ``initial`` returns the real,
+    seeded initial values, including non-persistent buffers, computed on first use; None if there are none, as for a
+    file.
+    ``library`` is the package of the model's class. ``grids`` are the rows and columns of patches of the modules that
+    take images, by path, and ``windows`` those of attention windows. ``resizes`` are the paths of modules that can
+    resize position embeddings. ``rotary`` are the shapes of the frequencies of rotary embeddings. ``vocabularies`` are
+    the vocabulary sizes in the modules' configurations.
+    ``remarks`` are lines worth reporting about how the target was built. ``loads`` tries a strict load of a checkpoint
+    on a copy of the model, and returns the parameters that got values, or None if the load fails; it is None for a
+    model without hooks of its own, the only way for a load to work although names or shapes differ.
+    ``frozen`` names the parameters without ``requires_grad``. ``converts`` returns the parts that the model's own
+    library would load from a file with these shapes; None if it only loads what fits. ``layers`` returns the number of
+    each parameter's layer, as counted for timm's layer-wise decay; None for models of other libraries.
+    ``reference`` is the checkpoint that the target was made from; None for a model."""
 
     label: str
     slots: Mapping[str, Slot]
@@ -88,28 +89,28 @@ class Target(Struct, frozen=True, dict=True):
 
     @cached_property
     def tie_of(self) -> Mapping[str, tuple[str, ...]]:
-        """For every tied key its whole group."""
+        """The group of each tied key."""
         return {key: group for group in self.ties for key in group}
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
-        """All names of each tensor, by the first of them in the order of the model."""
+        """All names of each tensor, by its first name in the order of the model."""
         groups: dict[tuple[str, ...], str] = {}
         for key in self.slots:
             groups.setdefault(self.tie_of.get(key, (key,)), key)
         return {key: group for group, key in groups.items()}
 
     def accepts(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Return whether the target wants this key with this shape."""
+        """Return whether the target expects this key with this shape."""
         slot = self.slots.get(key)
         return slot is not None and slot.shape in (None, shape)
 
 
 def target_from_module(module: torch.nn.Module, label: str | None = None) -> Target:
-    """Return what a strict ``load_state_dict`` of a live module wants.
+    """Return what a strict ``load_state_dict`` of a live module expects.
 
-    ``initial`` gives the module's values of that moment, as detached tensors that share the module's memory; it is None
-    for a module on the meta device, which has no values. An error in the module's own ``state_dict`` passes through."""
+    ``initial`` returns the module's current values as detached tensors that share its memory; it is None for a module
+    on the meta device. Errors in the module's own ``state_dict`` are passed on."""
     state = module.state_dict(keep_vars=True)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     tensors = {
@@ -152,15 +153,15 @@ def _layers(module: torch.nn.Module) -> Callable[[], Mapping[str, int]] | None:
 
 
 def _resizes(module: torch.nn.Module) -> bool:
-    """Return whether a module of transformers has a function that resizes positions of patches, or does so itself."""
+    """Return whether a module of transformers resizes position embeddings itself, or has a function that does."""
     is_known = type(module).__module__.startswith("transformers.")
     return is_known and any(map(_RESIZING.match, (*dir(type(module)), *vars(module))))
 
 
-# Not `resize_position_embeddings`, by which a user changes the model.
+# Not `resize_position_embeddings`, with which a user changes the model.
 _RESIZING = re.compile("_?(?:interpolat(?:e_pos|ion_mode)|resize_pos(?:_|itional)|get_(?:absolute_pos|pos_embed))")
 
-# What configurations of transformers call the number of words; not that of types of tokens, speakers or hashes.
+# Names of the vocabulary size in configurations of transformers; not the numbers of token types, speakers or hashes.
 _VOCABULARY = re.compile(r"(?!num_|.*(?:type_|hash))(?:\w+_)?vocab_size")
 
 _Size = TypeVar("_Size", bound=tuple[int, ...])
@@ -172,15 +173,14 @@ def _sizes(module: torch.nn.Module, size_of: Callable[[torch.nn.Module], _Size |
 
 
 def _grid(module: torch.nn.Module) -> tuple[int, ...] | None:
-    """Return the grid that a module takes an image for, or a video as its configuration says."""
+    """Return the grid of patches of a module that takes images, or videos if its configuration has a video's sizes."""
     of_config = grid_of(getattr(vars(module).get("config"), "__dict__", {})) or ()
     return grid_of(vars(module)) or (of_config if len(of_config) > 2 else None)
 
 
 def grid_of(fields: Mapping[str, object]) -> tuple[int, ...] | None:
-    """Return the rows and columns of patches that a module, or a configuration, divides images into, if it says so.
-
-    Of videos, the number of moments is before them."""
+    """Return the rows and columns of patches into which images are divided, by the attributes of a module or
+    configuration; for videos, the number of time steps comes first. None if they do not say."""
     for name in ("grid_size", "patches_resolution", "patch_shape", "feat_size"):
         if (grid := _pair(fields.get(name))) is not None:
             return grid
@@ -195,9 +195,9 @@ def grid_of(fields: Mapping[str, object]) -> tuple[int, ...] | None:
 
 
 def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[int] | None]) -> tuple[int, ...] | None:
-    """Return the grid that the ``config.json`` of transformers or timm says for the images of a model.
+    """Return the grid of patches by a ``config.json`` of transformers or timm, None if it does not say.
 
-    That of timm has the size of the images only; ``shapes``, those of the file's tensors, say that of the patches."""
+    timm's has only the size of the images; the size of the patches comes from ``shapes``, those of the tensors."""
     part, arguments, trained = (config.get(name) for name in ("vision_config", "model_args", "pretrained_cfg"))
     if not isinstance(trained, Mapping):
         return grid_of(part if isinstance(part, Mapping) else config)
@@ -209,26 +209,26 @@ def grid_of_config(config: Mapping[str, object], shapes: Mapping[str, Sequence[i
 
 
 def _window(value: object) -> tuple[int, ...] | None:
-    """Return the sides of a window, of which one over images and time has three."""
+    """Return the sides of a window: two, or three over time and images. None if the value is not a size."""
     if isinstance(value, list | tuple) and [type(side) for side in value] == [int] * 3 and min(value) > 0:
         return tuple(value)
     return _pair(value)
 
 
 def _pair(value: object) -> tuple[int, int] | None:
-    """Return a size as a pair; None if it is not one of two whole numbers."""
+    """Return a size as a pair; None if it is not one or two positive integers."""
     pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, list | tuple) else ()
     if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
         return None
     return pair[0], pair[1]
 
 
-# Where torch's own layers are. Their hooks supply counters and shapes of lazy layers, which the rules know of.
+# torch's own layers. Their hooks supply counters and the shapes of lazy layers, which the rules take into account.
 _TORCH = "torch.nn.modules."
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a module, or one inside of it, loads in a way of its own."""
+    """Return whether a module or one inside it customises loading."""
     plain = torch.nn.Module
     if type(module).load_state_dict is not plain.load_state_dict:
         return True
@@ -246,9 +246,9 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | None:
     """Return the parameters that a strict load gives values, None if it fails.
 
-    The load is tried on a copy on the meta device, where values cost nothing, and then on one full of NaN: a hook that
-    drops what it does not know makes every load a success, and only the values say what was loaded. Buffers on the meta
-    device have no values to keep, so those are NaN too, or zero."""
+    The load is tried on a copy on the meta device, where values cost nothing, and then on one full of NaN: with a hook
+    that drops unknown keys every load succeeds, and only the values show what was loaded. Buffers on the meta device
+    have no values to keep, so they become NaN too, or zero."""
     import copy
     import warnings
 
@@ -272,7 +272,7 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
     for memo in (on_meta, of_nan):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a load into a meta tensor warns that it does nothing
+                warnings.simplefilter("ignore")  # torch warns that loading into a meta tensor does nothing
                 trial = copy.deepcopy(module, dict(memo))
                 trial.load_state_dict(checkpoint.state_dict(mmap=True), strict=True)
         except LOAD_ERRORS as error:
@@ -287,9 +287,9 @@ def _loads(module: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str] | 
 
 
 def target_from_checkpoint(checkpoint: Checkpoint, config: Mapping[str, object] = MappingProxyType({})) -> Target:
-    """Return what fits in the place of another checkpoint, beside which is ``config``.
+    """Return the target for a checkpoint that has to fit like ``checkpoint``, whose ``config.json`` is ``config``.
 
-    Parameters and buffers are told apart by what the file says, else by name and dtype."""
+    Parameters and buffers are distinguished by what the file says, else by name and dtype."""
     specs = {key: spec for key, spec in checkpoint.specs.items() if not _is_extra_state(key)}
     return Target(
         label=checkpoint.path,
@@ -309,20 +309,20 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _is_extra_state(key: str) -> bool:
-    """Return whether a key holds what ``get_extra_state`` returned, whose shape is the module's business."""
+    """Return whether a key holds what ``get_extra_state`` returned, which torch does not check."""
     return key.rpartition(".")[2] == "_extra_state"
 
 
 def _slot_of(tensor: torch.Tensor, is_parameter: bool) -> Slot:
-    # An uninitialised tensor raises when asked for its shape.
+    # The shape of an uninitialised tensor raises.
     shape = None if _is_lazy(tensor) else tuple(tensor.shape)
     return Slot(str(tensor.dtype).removeprefix("torch."), shape, PARAMETER if is_parameter else BUFFER)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are one: the same object, or the same view of the same storage.
+    """Return a key that is equal for tied tensors: the same object, or the same view of the same storage.
 
-    Pointers to data would not do: they are 0 for every tensor that is empty or on the meta device."""
+    Data pointers do not work: they are 0 for every tensor that is empty or on the meta device."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not is_plain or _is_lazy(tensor):
         return (id(tensor),)
@@ -335,7 +335,7 @@ def _values(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 def _kind_of(key: str, spec: TensorSpec) -> str:
-    """Return whether a tensor of a file was a parameter or a buffer. Most files do not say which."""
+    """Return whether a tensor of a file was a parameter or a buffer, guessing if the file does not say."""
     if spec.is_parameter:
         return PARAMETER
     dtype = DTYPES[spec.dtype]

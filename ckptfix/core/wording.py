@@ -1,4 +1,4 @@
-"""How names and commands are written in messages."""
+"""How names and commands are formatted in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-LISTED = 4  # names of a list that are given
+LISTED = 4  # names of a list that are shown
 KEEP_STATISTICS = (
     "they normalise inputs and outputs: convert the file with the library that wrote it (LeRobot has a migration), or "
     "normalise in your code; without them the model runs on other numbers"
@@ -14,20 +14,21 @@ KEEP_STATISTICS = (
 
 
 def first_names(names: Sequence[object], most: int = LISTED) -> str:
-    """Return the first few names, and how many more there are."""
+    """List the first few names and the number of others."""
     rest = len(names) - most
     return ", ".join(map(str, names[:most])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Return the one of the known names that a mistyped one is most like, from 0 to 1; empty if none is."""
-    from difflib import get_close_matches  # which only a slip needs
+    """Return the known name most similar to a mistyped one, empty if none has a similarity of at least ``likeness``
+    (0 to 1)."""
+    from difflib import get_close_matches  # only needed for mistakes
 
     return next(iter(get_close_matches(name, list(known), 1, likeness)), "")
 
 
 def folded_places(places: Iterable[str]) -> dict[str, list[str]]:
-    """Return places in a container by what names them together: those that differ in the numbers of lists only are one,
+    """Group places in a container that differ only in list indices, each group under a name such as
     ``logging.ema[…] (1000)``."""
     groups: dict[str, list[str]] = {}
     for place in places:
@@ -36,19 +37,19 @@ def folded_places(places: Iterable[str]) -> dict[str, list[str]]:
 
 
 def typed(words: Iterable[str]) -> str:
-    """Return the command of these words, on one line that bash, zsh and ksh take apart into the same words again."""
+    """Join the words of a command into one line that bash, zsh and ksh split into the same words."""
     return " ".join(map(quoted, words))
 
 
 def quoted(word: str) -> str:
-    """Return one word of a command. Line breaks, bytes that are no text, and invisible characters become escapes."""
+    """Quote one word of a command. Line breaks, undecodable bytes and invisible characters are escaped."""
     if word.isprintable():
         return shlex.quote(word)
     return f"$'{''.join(map(_escaped, word))}'"
 
 
 def no_option(name: str) -> str:
-    """Return the name of a file so that a command does not take it for an option."""
+    """Return a file name in a form that a command does not take for an option."""
     return f"./{name}" if name.startswith("-") else name
 
 

@@ -1,15 +1,15 @@
-"""The segments that wrappers of modules put into keys, and keys without them."""
+"""The segments that wrappers of modules add to keys, and how to remove them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
-# The attribute under which DataParallel, DistributedDataParallel and AveragedModel keep the model; users use the name
-# too.
+# The attribute in which DataParallel, DistributedDataParallel and AveragedModel keep the model. Users' models have
+# modules of this name too.
 MODULE = "module"
 
-# Segments that wrappers make, and which wrapper does.
+# The segment that each wrapper adds.
 WRAPPERS: Mapping[str, str] = {
     MODULE: "DataParallel or DistributedDataParallel",
     "_orig_mod": "torch.compile",
@@ -17,7 +17,7 @@ WRAPPERS: Mapping[str, str] = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "a strategy of Lightning",
 }
-WRAPPER_SEGMENTS = WRAPPERS.keys() - {MODULE}  # no module of a user is called so
+WRAPPER_SEGMENTS = WRAPPERS.keys() - {MODULE}  # reserved: users' modules do not have these names
 
 _LEADING = f"{MODULE}."
 COUNTER = "n_averaged"  # AveragedModel's own buffer, beside its `module`: 0-d, int64, zero in a fresh one
@@ -36,16 +36,16 @@ def strip_segments(path: str) -> str:
 
 
 def without_segments(paths: Iterable[str]) -> dict[str, str]:
-    """Return the keys or module paths that have reserved segments, each with its name without them."""
+    """Return the keys or module paths that have reserved segments, mapped to their names without them."""
     return {path: strip_segments(path) for path in paths if has_wrapper_segment(path)}
 
 
 def _may_have_segment(path: str) -> bool:
-    # Only a look at the text, because nearly all of a hundred thousand keys have none.
+    # A fast check of the text, because nearly all of a hundred thousand keys have none.
     return "._" in path or path.startswith("_")
 
 
-@lru_cache(maxsize=1 << 14)  # recipes ask again and again: without it, a check of an optimizer takes a tenth longer
+@lru_cache(maxsize=1 << 14)  # without the cache, a check of an optimizer takes a tenth longer
 def bare(key: str) -> str:
     """Return the key without reserved segments and without ``module``: the same for every wrapping."""
     if MODULE not in key and not _may_have_segment(key):
@@ -60,7 +60,7 @@ def is_counter(key: str) -> bool:
 
 
 def leading_modules(key: str) -> int:
-    """Return how many segments ``module`` the key begins with, its last segment not counted."""
+    """Return the number of leading ``module`` segments of the key, not counting its last segment."""
     count = 0
     while key.startswith(_LEADING, count * len(_LEADING)):
         count += 1
@@ -68,8 +68,8 @@ def leading_modules(key: str) -> int:
 
 
 def shared_modules(keys: Collection[str]) -> int:
-    """Return how many segments ``module`` all of the keys begin with."""
-    # What the first and the last of a sorted list begin with, all between them begin with.
+    """Return the number of leading ``module`` segments that all keys share."""
+    # A common prefix of the smallest and the largest key is shared by all keys between them.
     return min(leading_modules(min(keys)), leading_modules(max(keys))) if keys else 0
 
 
@@ -78,7 +78,7 @@ def without_first(key: str, count: int) -> str:
 
 
 def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
-    """Return a name that two keys would have after the renames; None if all stay apart."""
+    """Return a name that two keys would have after the renames, or a key that would be empty; else None."""
     seen: set[str] = set()
     for key in keys:
         name = new.get(key, key)
@@ -89,8 +89,9 @@ def colliding(keys: Iterable[str], new: Mapping[str, str]) -> str | None:
 
 
 def two_sets(keys: Iterable[str]) -> str | None:
-    """Return a name that two keys would have without their reserved segments: then the file holds a wrapped set of
-    weights and another one, and no rule may move either of them out of the other's way."""
+    """Return a name that two keys would have without their reserved segments, else None.
+
+    Such a file holds a wrapped set of weights and a plain one, and no rule may rename either of them."""
     keys = tuple(keys)
     new = without_segments(keys)
     return colliding(keys, new) if new else None
