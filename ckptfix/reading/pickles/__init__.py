@@ -1,1 +1,1 @@
-"""Pickles, read by an interpreter that runs nothing."""
+"""Pickles, read by an interpreter that runs none of their code."""

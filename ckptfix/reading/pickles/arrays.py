@@ -1,4 +1,4 @@
-"""numpy arrays in a pickle, which never become arrays: their bytes are the bytes of a tensor."""
+"""numpy arrays in a pickle. They are not built as arrays; their bytes become those of a tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 
 class NumpyArray(Struct, eq=False):
-    """A numpy array that was never made: its state is kept as the pickle gives it.
+    """The pickled state of a numpy array.
 
-    ``is_plain`` says that it is of numpy's own class, whose state has one form."""
+    ``is_plain`` says that the class is ``numpy.ndarray`` itself, whose state has only one form."""
 
     shape: tuple[int, ...] = ()
     dtype: Any = None
@@ -31,10 +31,10 @@ class NumpyArray(Struct, eq=False):
     _spec: TensorSpec | None = None
 
     def build(self, state: Any) -> None:
-        """Take ``(version, shape, dtype, is_fortran, data)``, the state of ``ndarray.__reduce__``; the oldest numpy
-        wrote no version.
+        """Set the state of ``ndarray.__reduce__``: ``(version, shape, dtype, is_fortran, data)``, in the oldest numpy
+        without the version.
 
-        Raises ``ValueError`` if it is not a state, or has more or fewer bytes than elements."""
+        Raises ``ValueError`` if the state is invalid, or if the bytes do not match the elements."""
         if isinstance(state, tuple) and len(state) in (4, 5):
             shape, dtype, fortran, data = state[-4:]
             shape = sizes(shape)
@@ -44,7 +44,7 @@ class NumpyArray(Struct, eq=False):
             raise MalformedError("a numpy array with an invalid state")
 
     def spec(self, path: str) -> TensorSpec | None:
-        """Return the array as a tensor, the same each time; None for element types that torch does not have."""
+        """Return the array as a tensor (cached); None for element types that torch does not have."""
         if self._spec is not None:
             return self._spec
         code, order = numpy_type(self.dtype)
@@ -65,7 +65,7 @@ class NumpyArray(Struct, eq=False):
 
 
 def _expect_bytes(shape: tuple[int, ...], dtype: Any, data: Any) -> None:
-    """Raise ``ValueError`` if an array has more or fewer bytes than its elements take."""
+    """Raise ``ValueError`` if the bytes of an array do not match its elements."""
     if not isinstance(dtype, Opaque):
         raise MalformedError("a numpy array with an invalid dtype")
     known = BY_NUMPY.get(numpy_type(dtype)[0])
@@ -90,10 +90,9 @@ def arrays_in(root: Any) -> Iterator[NumpyArray]:
 
 
 def bfloat16_again(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
-    """Return a tensor of bfloat16 that torch saved as an array of float32, as numpy has no such dtype: no bit of it is
-    lost.
+    """Return the bfloat16 tensor that torch saved as a float32 array, because numpy has no bfloat16. It is exact.
 
-    Raises ``UnreadableError`` if the array holds anything else."""
+    Raises ``UnreadableError`` if the array is not one of bfloat16 values."""
     data = bytes(spec.storage.source.read(0, spec.storage.nbytes)) if spec.storage is not None else b""
     if (spec.dtype, dtype) != ("float32", "bfloat16") or any(data[0::4]) or any(data[1::4]):
         raise UnreadableError(
@@ -114,8 +113,8 @@ def numpy_type(dtype: Any) -> tuple[str, str]:
 
 
 def dtype_label(dtype: Any) -> Any:
-    """Return a pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record's as its fields, each with
-    its name, type and offset in bytes."""
+    """Return a pickled ``numpy.dtype`` as text, with the unit of dates (``M8[D]``); a record type as its fields, each
+    with its name, type and offset in bytes."""
     code, order = numpy_type(dtype)
     state = dtype.state if isinstance(dtype, Opaque) and isinstance(dtype.state, tuple) else ()
     fields = state[4] if len(state) > 4 else None
@@ -133,7 +132,7 @@ def dtype_label(dtype: Any) -> Any:
 
 
 def array_fields(array: NumpyArray) -> dict[str, Any]:
-    """Return an array without a dtype in torch as plain data: dtype, shape, and values as text or bytes."""
+    """Return an array whose dtype torch does not have as plain data: dtype, shape, and values as text or bytes."""
     code, order = numpy_type(array.dtype)
     data, width = array.data, int(code[1:]) if code[1:].isdecimal() else 0
     if isinstance(data, str):

@@ -1,4 +1,4 @@
-"""What a pickle claims about shapes, dtypes and storages, checked before it is believed (law 7 of the design)."""
+"""Checks of what a pickle claims about shapes, dtypes and storages (law 7 of the architecture)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from ckptfix.core.spec import Storage, TensorSpec
 from ckptfix.errors import HostileError, hostile
 from ckptfix.reading.pickles.stream import MalformedError, UnknownError
 
-# Bytes from which on a tensor that repeats its storage (zero strides) more than a thousandfold is taken for an attack.
-# Smaller ones are genuine: `torch.save` keeps an expanded tensor as it is.
+# A tensor of more bytes than this that repeats its storage (zero strides) more than a thousandfold is an attack.
+# Smaller ones are genuine: `torch.save` keeps expanded tensors as they are.
 EXPANDED_LIMIT = 1 << 30
 
 
 class TypedStorage(Struct, eq=False):
-    """A storage together with the dtype that the file gives it; ``uint8`` for an untyped one."""
+    """A storage with its dtype in the file; ``uint8`` for an untyped one."""
 
     storage: Storage
     dtype: str
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """Return a shape or strides from a pickle: a tuple, a list, or a ``torch.Size``, of whole numbers."""
+    """Return a shape or strides from a pickle: a tuple, a list or a ``torch.Size`` of integers.
+
+    Raises ``MalformedError`` for anything else."""
     if isinstance(value, Opaque) and value.cls.name == "Size" and value.args:
         value = value.args[0]
     if not isinstance(value, (tuple, list)) or len(value) > 64:
@@ -38,13 +40,13 @@ def sizes(value: Any) -> tuple[int, ...]:
     return _shared(tuple(value))
 
 
-@lru_cache(maxsize=1 << 12)  # a hundred thousand tensors have few shapes, and a pickle repeats each of them
+@lru_cache(maxsize=1 << 12)  # a hundred thousand tensors have few distinct shapes
 def _shared(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return numbers
 
 
 def checked(spec: TensorSpec, path: str) -> TensorSpec:
-    """Return the spec itself, once its claims are known to hold against its storage (law 7 of the design)."""
+    """Return the spec after checking its claims against its storage."""
     if len(spec.shape) != len(spec.strides) or len(spec.shape) > 64 or spec.offset < 0:
         raise HostileError(
             f"{path}: a tensor of shape {spec.shape} has strides {spec.strides}: its record is damaged or hostile; "
@@ -52,7 +54,7 @@ def checked(spec: TensorSpec, path: str) -> TensorSpec:
         )
     if spec.storage is not None:
         stored, nbytes = spec.storage.nbytes, spec.nbytes
-        # One that begins its storage and is row-major, as nearly all, touches as many bytes as it takes.
+        # Nearly all tensors begin their storage and are row-major: they touch as many bytes as they take.
         claimed = nbytes if not spec.offset and spec.is_contiguous else spec.extent[1]
         if claimed > stored:
             raise HostileError(
@@ -68,7 +70,7 @@ def checked(spec: TensorSpec, path: str) -> TensorSpec:
 
 
 def dtype_name(value: Any) -> str:
-    """Return the name of a dtype that a pickle refers to as the global ``torch.float32``."""
+    """Return the name of a dtype that a pickle refers to as a global such as ``torch.float32``."""
     if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
         return value.name
     if isinstance(value, Global) and value.module == "torch" and value.name.islower():

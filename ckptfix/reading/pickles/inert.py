@@ -1,8 +1,8 @@
-"""The fixed table of inert stand-ins: what a call in a pickle becomes. This is the pickle boundary.
+"""The fixed table of inert values that represent calls in a pickle. This is the pickle boundary.
 
-A call of one of torch's rebuild functions becomes a ``TensorSpec``; the containers of the standard library become
-themselves; a numpy array becomes a ``NumpyArray`` that keeps its bytes. Every other call becomes an ``Opaque`` object.
-No entry of the table imports or runs anything that the file names, and there is no way to add one from outside.
+A call of one of torch's rebuild functions becomes a ``TensorSpec``, containers of the standard library become
+themselves, and a numpy array becomes a ``NumpyArray`` that keeps its bytes. Every other call becomes an ``Opaque``
+object. No entry of the table imports or runs anything that the file names, and none can be added from outside.
 
 Sources: ``torch/_utils.py`` and ``torch/serialization.py`` (the rebuild functions of torch 0.1 to 2.13),
 ``numpy/core/multiarray``."""
@@ -34,19 +34,19 @@ from ckptfix.reading.pickles.stream import MalformedError, raw_bytes
 
 NAME_LIMIT = 1000  # characters of a dotted name that getattr builds
 
-# Calls that go through what they are handed.
+# Calls that iterate over their arguments.
 _CONSUMERS = frozenset(
     "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.dict builtins.bytes builtins.bytearray "
     "builtins.enumerate builtins.zip collections.deque collections.Counter collections.OrderedDict".split()
 )
 
-# Calls that come here only if they are handed something else than a name, or by no pickler of torch.
+# Calls that reach this point only if their first argument is not a global, or if torch did not write the pickle.
 _CALLERS = frozenset(
     "torch._tensor._rebuild_from_type torch._tensor._rebuild_from_type_v2 copyreg._reconstructor copyreg.__newobj__ "
     "torch.fx.graph_module.reduce_package_graph_module torch.fx.graph_module.reduce_deploy_graph_module".split()
 )
 
-# What sympy makes of a text without evaluating it.
+# Calls of sympy that take text without evaluating it.
 _OF_TEXTS = frozenset(
     "sympy.core.symbol.Symbol sympy.core.symbol.Dummy sympy.core.symbol.Wild sympy.core.symbol.Str "
     "sympy.core.numbers.Float sympy.core.function._rebuild_undef sympy.polys.matrices.domainmatrix.DomainMatrix".split()
@@ -57,19 +57,20 @@ _PLAIN_TENSORS = frozenset(
     "torch.Tensor torch.nn.parameter.Parameter torch.nested._internal.nested_tensor.NestedTensor".split()
 )
 
-_NO_BITS: Mapping[str, bool] = {}  # one for all: a file may have a hundred thousand tensors
+_NO_BITS: Mapping[str, bool] = {}  # shared, because a file may have a hundred thousand tensors
 
 
 def _is_simple(part: Any) -> bool:
-    """Return whether a value may be a part of a tensor: a tensor itself, and nothing in it goes deeper."""
+    """Return whether a value may be a part of another tensor: a strided tensor with a storage."""
     return isinstance(part, TensorSpec) and part.storage is not None and not part.parts and part.quantizer is None
 
 
 def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of a harmless name runs something all the same: ``iter(function, None)`` calls a function
-    over and over once ``list`` goes through it, and so does ``list`` of other objects than plain containers. ``type``
-    of three arguments makes a class, whose methods may be anything, ``getitem`` of an object asks a ``defaultdict`` for
-    its factory, a function that rebuilds a tensor or an object calls what it is handed, and sympy evaluates texts."""
+    """Return whether a call of a harmless name can run other code through its arguments.
+
+    ``list(iter(function, None))`` calls the function repeatedly, and ``list`` of an object calls its methods. ``type``
+    with three arguments creates a class with any methods, ``getitem`` calls the factory of a ``defaultdict``, functions
+    that rebuild a tensor or an object call their argument, and sympy evaluates text."""
     if name.startswith("sympy."):
         return name not in _OF_TEXTS and not _is_expression(args)
     if name == "fsspec.spec.make_instance":
@@ -85,17 +86,17 @@ def _goes_through(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _is_expression(part: Any) -> bool:
-    """Return whether a value is of those that sympy pickles in expressions: numbers and expressions."""
+    """Return whether a value may be part of a pickled sympy expression: a number or an expression."""
     if isinstance(part, (list, tuple)):
         return all(map(_is_expression, part))
     return part.cls.module.startswith("sympy.") if isinstance(part, Opaque) else isinstance(part, (int, float))
 
 
-_WRAPPED = 8  # layers of `functools.partial`, of which Python itself makes one
+_WRAPPED = 8  # layers of `functools.partial`; Python itself makes one
 
 
 def _handed(args: tuple[Any, ...]) -> Iterator[Global]:
-    """Yield the globals among the arguments of a call, those in a list or wrapped by ``functools.partial`` too."""
+    """Yield the globals among the arguments of a call, also in lists or wrapped by ``functools.partial``."""
     for arg in args:
         for value in arg if isinstance(arg, (list, tuple)) else (arg,):
             for _ in range(_WRAPPED):
@@ -104,13 +105,13 @@ def _handed(args: tuple[Any, ...]) -> Iterator[Global]:
                 made = value.state if isinstance(value.state, tuple) else value.args
                 value = made[0] if made else None
             else:
-                value = Global("functools", "partial()")  # more of them hide what they wrap
-            if isinstance(value, Global) and value.module != "torch":  # torch.strided; torch.load goes by its name
+                value = Global("functools", "partial()")  # more layers hide what they wrap
+            if isinstance(value, Global) and value.module != "torch":  # torch.strided; torch.load is judged by name
                 yield value
 
 
 def _per_channel(values: Any, dtype: str) -> Any:
-    """Return a list of numbers as the tensor that later releases write; anything else as it is."""
+    """Return a list of numbers as a tensor, which later releases of torch write; any other value unchanged."""
     if not isinstance(values, list):
         return values
     data = struct.pack(f"<{len(values)}{'d' if dtype == 'float64' else 'q'}", *values)
@@ -118,13 +119,13 @@ def _per_channel(values: Any, dtype: str) -> Any:
 
 
 class InertTable(Struct):
-    """Answers the calls of a pickle. ``nested`` reads the bytes of a whole file inside the pickle
-    (``_load_from_bytes``).
+    """Returns inert values for the calls of a pickle, and records what it meets. ``nested`` reads a whole file inside
+    the pickle (``_load_from_bytes``) from its bytes.
 
-    ``foreign`` gathers the tensor subclasses that are named, objects in the place of hooks, and gradients that no fp8
-    tensor can be loaded with, ``derived`` the names that the pickle builds by ``getattr`` and the like, ``called`` the
-    globals that it calls and that have no stand-in, ``attributes`` the names of what was set on tensors.
-    ``stored_bytes`` is the size of the storages so far."""
+    ``foreign`` are tensor subclasses, objects in place of hooks, and ``requires_grad`` of fp8 tensors, which torch does
+    not load; ``attributes`` are the names of attributes set on tensors; ``derived`` are names that the pickle builds
+    with ``getattr`` and the like; ``called`` are called globals that have no entry in the table. ``stored_bytes`` is
+    the size of the storages so far."""
 
     path: str
     nested: Callable[[bytes], Any]
@@ -137,7 +138,7 @@ class InertTable(Struct):
     _logical_bytes: int = 0
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
-        """Return the inert value of ``function(*args)``; an ``Opaque`` where the table has no entry."""
+        """Return the inert value of ``function(*args)``; an ``Opaque`` if the table has no entry."""
         if (known := self._known.get(function)) is None:
             name = str(function)
             usual = canonical(name)
@@ -150,12 +151,12 @@ class InertTable(Struct):
         if not is_union(function, args):
             self.called.add(f"{name}()" if _goes_through(usual, args) else name)
         if usual.startswith(("torch.", "numpy.")):
-            # It may call what it is handed: the constructor of a bit generator, the schedule of a learning rate.
+            # These may call their arguments: the constructor of a bit generator, the schedule of a learning rate.
             self.called.update(map(str, _handed(args)))
         return Opaque(function, args)
 
     def remarks(self) -> list[Fact]:
-        """Return the remarks about tensors that are more than plain ones."""
+        """Return remarks on tensor subclasses and attributes of tensors."""
         found = [Fact.of(Kind.TENSOR_SUBCLASS, "state_dict", name=name) for name in self.foreign]
         return found + [Fact(Kind.ATTRIBUTE_OF_TENSOR, name) for name in self.attributes]
 
@@ -164,25 +165,26 @@ class InertTable(Struct):
     def tensor(
         self, storage: Any, offset: int, size: Any, stride: Any, trained: Any = 0, hooks: Any = None, more: Any = None
     ) -> Any:
-        """``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``, and ``_rebuild_tensor`` of torch 0.1 to 0.3."""
+        """Stand in for ``_rebuild_tensor_v2(…, requires_grad, hooks, metadata)``, and ``_rebuild_tensor`` of torch 0.1
+        to 0.3."""
         if not isinstance(storage, TypedStorage):
             raise MalformedError("a tensor without a storage")
-        if isinstance(hooks, Opaque) or isinstance(more, Opaque):  # of all others, the call would be the cost
+        if isinstance(hooks, Opaque) or isinstance(more, Opaque):  # tested here to save a call for every tensor
             self._note(hooks, more)
         return self._strided(storage, storage.dtype, offset, size, stride, trained, more)
 
     def tensor_v3(
         self, storage: Any, offset: int, size: Any, stride: Any, trained: Any, hooks: Any, dtype: Any, more: Any = None
     ) -> Any:
-        """``_rebuild_tensor_v3``: an untyped storage, the dtype apart (uint16 and later, fp8)."""
+        """Stand in for ``_rebuild_tensor_v3``, which has an untyped storage and a dtype (uint16 and later, fp8)."""
         self._note(hooks, more)
         spec = self._strided(storage, dtype_name(dtype), offset, size, stride, trained, more)
-        if spec.requires_grad:  # torch writes it and cannot read it: "a leaf Variable that requires grad is being used"
+        if spec.requires_grad:  # torch writes but cannot read it: "a leaf Variable that requires grad is being used"
             self.foreign[f"requires_grad of {spec.dtype}"] = None
         return replace(spec, requires_grad=False)
 
     def _note(self, *beside: Any) -> None:
-        """Note an object in the place of hooks or metadata, which are plain dicts. It is not kept: torch refuses it."""
+        """Record objects in place of hooks or metadata, which are plain dicts. They are dropped: torch refuses them."""
         for value in beside:
             if isinstance(value, Opaque):
                 self.foreign[str(value.cls)] = None
@@ -199,7 +201,7 @@ class InertTable(Struct):
         shape, strides, storage = sizes(size), sizes(stride), typed.storage
         is_trained = bool(requires_grad)
         spec = TensorSpec(dtype, shape, strides, storage, int(offset), requires_grad=is_trained, math_bits=bits)
-        # Those of the file together must be no bomb of views of few bytes.
+        # All tensors of the file together must not be a bomb of views of a few bytes.
         self._logical_bytes += checked(spec, self.path).nbytes
         if self._logical_bytes > 4 * EXPANDED_LIMIT and self._logical_bytes > 1024 * self.stored_bytes:
             raise hostile(
@@ -210,7 +212,7 @@ class InertTable(Struct):
         return spec
 
     def parameter(self, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
-        """``_rebuild_parameter``, also with attributes, and ``Parameter(data)`` of torch 0.1 to 0.3."""
+        """Stand in for ``_rebuild_parameter``, also with attributes, and ``Parameter(data)`` of torch 0.1 to 0.3."""
         self._note_attributes(state)
         if not isinstance(data, TensorSpec):
             return NotImplemented
@@ -218,17 +220,17 @@ class InertTable(Struct):
         return replace(data, is_parameter=True, requires_grad=bool(requires_grad))
 
     def _note_attributes(self, state: Any) -> None:
-        """Keep the names of what was set on a tensor: ``__dict__``, or that and the slots."""
+        """Record the names of attributes set on a tensor; ``state`` is its ``__dict__``, or that and its slots."""
         for part in state if isinstance(state, tuple) else (state,):
             names = map(str, part if isinstance(part, dict) else ())
             self.attributes.update(dict.fromkeys(name for name in names if not name.startswith("_")))
 
     def variable(self, data: Any = None, *_: Any) -> Any:
-        """``Variable(data)`` of torch 0.1 to 0.3, ``torch.Tensor(tensor)``."""
+        """Stand in for ``Variable(data)`` of torch 0.1 to 0.3 and ``torch.Tensor(tensor)``."""
         return data if isinstance(data, TensorSpec) else NotImplemented
 
     def from_type(self, function: Any, cls: Any, args: Any, state: Any = None, *_: Any) -> Any:
-        """``_rebuild_from_type_v2``: a tensor of a subclass or with attributes; the tensor is what counts."""
+        """Stand in for ``_rebuild_from_type_v2``, a tensor of a subclass or with attributes, by the plain tensor."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             return NotImplemented
         if isinstance(cls, Global) and str(cls) not in _PLAIN_TENSORS:
@@ -242,7 +244,7 @@ class InertTable(Struct):
     def quantized(
         self, storage: Any, offset: int, size: Any, stride: Any, quantizer: Any, trained: Any = False, _: Any = None
     ) -> Any:
-        """``_rebuild_qtensor``; the scheme is ``torch.per_tensor_affine`` or one of the per-channel ones."""
+        """Stand in for ``_rebuild_qtensor``, with ``torch.per_tensor_affine`` or one of the per-channel schemes."""
         scheme, scale, zero_point, *axis = quantizer
         # torch 1.3 and 1.4 wrote the scales, zero points and axis of each channel as lists.
         scale, zero_point = _per_channel(scale, "float64"), _per_channel(zero_point, "int64")
@@ -257,7 +259,8 @@ class InertTable(Struct):
         return replace(spec, quantizer=Quantizer(name, scale, zero_point, axis[0] if axis else None))
 
     def sparse(self, layout: Any, data: Any) -> Any:
-        """``_rebuild_sparse_tensor``: COO ``(indices, values, size[, is_coalesced])``, or a compressed layout."""
+        """Stand in for ``_rebuild_sparse_tensor``, with COO ``(indices, values, size[, is_coalesced])`` or a compressed
+        layout."""
         name = layout.name if isinstance(layout, Global) else layout if isinstance(layout, str) else ""
         name = name.removeprefix("torch.")
         if name == "sparse_coo":
@@ -278,11 +281,11 @@ class InertTable(Struct):
         )
 
     def meta(self, dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
-        """``_rebuild_meta_tensor_no_storage``: a tensor of which no value was ever saved."""
+        """Stand in for ``_rebuild_meta_tensor_no_storage``, a tensor that was saved without values."""
         return TensorSpec(dtype_name(dtype), sizes(size), sizes(stride), requires_grad=bool(requires_grad))
 
     def from_numpy(self, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
-        """``_rebuild_device_tensor_from_numpy`` and its like: a tensor of another device, saved as an array."""
+        """Stand in for ``_rebuild_device_tensor_from_numpy`` and the like: tensors of devices, saved as arrays."""
         spec = data.spec(self.path) if isinstance(data, NumpyArray) else data
         if not isinstance(spec, TensorSpec):
             return NotImplemented
@@ -292,7 +295,7 @@ class InertTable(Struct):
         return replace(spec, requires_grad=bool(requires_grad))
 
     def from_bytes(self, data: Any) -> Any:
-        """``torch.storage._load_from_bytes``: a whole file of torch.save inside the pickle, usually one storage."""
+        """Stand in for ``torch.storage._load_from_bytes``: a whole torch.save file in the pickle, usually a storage."""
         if isinstance(data, str):
             data = raw_bytes(data)
         if not isinstance(data, (bytes, bytearray)):
@@ -300,22 +303,23 @@ class InertTable(Struct):
         return self.nested(bytes(data))
 
     def graph_module(self, body: Any, imports: Any = "", *_: Any) -> Any:
-        """``torch.fx.graph_module.reduce_graph_module(instance dict, import block)``: the module, without its code."""
+        """Stand in for ``torch.fx.graph_module.reduce_graph_module(instance dict, import block)`` by the module without
+        its code."""
         function = Global("torch.fx.graph_module", "reduce_graph_module")
         if not is_graph_code(body, imports):
             self.called.add(str(function))
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), (imports,), state=body)
 
     def package_graph_module(self, body: Any, *_: Any) -> Any:
-        """``torch.fx.graph_module.reduce_package_graph_module(instance dict, name)``, as torch.package calls it: the
-        code is in a file of the package. An ordinary pickle would hand over an importer of its own."""
+        """Stand in for ``torch.fx.graph_module.reduce_package_graph_module(instance dict, name)``, as torch.package
+        calls it: the code is in a file of the package. Ordinary pickles would pass an importer instead."""
         if not isinstance(body, dict):
             return NotImplemented
         return Opaque(Global("torch.fx.graph_module", "GraphModule"), state=body)
 
     def persistent(self, meta: Any, *_: Any) -> Any:
-        """``torch_utils.persistence._reconstruct_persistent_obj`` of StyleGAN2-ADA and StyleGAN3: a module whose source
-        is in the file beside its state. The source stays text."""
+        """Stand in for ``torch_utils.persistence._reconstruct_persistent_obj`` of StyleGAN2-ADA and StyleGAN3: a module
+        whose source is in the file beside its state. The source stays text."""
         pairs = meta.pairs if isinstance(meta, Opaque) else meta if isinstance(meta, dict) else {}
         if not isinstance(pairs.get("state"), dict) or not isinstance(pairs.get("class_name"), str):
             return NotImplemented
@@ -324,29 +328,29 @@ class InertTable(Struct):
     # numpy ------------------------------------------------------------------------------------------------------------
 
     def array(self, cls: Any = None, *_: Any) -> Any:
-        """``numpy.core.multiarray._reconstruct``: empty until its state comes."""
+        """Stand in for ``numpy.core.multiarray._reconstruct``: an array that is empty until its state is set."""
         if not isinstance(cls, Global):
             raise MalformedError("a numpy array of no class")
         return NumpyArray(is_plain=str(cls) == "numpy.ndarray")
 
     def array_from_buffer(self, data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> Any:
-        """``numpy.core.numeric._frombuffer`` of pickle protocol 5."""
+        """Stand in for ``numpy.core.numeric._frombuffer`` of pickle protocol 5."""
         return NumpyArray(sizes(shape), dtype, order == "F", data)
 
 
 def _refuse_gradient(dtype: str, requires_grad: Any) -> None:
-    """Raise ``MalformedError`` for a gradient of whole numbers: torch neither writes such a tensor nor reads it."""
+    """Raise ``MalformedError`` for an integer tensor that requires a gradient: torch neither writes nor reads one."""
     if requires_grad and not (DTYPES[dtype].is_float or DTYPES[dtype].is_complex):
         raise MalformedError(f"a tensor of {dtype} that requires a gradient")
 
 
-# What pickle itself writes for values of the standard library. Each gets the table and the arguments of the call, and
-# returns the value, or NotImplemented for arguments that pickle does not write.
+# The calls that pickle writes for values of the standard library. Each function takes the table and the arguments of
+# the call, and returns the value, or NotImplemented for arguments that pickle does not write.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def ordered_dict(table: InertTable, pairs: Any = ()) -> Any:
-    """``collections.OrderedDict``, with its pairs in the call as Python 2 writes it."""
+    """Return a ``collections.OrderedDict``; Python 2 passes the pairs to the call."""
     if not pairs and isinstance(pairs, (tuple, list)):
         return OrderedDict()  # the hooks of every tensor
     pairs = list(pairs.items()) if isinstance(pairs, dict) else pairs
@@ -355,25 +359,26 @@ def ordered_dict(table: InertTable, pairs: Any = ()) -> Any:
 
 
 def new_set(kind: type, table: InertTable, values: Any = ()) -> Any:
-    """``set(values)`` and ``frozenset(values)``."""
+    """Return ``set(values)`` or ``frozenset(values)``."""
     return kind(bounded_keys(values, table.path)) if isinstance(values, (list, tuple)) else NotImplemented
 
 
 def new_bytearray(table: InertTable, value: Any = b"", encoding: Any = None) -> Any:
-    """``bytearray(…)``; protocol 2 writes it as a latin-1 string with its encoding."""
+    """Return ``bytearray(…)``, which protocol 2 writes as a Latin-1 string with its encoding."""
     if isinstance(value, str):
         return bytearray(value, "latin-1")
     return bytearray(value) if isinstance(value, (bytes, bytearray)) else NotImplemented
 
 
 def encoded(table: InertTable, text: Any, encoding: Any = "latin1") -> Any:
-    """``_codecs.encode(text, "latin1")``: bytes as protocol 2 writes them."""
+    """Return ``_codecs.encode(text, "latin1")``, the form in which protocol 2 writes bytes."""
     is_bytes = isinstance(text, str) and encoding in ("latin1", "latin-1")
     return text.encode("latin-1") if is_bytes else NotImplemented
 
 
 def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
-    """``copyreg._reconstructor(cls, base, state)`` of protocols 0 and 1; ``state`` fills a built-in base."""
+    """Stand in for ``copyreg._reconstructor(cls, base, state)`` of protocols 0 and 1; ``state`` fills a built-in
+    base."""
     if not isinstance(cls, Global):
         return NotImplemented
     made = table.call(cls, ())
@@ -388,9 +393,9 @@ def reconstruct(table: InertTable, cls: Any, base: Any, state: Any) -> Any:
 
 
 def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
-    """``getattr(cls, name)``: how Python 3.11 pickles a member of an enum, and a way to hide a function's name.
+    """Stand in for ``getattr(cls, name)``: Python 3.11 pickles enum members so, and attacks hide names of functions.
 
-    Of a module, its method ``state_dict``, which was saved and not called, stands for the module."""
+    The method ``state_dict`` of a module, saved without calling it, becomes the module."""
     if name == "state_dict" and isinstance(owner, Opaque) and "_parameters" in owner.attributes:
         return owner
     cls = owner.cls if isinstance(owner, Opaque) else owner
@@ -404,7 +409,7 @@ def attribute(table: InertTable, owner: Any, name: Any, *_: Any) -> Any:
 
 
 def ufunc(table: InertTable, module: Any, name: Any) -> Any:
-    """``numpy.core._ufunc_reconstruct(module, name)``, which imports any module and takes any name from it."""
+    """Stand in for ``numpy.core._ufunc_reconstruct(module, name)``, which imports any name from any module."""
     if not isinstance(module, str) or not isinstance(name, str):
         return NotImplemented
     table.derived.add(spelled(found := Global(module, name)))
@@ -449,7 +454,7 @@ _TABLE: Mapping[str, Callable[..., Any]] = {
     "builtins.complex": lambda table, real=0.0, imaginary=0.0: complex(real, imaginary),
     "builtins.bytes": lambda table, of=b"", *_: (
         bytes(of) if isinstance(of, (bytes, bytearray, list)) else NotImplemented
-    ),  # empty ones, of protocol 2
+    ),  # protocol 2 writes empty bytes so
     "builtins.bytearray": new_bytearray,
     "builtins.getattr": attribute,
     "_codecs.encode": encoded,

@@ -1,11 +1,11 @@
-"""A pickle machine that runs nothing.
+"""A pickle interpreter that runs no code of the file.
 
 It executes the opcodes of a pickle as https://docs.python.org/3/library/pickletools.html describes them, with one
-difference: a global never becomes a callable of Python. It becomes a ``Global``, a name, and calling one asks a fixed
-table which inert value represents the result (``inert``). What the table does not know becomes an ``Opaque`` object.
-All protocols from 0 to 5 are read, including the byte strings of Python 2 (``python2_text``).
+difference: a global never becomes a Python callable. It becomes a ``Global``, a name, and a call of it is looked up in
+a fixed table of inert values (``inert``). Calls that the table does not have become ``Opaque`` objects. All protocols
+from 0 to 5 are read, including the byte strings of Python 2 (``python2_text``).
 
-Sizes in the stream are claims: nothing is allocated before the bytes are there, and whatever is made is counted
+Sizes in the stream are claims: nothing is allocated before the bytes are known to exist, and every object is counted
 (``ckptfix.bytes.limits``)."""
 
 from __future__ import annotations
@@ -34,29 +34,28 @@ from ckptfix.reading.pickles.stream import (
 )
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError)
-_STRIDE = 1 << 14  # Opcodes between two checks of the limits. One opcode puts one value on the stack.
-_LONGEST = 5  # bytes of the longest opcode of those that are done in line, with its number
+_STRIDE = 1 << 14  # opcodes between two checks of the limits; an opcode pushes at most one value
+_LONGEST = 5  # bytes of the longest opcode that is handled inline, with its argument
 _MARK = 80  # bytes of a mark and of the list of the values after it
-_GLOBAL = 400  # bytes of the name of a class or function, beside its text
+_GLOBAL = 400  # bytes of a global besides its text
 
-# Digits of a number in text; Python's own limit is not much higher, and its message speaks of the interpreter.
+# Digits of a number in text. Python's own limit is a little higher, but its message is about the interpreter.
 _NUMBER_DIGITS = 4000
-FAR = 120  # bytes of an entry of the memo outside of the row
+FAR = 120  # bytes of an entry of the memo outside the row
 
-# The numbers that GET and LONG_BINGET may ask for, wherever in a pickle their opcodes may be; BINGET asks for any of
-# the first 256.
+# The memo numbers that GET and LONG_BINGET may ask for, wherever their opcodes may be in a pickle; BINGET asks for any
+# of the first 256.
 _ASKED = re.compile(rb"j(?=(....))|g(?=(\d{1,9}))", re.DOTALL)
-_RARELY = 16  # of how many bytes of an honest pickle at most one looks like such an opcode
+_RARELY = 16  # in an honest pickle, at most one of this many bytes looks like such an opcode
 _UNASKED = object()
-Caller = Callable[[Global, tuple[Any, ...]], Any]  # gives the inert value for a call of a global with arguments
+Caller = Callable[[Global, tuple[Any, ...]], Any]  # returns the inert value of a call
 
 
 class Memo:
-    """Values by number, as PUT and MEMOIZE keep them and GET recalls them.
+    """The memo of a pickle: values by number, stored by PUT and MEMOIZE and recalled by GET.
 
-    Python's picklers count from 0 (or 1, in Python 2) without a gap, so that a list holds them in a tenth of a dict's
-    memory. A crafted pickle may use any numbers; those are kept in a dict, where a large one costs no more than a small
-    one."""
+    Python's picklers count from 0 (in Python 2, from 1) without gaps, so the values fit in a list (``row``), which
+    takes a tenth of a dict's memory. Any other numbers, of crafted pickles, go into a dict (``far``)."""
 
     __slots__ = ("far", "first", "row")
 
@@ -70,11 +69,11 @@ class Memo:
 
     @property
     def following(self) -> int:
-        """The number under which a value simply goes to the end of the row; -1 if there is none."""
+        """The number that a value at the end of the row would get; -1 if the row cannot grow."""
         return self.first + len(self.row) if self.row and not self.far else -1
 
     def keep(self, index: int, value: Any) -> int:
-        """Keep a value under a number and return the bytes that its entry takes."""
+        """Store a value under a number, and return the bytes of memory that its entry takes."""
         row, far = self.row, self.far
         if not row and index == 1 and not far:
             self.first = 1
@@ -90,7 +89,7 @@ class Memo:
         return FAR * (len(far) - count)
 
     def recall(self, index: int) -> Any:
-        """Return the value under a number. Raises ``KeyError`` if there is none."""
+        """Return the value under a number. Raises ``LookupError`` if there is none."""
         place = index - self.first
         value = self.row[place] if 0 <= place < len(self.row) else self.far[index]
         if value is _UNASKED:
@@ -101,11 +100,11 @@ class Memo:
 class PickleMachine(PickleStream):
     """Runs one pickle of ``data`` from ``position`` on; afterwards ``position`` is after its STOP.
 
-    ``globals`` holds every global that the pickle names, whether it calls it or not; ``called`` those whose results it
-    calls again (``functools.partial()``); ``unsupported`` the opcodes that ``weights_only=True`` refuses; ``at`` is the
-    offset of the opcode that failed; ``is_torn`` says whether a frame ends elsewhere than its opcodes; ``is_unicode``
-    whether all strings of Python 2 are UTF-8, as torch.load assumes. Raises ``UnreadableError`` if the stream is not a
-    pickle or ends early, ``HostileError`` if it is built to exhaust the machine."""
+    ``globals`` are all globals that the pickle names, called or not; ``called`` are those whose results it calls again
+    (``functools.partial()``); ``unsupported`` are the opcodes that ``weights_only=True`` refuses; ``at`` is the offset
+    of the opcode that failed; ``is_torn`` is whether a frame ends inside an opcode or before the pickle does;
+    ``is_unicode`` is whether all strings of Python 2 are UTF-8, as torch.load assumes. Raises ``UnreadableError`` if
+    the stream is not a pickle or ends early, ``HostileError`` if it is built to exhaust memory or time."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class PickleMachine(PickleStream):
 
     @property
     def has_misfits(self) -> bool:
-        """Whether a pickle that was read to its end lacks bytes, or has too many: no pickler writes it."""
+        """Whether a pickle that was read to its end has missing or extra bytes, so that no pickler wrote it."""
         return self.is_torn or self.runs != [[]]
 
     def load(self) -> Any:
@@ -159,22 +158,22 @@ class PickleMachine(PickleStream):
             raise damaged(self.path, f"the pickle is malformed near offset {self.at} ({_reason(error)})") from error
 
     def _asked_for(self) -> Container[int]:
-        """Return the numbers of the memo that the rest of the pickle may ask for: most values are kept in vain."""
+        """Return the memo numbers that the rest of the pickle may ask for; most stored values are never recalled."""
         data = self._data
         if not isinstance(data, bytes) or _RARELY * (data.count(b"j") + data.count(b"g")) > len(data):
             return self._asked
         found = _ASKED.finditer(data, self.position)
         numbers = (int.from_bytes(one[1], "little") if one[1] else int(one[2]) for one in found)
-        # A letter of a name gives a number that is larger than any.
+        # Letters of names that look like such opcodes give numbers that are too large.
         asked = {*range(256), *(number for number in numbers if number < len(data))}
         self.bounds.spend(getsizeof(asked))
         return asked
 
     def _run(self) -> bool:
-        """Run a stride of opcodes, and return whether the pickle came to its STOP.
+        """Run a stride of opcodes, and return whether the pickle reached its STOP.
 
-        A checkpoint's pickle consists nearly entirely of the dozen opcodes that are done in line here: with a call of
-        a handler for each of them, ``check --no-values`` of 10,000 keys takes a third more time."""
+        The pickle of a checkpoint consists almost entirely of the dozen opcodes that are handled inline here: with a
+        function call for each, ``check --no-values`` of 10,000 keys takes a third more time."""
         bounds, memo, asked, unsigned = self.bounds, self.memo, self._asked, _UNSIGNED
         call, persist = self.call, self.persistent_load
         bounds.step(_STRIDE, self._below + len(self.stack))
@@ -185,7 +184,7 @@ class PickleMachine(PickleStream):
         try:
             for run in range(_STRIDE):
                 opcode = window[place] if place <= last else 0
-                # Two halves, and in each the frequent ones first: most opcodes are found by two or three comparisons.
+                # Two halves, each with the frequent opcodes first: most are found with two or three comparisons.
                 if opcode > 0x60:
                     if opcode == 0x72 or opcode == 0x71:  # LONG_BINPUT, BINPUT
                         index = unsigned(window, place + 1)[0] if opcode == 0x72 else window[place + 1]
@@ -198,7 +197,7 @@ class PickleMachine(PickleStream):
                             first, following = memo.first, memo.following
                         place += 5 if opcode == 0x72 else 2
                         continue
-                    if opcode == 0x94 and first == 0 <= following:  # MEMOIZE: a quarter less time for a `.metadata`
+                    if opcode == 0x94 and first == 0 <= following:  # MEMOIZE: a `.metadata` takes a quarter less time
                         row.append(stack[-1] if following in asked else _UNASKED)
                         following += 1
                         spent += SLOT
@@ -273,14 +272,14 @@ class PickleMachine(PickleStream):
                     spent += getsizeof(number) + 8
                     place += 3 if opcode == 0x4D else 5
                     continue
-                # The other opcodes, and all that are too near to the end of what is in memory.
+                # All other opcodes, and those too close to the end of the bytes in memory.
                 self.place = place
                 if place >= len(window):
                     self.refill()
                 code = self.byte()
                 if code == _STOP:
                     self.is_torn = self.is_torn or self._frame_end > self.position
-                    bounds.step(run + 1 - _STRIDE, 0)  # nested ones are short, and pay for what they ran
+                    bounds.step(run + 1 - _STRIDE, 0)  # nested pickles are short, and pay only for the opcodes they ran
                     return True
                 self._seen[code] = 1
                 handler = _HANDLERS[code]
@@ -309,7 +308,7 @@ class PickleMachine(PickleStream):
         self.stack.append(value)
 
     def push_new(self, value: Any) -> None:
-        """Put a value on the stack that was made for it."""
+        """Push a new value, and count its memory."""
         self.stack.append(self.bounds.make(value))
 
     def pop(self) -> Any:
@@ -323,22 +322,22 @@ class PickleMachine(PickleStream):
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
-        """Take the values since the last mark off the stack."""
+        """Pop and return the values since the last mark."""
         values, self.stack = self.stack, self._marks.pop()
         self._below -= len(self.stack)
-        self.bounds.step(0, 2 * len(values))  # they are about to lie in a container too
+        self.bounds.step(0, 2 * len(values))  # they are about to be copied into a container
         self.bounds.spend(-_MARK)
         return values
 
     def remember(self, index: int) -> None:
-        """Keep the top value under a number."""
+        """Store the top value in the memo under a number."""
         self.bounds.spend(self.memo.keep(index, self.stack[-1] if index in self._asked else _UNASKED))
 
     # Objects
     # -----------------------------------------------------------------------------------------------------------------
 
     def push_global(self, module: Any, name: Any) -> None:
-        """GLOBAL and STACK_GLOBAL: a name, whatever it says."""
+        """Push a global by its name (GLOBAL, STACK_GLOBAL); nothing is looked up."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise MalformedError("the name of a global is not a string")
         known = self.globals.get((module, name))
@@ -372,7 +371,7 @@ class PickleMachine(PickleStream):
         return bounds.make(Opaque(Global(cls.module, name), (function, *args), kwargs or {}))
 
     def build(self) -> None:
-        """BUILD: hand a state to the object below it."""
+        """Pop a state and set it on the object below (BUILD)."""
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, (Opaque, Global)) and (isinstance(target, Global) or _is_armed(state)):
@@ -381,7 +380,7 @@ class PickleMachine(PickleStream):
         if isinstance(target, Opaque):
             target.state = state
         elif isinstance(target, OrderedDict) and isinstance(state, dict):
-            # torch hangs `_metadata` on the state_dict this way.
+            # torch sets `_metadata` of the state_dict this way.
             self.bounds.hand(state)
             attributes = target.__dict__
             self.bounds.fill(attributes, attributes.update, {str(key): value for key, value in state.items()})
@@ -389,7 +388,7 @@ class PickleMachine(PickleStream):
             target.build(state)
 
     def append_all(self, values: list[Any]) -> None:
-        """APPEND, APPENDS, ADDITEMS: into the list, set or object on top of the stack."""
+        """Add values to the list, set or object on top of the stack (APPEND, APPENDS, ADDITEMS)."""
         target = self.stack[-1]
         if isinstance(target, list):
             self.bounds.fill(target, target.extend, values)
@@ -402,7 +401,7 @@ class PickleMachine(PickleStream):
             raise MalformedError(f"it appends to a {type(target).__name__}")
 
     def set_all(self, values: list[Any]) -> None:
-        """SETITEM, SETITEMS, DICT: pairs into the dict or object on top of the stack."""
+        """Add pairs to the dict or object on top of the stack (SETITEM, SETITEMS, DICT)."""
         target = self.stack[-1]
         if isinstance(target, Opaque):
             target = target.own_pairs()
@@ -419,7 +418,7 @@ _LOOKED_UP = frozenset({"__setstate__", "append", "extend", "add"})  # attribute
 
 
 def _is_armed(state: Any) -> bool:
-    """Return whether a state puts a function in the place of a method that the unpickler itself calls."""
+    """Return whether a state replaces a method that the unpickler itself calls with a function."""
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     return any(
         isinstance(part, dict) and any(isinstance(part.get(name), (Global, Opaque)) for name in _LOOKED_UP)
@@ -428,7 +427,7 @@ def _is_armed(state: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return what was wrong, in words of the pickle and not of the interpreter."""
+    """Return what is wrong with the pickle, without the words of Python's own error."""
     if isinstance(error, MalformedError):
         return str(error)
     if isinstance(error, LookupError):
@@ -444,7 +443,7 @@ _UNSIGNED, _SHORT, _SIGNED = (struct.Struct(form).unpack_from for form in ("<I",
 
 
 def _name(machine: PickleMachine) -> str:
-    """Return a part of the name of a global, which is a line."""
+    """Return the next line, which is a part of the name of a global."""
     raw = machine.line()
     if raw.endswith(b"\r"):
         raise UnreadableError(
@@ -461,7 +460,7 @@ def _quoted(raw: bytes) -> bytes:
     if b"\\" not in raw:
         return raw[1:-1]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an escape that Python does not know, which stays as it is
+        warnings.simplefilter("ignore")  # about unknown escapes, which stay as they are
         return bytes(codecs.escape_decode(raw[1:-1])[0])
 
 
@@ -489,7 +488,7 @@ def _set_protocol(machine: PickleMachine) -> None:
 
 
 def _frame(machine: PickleMachine) -> None:
-    """Note how many bytes of opcodes follow, a hint for readers that block. Frames end where opcodes do."""
+    """Record how many bytes of opcodes follow, a hint for readers that read ahead. Frames end where opcodes do."""
     machine.is_torn = machine.is_torn or machine._frame_end >= machine.position
     size = machine.unsigned(8)
     machine._frame_end = machine.position + size
@@ -509,7 +508,7 @@ def _inst(machine: PickleMachine) -> Any:
 
 def _set_item(machine: PickleMachine) -> None:
     value, key = machine.pop(), machine.pop()
-    machine.bounds.step(2, 0)  # it takes as long as three others
+    machine.bounds.step(2, 0)  # it takes as long as three other opcodes
     machine.set_all([key, value])
 
 
@@ -616,7 +615,7 @@ _OPCODES: dict[bytes, Callable[[PickleMachine], Any]] = {
 }
 _HANDLERS = [_OPCODES.get(bytes([code])) for code in range(256)]
 
-# The opcodes that `torch.load(weights_only=True)` knows beside STOP: those of protocol 2, and EMPTY_SET
+# The opcodes that `torch.load(weights_only=True)` knows besides STOP: those of protocol 2, and EMPTY_SET
 # (`torch/_weights_only_unpickler.py`).
 _WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr\x80")
 _REFUSED = [code for code, handler in enumerate(_HANDLERS) if handler is not None and code not in _WEIGHTS_ONLY]

@@ -1,11 +1,11 @@
 """Which globals of a pickle run code, and which only construct the values of a checkpoint.
 
-Nothing here protects ckptfix itself, whose reader resolves no global at all. It protects those who load the file
-elsewhere. A list of bad names is never complete, so the question is turned round: in the standard library, torch and
-numpy, a pickle may call the names of ``trusted_globals.txt`` and no others, whichever Python this is. What it names
-without a call (an activation function, a type) may be any plain function of theirs. Names of packages that not
-everybody has are classes of the user's own code: nothing is known of them, and an attack cannot count on them; of these
-only what cannot be a class's name is an error.
+This does not protect ckptfix itself, whose reader resolves no globals, but users who load the file elsewhere. A list of
+dangerous names is never complete, so names are allowed instead: of the standard library, torch and numpy, a pickle may
+call only the names in ``trusted_globals.txt``, whichever Python runs this. Globals that it names without a call (an
+activation function, a type) may be any plain function of these packages. Names of other packages are taken for classes
+of the user's own code: nothing is known about them, and an attack cannot rely on them being installed. Of these, only
+names that cannot be classes are errors.
 
 For other lists of dangerous names: https://github.com/mmaitre314/picklescan, https://github.com/trailofbits/fickling."""
 
@@ -24,13 +24,13 @@ from ckptfix.core.facts import Fact, Kind
 from ckptfix.core.objects import Global, Opaque
 from ckptfix.errors import HostileError, UnreadableError
 
-# What builds a `torch.fx.GraphModule` from code that the file holds as text.
 PICKLE = "pickle"  # the place of a remark about the pickle of the file itself
+# Builds a `torch.fx.GraphModule` from code that the file stores as text.
 STORED_CODE = "torch.fx.graph_module.reduce_graph_module"
-GRAPH_CODE = "the code of a torch.fx graph"  # how an edit names that code
+GRAPH_CODE = "the code of a torch.fx graph"  # the name of that code in edits
 _NAMED = 4
 
-# Modules of Python 2 that have another name since, and those of C beside the ones that name their functions.
+# Modules of Python 2 that were renamed, and C modules with the functions of another module.
 MODULE_ALIASES = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 _RENAMED = {
     **MODULE_ALIASES,
@@ -38,8 +38,8 @@ _RENAMED = {
     **{"ConfigParser": "configparser", "thread": "_thread"},
 }
 _MOVED = r"^torch\.(?:nn\.(?:quantized|intrinsic|qat|quantizable)|quantization)(?=\.)"
-# A class that another release of torch may have: not trusted by name, and nothing that an attack could use. A module of
-# torch.fx compiles the graph that it is made of, and never pickles as a call of its class.
+# Classes of other releases of torch, which are not listed by name and of no use to an attack. Not `GraphModule`, which
+# compiles code when it is called, and is never pickled as a call of its class.
 _TORCH_CLASS = r"torch\.(nn|optim|ao|distributions|jit\.Lowered(Module|Wrapper))(\.\w+)*\.(?!\w*GraphModule$)_?[A-Z]\w*"
 
 _NUMBER = (
@@ -48,7 +48,7 @@ _NUMBER = (
 _REBUILDER = r"(?i)_*(\w*unpickle|re_?build|reconstruct|new_?obj|new_\w*index)"
 _SPECIAL = r"__\w+__"
 
-# What reads and writes files or builds code, wherever it is in torch and numpy.
+# Names of torch and numpy, in any module, that read or write files or build code.
 _LOADERS = frozenset(
     "load save from_file fromfile tofile dump memmap load_library import_ir_module hub package compile FileStore "
     "TCPStore DataSource PyTorchFileReader PyTorchFileWriter".split()
@@ -57,7 +57,7 @@ _LOADERS = frozenset(
 
 @cache
 def _lists(file: str) -> dict[str, frozenset[str]]:
-    """Return the lists of names in a file beside this one; a list goes on in lines that are indented."""
+    """Return the lists of names in a file beside this module, by title; indented lines continue a list."""
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
     lines = (line.partition(": ") for line in text.replace("\n  ", " ").splitlines() if not line.startswith("#"))
     return {title: frozenset(names.split()) for title, _, names in lines}
@@ -68,7 +68,7 @@ def _names(title: str) -> frozenset[str]:
 
 
 def canonical(name: str) -> str:
-    """Return the name under which a global is looked up: that of Python 3, of numpy 1, and of today's torch."""
+    """Return the name under which a global is looked up: as in Python 3, numpy 1 and current torch."""
     root, dot, rest = name.partition(".")
     name = f"{_RENAMED.get(root, root)}{dot}{rest}".replace("numpy._core.", "numpy.core.")
     if name.startswith("torch.tensor."):  # until torch 1.8
@@ -77,7 +77,7 @@ def canonical(name: str) -> str:
 
 
 def is_trusted(name: str) -> bool:
-    """Return whether a global is one that a checkpoint may call: ``collections.OrderedDict``."""
+    """Return whether a checkpoint may call a global, such as ``collections.OrderedDict``."""
     name, trusted = canonical(name), _lists("trusted_globals.txt")
     parts = name.split(".")
     places = range(len(parts) - 1, 0, -1)  # zoneinfo: ZoneInfo._unpickle
@@ -88,8 +88,8 @@ def is_trusted(name: str) -> bool:
 
 
 def spelled(function: Global) -> str:
-    """Return the name of a global as it is judged: ``module:alias.name`` if its name begins not with a class but with
-    what the module imported (``torch.nn.parallel.distributed:logging.FileHandler``), which no pickler writes."""
+    """Return the name by which a global is judged. It is ``module:alias.name`` if the first part is not a class but a
+    module that the module imported (``torch.nn.parallel.distributed:logging.FileHandler``), which no pickler writes."""
     module, (first, dot, _) = function.module, function.name.partition(".")
     is_class = len(first) > 2 and first.lstrip("_")[:1].isupper()  # `F` and `_C` are modules
     is_alias = dot and not is_class and is_known(module.partition(".")[0]) and not is_trusted(f"{module}.{first}")
@@ -97,12 +97,12 @@ def spelled(function: Global) -> str:
 
 
 def is_known(root: str) -> bool:
-    """Return whether a package is one of which it is known what checkpoints need of it."""
+    """Return whether a package is one whose names are listed here, so that others of its names are not trusted."""
     return root.lstrip("_") in _names("stdlib") or root in ("torch", "numpy") or root in _names("harmful")
 
 
 def is_payload(name: str) -> bool:
-    """Return whether no checkpoint names a global (``posix.system``), even without a call."""
+    """Return whether a global (``posix.system``) is one that no checkpoint names, even without a call."""
     parts = canonical(name).split(".")
     root, inner = parts[0], parts[1:-1]
     if is_trusted(name):
@@ -133,9 +133,9 @@ def is_payload(name: str) -> bool:
 
 
 def runs_code(name: str) -> bool:
-    """Return whether calling a global (``pathlib.Path.write_text``) does more than to construct a value.
+    """Return whether calling a global (``pathlib.Path.write_text``) does more than construct a value.
 
-    ``functools.partial()`` is a call of what ``functools.partial`` gave."""
+    ``functools.partial()`` is a call of a result of ``functools.partial``."""
     root, _, rest = canonical(name).partition(".")
     if "__setstate__" in rest:
         return True
@@ -154,30 +154,30 @@ def runs_code(name: str) -> bool:
 
 
 def is_block(made: Opaque) -> bool:
-    """Return whether an object is what makes a block of pandas 1.3: ``functools.partial(new_block, ndim=2)``."""
+    """Return whether an object is ``functools.partial(new_block, ndim=2)``, which builds a block in pandas 1.3."""
     parts = made.state if isinstance(made.state, tuple) else made.args
     is_partial = str(made.cls) == "functools.partial" and bool(parts) and isinstance(parts[0], Global)
     return is_partial and str(parts[0]) == "pandas.core.internals.blocks.new_block"
 
 
 def is_union(function: Global, args: tuple[object, ...]) -> bool:
-    """Return whether a call is how Python writes the type ``int | str``: ``functools.reduce(operator.or_, …)``."""
+    """Return whether a call is ``functools.reduce(operator.or_, …)``, the pickle of the type ``int | str``."""
     if not args or not isinstance(args[0], Global) or canonical(str(args[0])) != "operator.or_":
         return False
     return canonical(str(function)) in ("functools.reduce", "builtins.reduce")
 
 
 def names_of(named: Iterable[Global], called: Iterable[str]) -> set[str]:
-    """Return the globals that a pickle names, and those of the ``called`` ones which do more than to construct a value
-    with ``()`` appended."""
+    """Return the globals that a pickle names, and with ``()`` appended the ``called`` ones that do more than construct
+    a value."""
     return {*map(spelled, named), *(f"{name.removesuffix('()')}()" for name in called if runs_code(name))}
 
 
 def payload_remarks(names: Iterable[str]) -> list[Fact]:
-    """Return one remark for each global that is there only to run code, and for each other one that is not trusted,
-    such as the user's own classes. A name that ends in ``()`` was called to run code.
+    """Return a remark for each global that serves only to run code, and for each other one that is not trusted, such as
+    the user's own classes. A name that ends in ``()`` was called to run code.
 
-    A graph of torch.fx whose stored code calls only operations gets a remark of its own kind, ``stored-code``."""
+    A graph of torch.fx whose stored code calls only operations gets the remark ``stored-code`` instead."""
     names = set(names)
     found = {name.removesuffix("()") for name in names if is_payload(name) or name.endswith("()")}
     remarks = [Fact.of(Kind.PAYLOAD, PICKLE, name=name) for name in sorted(found)]
@@ -189,8 +189,8 @@ def payload_remarks(names: Iterable[str]) -> list[Fact]:
 
 @contextmanager
 def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
-    """Turn an ``UnreadableError`` of the block into a ``HostileError`` if the globals that the file's pickles name,
-    ``names``, hold a payload: such a file should not be fetched again."""
+    """Turn an ``UnreadableError`` of the body into a ``HostileError`` if the globals that the file's pickles name
+    (``names``) contain a payload: the advice to fetch such a file again would be wrong."""
     try:
         yield
     except UnreadableError as error:
@@ -206,14 +206,14 @@ def refusing_payload(path: str, names: set[str]) -> Iterator[None]:
         ) from error
 
 
-LENGTH_LIMIT = 8 << 20  # characters of code that are looked at; graphs of the largest models stay far below
+LENGTH_LIMIT = 8 << 20  # characters of code; graphs of the largest models are far smaller
 _IGNORED = r"#[^\n]*"
 _STRING = r"(?i:\b[rbu]{1,2})?('[^'\n\\]*(?:\\.[^'\n\\]*)*'|\"[^\"\n\\]*(?:\\.[^\"\n\\]*)*\")"
 _OF_NAME = r"\bgetattr\(([\w.]+), ''\)"  # an attribute whose name is not a Python name, such as a number
-_NESTED = 64  # layers in each other that have such names, at most
+_NESTED = 64  # largest nesting of such attributes
 _HIDDEN = r"\b__|__\b"
 _WORDS = r"(\.\s*)?([^\W\d]\w*(?:\.[^\W\d]\w*)*)(\s*\()?"
-_BLANKS = r"[^\S\n\t ]"  # Python ends a line, and with it a comment, at some of them
+_BLANKS = r"[^\S\n\t ]"  # some of them end a line in Python, and so a comment
 _IMPORT = r"import torch(?:\.fx)?|import torch\.(?:fx|utils)\._pytree as (?:fx_)?pytree|NoneType = type\(None\)"
 _FROM = r"from ([\w.]+) import (\w+)(?: as (\w+))?"
 
@@ -223,19 +223,19 @@ _SYNTAX = frozenset(
 _VALUES = frozenset("strided sparse_coo contiguous_format channels_last channels_last_3d preserve_format".split())
 _SPACES = ("nn", "_C", "fft", "linalg", "special", "sparse", "amp", "ao", "functional", "_nn")
 _BESIDE_SPACES = ("torch.fx.wrap", "torch.fx._symbolic_trace.wrap", "torch.utils.checkpoint.checkpoint")
-# Methods that write files: those of arrays, storages and graph modules.
+# Methods of arrays, storages and graph modules that write files.
 _WRITERS = _LOADERS - {"compile", "hub", "package"} | {"to_folder"}
 
 
 def is_graph_code(body: Any, imports: Any) -> bool:
-    """Return whether the instance dict of a graph module and its import block hold nothing but calls of operations."""
+    """Return whether the code in a graph module's instance dict and its import block only calls operations."""
     if not isinstance(body, dict):
         return False
     code, block = body.get("_code") or body.get("code", ""), imports or ""  # as torch chooses between the two
     if not (isinstance(code, str) and isinstance(block, str) and len(code) + len(block) <= LENGTH_LIMIT):
         return False
     if block and not block.endswith("\n") and not code.startswith("\n"):
-        return False  # torch runs the two as one text, in which the code would go on with the last import
+        return False  # torch joins the two texts, and the code would continue the line of the last import
     lines = [line.strip() for line in block.split("\n")]
     named = {found[3] or found[2] for line in lines if (found := re.fullmatch(_FROM, line))}
     return all(map(_is_harmless_import, lines)) and _is_harmless_code(code, named)
@@ -248,7 +248,7 @@ def _is_harmless_import(line: str) -> bool:
     module, name, _ = found.groups()
     root = module.partition(".")[0]
     if name.lstrip("_") in _names("stdlib"):
-        return False  # a module that the module has imported
+        return False  # a module that this module imported
     if root == "torch":
         return f"{module}.{name}" == "torch.device" or _is_operation(f"{module}.{name}", is_called=True)
     if root == "builtins":
@@ -275,8 +275,7 @@ def _is_harmless_code(code: str, imported: set[str]) -> bool:
         code, count = re.subn(_OF_NAME, r"\1", code)
         if not count:
             break
-    # A name that is put together, a prefix of a text other than those above (`f`), or a text of several lines hides
-    # what it says.
+    # A computed name, a string with another prefix than above (`f`), or a string of several lines hides its meaning.
     if re.search(r"\\|\bgetattr\b|\w''|['\"]{3}", code) or re.search("['\"]", code.replace("''", "")):
         return False
     if any(re.search(_HIDDEN, text) or text[1:-1] in banned for text in texts):
@@ -298,7 +297,7 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
         return False
     if is_inner:
         return True
-    if parts[0] in imported:  # no module, but it may be a type or a number
+    if parts[0] in imported:  # not a module, but it may be a type or a number
         return not attributes and (is_called or name[:1].isupper() or name in ("inf", "nan", "device"))
     if parts[0] in ("pytree", "fx_pytree"):
         return len(parts) == 2 and parts[1].startswith("tree_")
@@ -308,7 +307,7 @@ def _is_harmless_word(found: re.Match[str], imported: set[str]) -> bool:
 
 
 def _is_operation(name: str, is_called: bool) -> bool:
-    """Return whether a dotted name of torch is an operation that is called, or a value that stands for itself."""
+    """Return whether a dotted name of torch is a called operation or a plain value, such as a dtype."""
     _, *path = name.split(".")
     if not path or is_payload(name) or not _LOADERS.isdisjoint(path):
         return False

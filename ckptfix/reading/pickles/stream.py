@@ -1,6 +1,6 @@
-"""The bytes of a pickle, taken one after another, from memory or from a file, and the strings of Python 2 in it.
+"""The byte stream of a pickle, from memory or from a file, and the strings of Python 2 in it.
 
-Sizes in the stream are claims: nothing is taken before it is known to be there."""
+Sizes in the stream are claims: they are checked before bytes are read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _WINDOW = 1 << 16  # bytes of a file that are read at a time
 
 
 class MalformedError(ValueError):
-    """A value of a pickle is not what its place asks for. The message is a noun phrase for the user."""
+    """A value of a pickle is invalid in its place. The message is a phrase for the user."""
 
 
 class UnknownError(MalformedError):
-    """A value whose name only a later release of torch can have given."""
+    """A value of a pickle has a name from a later release of torch."""
 
 
 class BrokenPickleError(UnreadableError):
-    """The opcodes of a pickle go wrong at ``position``."""
+    """A pickle cannot be read from ``position`` on."""
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -27,18 +27,17 @@ class BrokenPickleError(UnreadableError):
 
 
 class PickleEndError(BrokenPickleError):
-    """The stream ends there."""
+    """The stream ends at ``position``."""
 
 
 class NoOpcodeError(BrokenPickleError):
-    """The stream goes on with a byte that means nothing."""
+    """The byte at ``position`` is not an opcode."""
 
 
 class PickleStream:
-    """Takes the bytes of ``data`` from ``position`` on. Raises ``PickleEndError`` if there are not enough.
+    """Reads ``data`` from ``position`` on. Raises ``PickleEndError`` if it ends early.
 
-    ``window`` holds the bytes in memory, which are all of them or a part of a file, and ``place`` is the index of the
-    next one."""
+    ``window`` are the bytes in memory (all, or a part of a file), and ``place`` is the index of the next one."""
 
     def __init__(self, data: Buffer, path: str, position: int) -> None:
         self.path = path
@@ -47,11 +46,11 @@ class PickleStream:
 
     @property
     def position(self) -> int:
-        """The place in the data of the next byte."""
+        """The offset of the next byte in the data."""
         return self._start + self.place
 
     def refill(self) -> None:
-        """Go on to the next bytes of a file, those at hand being used up."""
+        """Read the next window after all bytes in memory were used."""
         self._start, self.place = self.position, 0
         self.window = self._data[self._start : self._start + _WINDOW]
         if not self.window:
@@ -67,8 +66,7 @@ class PickleStream:
         if count < 0 or count > self._size - start:
             raise PickleEndError(
                 f"{self.path}: {count} bytes are claimed at offset {start}, but only {self._size - start} are left; "
-                "the "
-                "file is cut short or damaged: fetch it again",
+                "the file is cut short or damaged: fetch it again",
                 start,
             )
         self.window, self._start, self.place = b"", start + count, 0
@@ -94,17 +92,17 @@ class PickleStream:
 
 
 class Utf8Text(str):
-    """A string of Python 2 that is UTF-8 and not ASCII."""
+    """Text from a string of Python 2 that is UTF-8 and not ASCII."""
 
     __slots__ = ()
 
 
 def python2_text(raw: bytes) -> str:
-    """Return the text of a string of Python 2, which is bytes and may or may not have been text.
+    """Decode a string of Python 2, which may be text or binary data.
 
-    ``torch.load`` decodes all of them as UTF-8 and refuses a file in which one is not, so text that is UTF-8 gives the
-    names that torch gives, as ``Utf8Text``. Anything else is read as Latin-1, which keeps every byte: the bytes of
-    numpy arrays are such strings too."""
+    ``torch.load`` decodes all of them as UTF-8 and refuses a file if one is not, so UTF-8 becomes the same names as in
+    torch, as ``Utf8Text``. Anything else is decoded as Latin-1, which keeps every byte: the data of numpy arrays are
+    such strings too."""
     if not raw.isascii():
         try:
             return Utf8Text(raw, "utf-8")
@@ -114,5 +112,5 @@ def python2_text(raw: bytes) -> str:
 
 
 def raw_bytes(text: str, errors: str = "strict") -> bytes:
-    """Return the bytes of a string of Python 2. Raises ``UnicodeEncodeError`` if the text is not one."""
+    """Return the bytes that ``python2_text`` decoded. Raises ``UnicodeEncodeError`` for any other text."""
     return text.encode("utf-8" if isinstance(text, Utf8Text) else "latin-1", errors)

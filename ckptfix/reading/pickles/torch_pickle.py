@@ -1,4 +1,4 @@
-"""What the two torch formats share: running the pickle of a torch.save file with its storages."""
+"""Reads the pickle of a torch.save file, whose persistent ids refer to storages, for all torch formats."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from ckptfix.reading.pickles.machine import PickleMachine
 from ckptfix.reading.pickles.payload import names_of
 from ckptfix.reading.pickles.stream import MalformedError
 
-# Pickle protocol 0 has no persistent ids but lines of text, so that the file has the id's `str`.
+# In pickle protocol 0, a persistent id is a line of text: the `str` of the tuple.
 _TEXT_ID = (
     r"(?a)\('storage', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, '(?P<key>[^'\\]{1,200})', "
     r"'(?P<device>[^'\\]{0,100})', (?P<numel>\d{1,19})"
     r"(?:, (?:None|\('(?P<view>[^'\\]{1,200})', (?P<offset>\d{1,19}), (?P<size>\d{1,19})\)))?\)"
 )
 
-# The same of the class of a module, which legacy files keep with its source.
+# The same for the class of a module, which legacy files store with its source.
 _TEXT_MODULE = r"(?a)\('module', <class '(?P<module>[\w.]{1,200})\.(?P<name>\w{1,100})'>, "
 
-# Where the storage classes are that `weights_only` knows.
+# The modules of storage classes that `weights_only` knows.
 _STORAGE_MODULES = frozenset({"torch", "torch.cuda", "torch.storage"})
-NESTING_LIMIT = 4  # how many files of torch.save may lie inside each other; plain `pickle.dump(state_dict)` needs one
+NESTING_LIMIT = 4  # largest nesting of torch.save files inside pickles; a plain `pickle.dump(state_dict)` needs one
 
 
-# Reads a whole file of torch.save inside a pickle, from its bytes, the outer file's path, the depth of nesting and the
-# outer file's limits; returns its root object and the globals that it names.
+# Reads a whole torch.save file inside a pickle from its bytes, the path of the outer file, the nesting depth and the
+# limits of the outer file; returns its root object and the globals that it names.
 ReadNested = Callable[[bytes, str, int, Bounds], tuple[Any, set[str]]]
 
 
 class End(NamedTuple):
-    """How a pickle ended: the values left on the stack, split at the marks, the offset of the last opcode, whether its
-    frames end elsewhere than its opcodes, whether no pickler writes such a pickle, and whether numbers of its memo were
-    passed over, which some picklers do."""
+    """How a pickle ended: the values left on the stack, split at the marks; the offset of the last opcode; whether a
+    frame is torn; whether bytes are missing or extra, so that no pickler wrote it; and whether the memo skips numbers,
+    which some picklers do."""
 
     runs: list[list[Any]]
     at: int
@@ -53,19 +53,19 @@ class End(NamedTuple):
     has_gaps: bool
 
 
+# The function that torch.package calls for a TorchScript module, with the number of its folder.
 _SCRIPTED = "torch.jit._script.unpackage_script_module"
-"""What torch.package calls for a module of TorchScript, with the number of its folder."""
 
 
 class StoragePickle:
     """Runs the pickles of one file.
 
-    ``find_storage(key, nbytes, device)`` returns the storage of a persistent id; it is asked once for each key.
-    ``read_nested`` reads files of torch.save inside the pickle; without it they are refused. ``names`` gathers every
-    global that the pickles of the file name, and once more with ``()`` appended those that they call to run something.
-    ``is_plain`` says whether ``weights_only`` knows all of their opcodes, ``is_unicode`` whether their strings of
-    Python 2 are UTF-8, ``end`` how the last one ended. With ``big_endian``, the storages are of such a
-    machine. ``bounds`` limits all pickles of the file together."""
+    ``find_storage(key, nbytes, device)`` returns the storage of a persistent id, and is called once for each key.
+    ``read_nested`` reads torch.save files inside the pickle; without it they are refused. ``names`` collects all
+    globals that the pickles name, and again with ``()`` appended those that they call to run code. ``is_plain`` is
+    whether ``weights_only`` knows all opcodes, ``is_unicode`` whether all strings of Python 2 are UTF-8, and ``end``
+    how the last pickle ended. With ``big_endian``, storages have big-endian elements. ``bounds`` limits all pickles of
+    the file together."""
 
     def __init__(
         self,
@@ -84,9 +84,8 @@ class StoragePickle:
         self.end = End([[]], 0, False, False, False)
         self.storages: dict[str, Storage] = {}
         self.dtypes: dict[str, str] = {}
+        # Returns the weights of a TorchScript module in a package, by its number, and the globals that it names.
         self.read_script: Callable[[str], tuple[Any, set[str]]] | None = None
-        """Returns the weights of a module of TorchScript that a package holds by its number, and the names in it."""
-
         self._classes: dict[Global, str] = {}
         self._objects: dict[int | str, Any] = {}
         self._find_storage = find_storage
@@ -108,8 +107,8 @@ class StoragePickle:
         return value, machine.position
 
     def refuse_torn(self) -> None:
-        """Raise ``HostileError`` if the frames of the last pickle end elsewhere than its opcodes: after such a frame,
-        CPython reads other opcodes than those in the file (https://github.com/python/cpython/issues/154848)."""
+        """Raise ``HostileError`` if a frame of the last pickle is torn: after such a frame, CPython reads other opcodes
+        than those in the file (https://github.com/python/cpython/issues/154848)."""
         if self.end.is_torn:
             raise HostileError(
                 f"{self.path}: the frames and opcodes of its pickle end in different places, so programs read it "
@@ -118,13 +117,14 @@ class StoragePickle:
 
     def protocol_remarks(self, where: str) -> list[Fact]:
         """Return remarks on opcodes that ``weights_only`` does not know, and on text that is not UTF-8."""
-        # Protocol 2 itself has some: a tuple that holds itself is written with POP.
+        # Protocol 2 can have some too: a tuple that contains itself is written with POP.
         protocol = {0: "0 or 1", 2: "2 with rare opcodes"}.get(self.protocol, str(self.protocol))
         remarks = [] if self.is_plain else [Fact.of(Kind.PROTOCOL, where, protocol=protocol)]
         return remarks if self.is_unicode else [*remarks, Fact(Kind.PYTHON2_TEXT, where)]
 
     def persistent(self, pid: Any) -> Any:
-        """Return the stand-in of a persistent id: a storage, or the class of a module with its source (legacy)."""
+        """Return the inert value of a persistent id: a storage, the class of a module (in legacy files, with its
+        source), or an object of torch.package."""
         kind, cls, *rest = _id_of_text(pid) if isinstance(pid, str) else pid
         if kind == "module" and isinstance(cls, Global):
             return cls
@@ -161,7 +161,7 @@ class StoragePickle:
         return TypedStorage(storage, dtype) if not view or view[0] is None else self.view(key, dtype, view[0])
 
     def _reduced(self, *given: Any) -> Any:
-        """Return what torch.package makes by a call, ``([number,] function, args)``; equal numbers are one object."""
+        """Return the object of a call in torch.package, ``([number,] function, args)``, which the number identifies."""
         number = given[0] if len(given) == 3 else None
         function, args = given[-2:] if len(given) in (2, 3) else (None, None)
         if (
@@ -182,8 +182,8 @@ class StoragePickle:
         return self._objects[number]
 
     def view(self, key: str, dtype: str, view: Any) -> TypedStorage:
-        """Return a part of a storage. Torch 0.1 to 0.3 pickled it as (view_key, offset, size); the tensor's offset
-        counts from the view."""
+        """Return a part of a storage, which torch 0.1 to 0.3 pickled as ``(view_key, offset, size)``; the offsets of
+        tensors are relative to it."""
         view_key, offset, size = view
         if type(offset) is not int or type(size) is not int or not isinstance(view_key, (str, int)):
             raise MalformedError("a view of a storage that is placed by no number")
@@ -198,8 +198,8 @@ class StoragePickle:
         return TypedStorage(self.storages[name], dtype)
 
     def _swapped(self, storage: Storage, dtype: str) -> Storage:
-        """Return the storage with its elements turned round. A complex element is two numbers, and an untyped storage
-        is none: torch swaps neither (``UntypedStorage.byteswap``)."""
+        """Return the storage with the bytes of its elements swapped. The two numbers of a complex element are swapped
+        separately, and bytes of an untyped storage are not swapped, as in torch (``UntypedStorage.byteswap``)."""
         width = DTYPES[dtype].itemsize // (2 if DTYPES[dtype].is_complex else 1)
         if width == 1:
             return storage
@@ -209,7 +209,7 @@ class StoragePickle:
 def _nested(
     path: str, read_nested: ReadNested | None, nesting: int, bounds: Bounds, names: set[str], data: bytes
 ) -> Any:
-    """Return the object of a file inside the pickle. A method would be a cycle, and keep all that was read."""
+    """Return the object of a file inside the pickle. As a method, it would be a cycle that keeps everything alive."""
     if read_nested is None or nesting >= NESTING_LIMIT:
         raise hostile(
             path,
@@ -222,7 +222,7 @@ def _nested(
 
 
 def _id_of_text(text: str) -> tuple[Any, ...]:
-    """Return the persistent id that a file of pickle protocol 0 writes as text."""
+    """Parse a persistent id that pickle protocol 0 wrote as text."""
     if module := re.match(_TEXT_MODULE, text):
         return "module", Global(module["module"], module["name"])
     found = re.fullmatch(_TEXT_ID, text)
