@@ -53,6 +53,7 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
         from ckptfix.explain.format import (
             concise_lines,
             full_lines,
+            merge_command,
             reading_code,
             to_json,
             unknown_lines,
@@ -68,7 +69,12 @@ def explain(run: Run, text: tuple[str, ...]) -> int:
             subject = replace(subject, code="")
         elif report is not None and file is not None:
             which = {name: choices[name] for name in ("weights", "member") if name in choices}
-            subject = replace(subject, code=reading_code(report, file, which), entries=_entries(file, which))
+            subject = replace(
+                subject,
+                code=reading_code(report, file, which),
+                entries=_entries(file, which),
+                merging=merge_command(report, choices),
+            )
         explanation = explain_text(given, subject)
         close = nearest(given) if explanation is None else None
         verdict: Verdict | None = None

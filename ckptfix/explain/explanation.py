@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
@@ -100,16 +100,23 @@ RECORDS = _load()  # Every known message. A message matches exactly one of them,
 
 FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # placeholders in a command for an unknown file or model
 _PLACE = re.compile(r"\{(\w+)\}")
+_OPENING = re.compile(r"(?:load|open)\(\{path\}")
+_SPREAD = (
+    "The folder is a checkpoint of a distributed training. The weights are spread over its files, which only the"
+    " framework that saved them loads as they are."
+)
 
 
 class MessageContext(Struct, frozen=True):
     """What is known beside the text: the file, the flags that name its model, word by word, the entries of the file,
-    and the expression that gives its state_dict in Python, empty for a file that cannot be read."""
+    the expression that gives its state_dict in Python, empty for a file that cannot be read, and the command that puts
+    the files of a training run together, empty for what is not a folder of them."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
     code: str | None = None
     entries: frozenset[str] = frozenset()
+    merging: str = ""
 
 
 class Explanation(Struct, frozen=True):
@@ -131,6 +138,19 @@ class Explanation(Struct, frozen=True):
     chain: str = ""
     file: str | None = None
     about_file: bool = False
+
+    @property
+    def is_about_loading(self) -> bool:
+        """Whether it is about what is loaded, and so a reason to load something else."""
+        return _is_about_loading(self.about_file, self.codes)
+
+
+# Rules on names, containers and parts: their messages come from loading, those of others from running the model too.
+_OF_LOADING = frozenset({"KEY", "FIL", "FIL101", "FIL102", "FIL105", "FIL109"})
+
+
+def _is_about_loading(about_file: bool, codes: Iterable[str]) -> bool:
+    return about_file or not _OF_LOADING.isdisjoint(codes)
 
 
 def recognise(message: Message) -> list[tuple[KnownMessage, Mapping[str, str]]]:
@@ -203,6 +223,12 @@ def _explanation(
 ) -> Explanation:
     (record, captured), *rest = found
     own_causes, own_advice = read_fit(message) if record.reads_keys else ((), ())
+    advice = (*own_advice, *record.advice)
+    if subject.merging and _is_about_loading(record.about_file, record.codes):
+        # The keys and shapes in the message are one rank's, and say nothing of the whole.
+        own_causes = ((_SPREAD, ()),)
+        merge = Advice("puts them together into one file", command=subject.merging)
+        advice = (merge, *(each for each in record.advice if each.code))
     is_held = record.held != "" and captured.get("key") in subject.entries
     path = json.dumps(subject.file, ensure_ascii=False) if subject.file else "path"
     values = {
@@ -214,7 +240,7 @@ def _explanation(
         name=record.name,
         said=record.said(message),
         causes=((_filled(record.held if is_held else record.cause, values), ()), *own_causes),
-        advice=tuple(_filled_advice((*own_advice, *record.advice), values, subject)),
+        advice=tuple(_filled_advice(advice, values, subject)),
         source=record.source,
         codes=record.codes,
         others=tuple(dict.fromkeys(n for n in (*(other.name for other, _ in rest), *others) if n != record.name)),
@@ -232,6 +258,8 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
     for each in advice:
         if "{load}" in each.code and not values["load"]:
             continue
+        if subject.merging and _OPENING.search(each.code):
+            continue  # a folder
         command = each.command
         if subject.model:
             command = command.replace("--model {MODEL}", typed(subject.model))

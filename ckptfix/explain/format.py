@@ -9,11 +9,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptfix.core.finding import Finding, Level, counted
+from ckptfix.core.finding import Blocks, Finding, Level, counted
+from ckptfix.core.option import REPAIR
+from ckptfix.core.options import command_words
 from ckptfix.core.report import Report
 from ckptfix.core.wording import typed
 from ckptfix.explain.explanation import MODEL, Explanation, KnownMessage
 from ckptfix.explain.fit import Advice
+from ckptfix.reading.folders.folders import OF_TRAINING
 from ckptfix.report.advice import Presentation, message_with_count, suggested
 from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
@@ -43,7 +46,11 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
     others = tuple(finding for finding in report.findings if finding not in confirming)
     defects = [finding for finding in others if finding.level > Level.NOTE]
     is_about_file = explanation is not None and explanation.about_file
-    if confirming:
+    merging = merge_command(report, presentation.choices)
+    is_spread = merging != "" and (explanation is None or explanation.is_about_loading)
+    if is_spread:
+        sentence = _what_it_holds(report)
+    elif confirming:
         holder = f"{_what_it_holds(report)} It" if is_about_file else report.source
         sentence = f"{holder} has this problem:"
     elif is_about_file:
@@ -64,7 +71,10 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
         limits = "" if report.target else " as far as ckptfix can see without your model (--model or --like)"
         sentence = f"{report.source}: nothing is wrong with it{limits}."
     words, price = next(suggested(report, presentation), ((), ""))
-    return Verdict(sentence, confirming, others, typed(words), price)
+    command = typed(words)
+    if is_spread and not words[3:]:  # a repair without options, which merging is too
+        command = merging if explanation is None else ""
+    return Verdict(sentence, confirming, others, command, price)
 
 
 def _what_it_holds(report: Report) -> str:
@@ -72,7 +82,24 @@ def _what_it_holds(report: Report) -> str:
     tensors = counted(report.tensors, "tensor")
     kind = "a whole model" if _becomes_state_dict(report) else "a bare state_dict"
     place = f"{kind} of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
-    return f"{report.source} is a {report.format} file and holds {place}."
+    thing = "folder" if report.format in OF_TRAINING else "file"
+    return f"{report.source} is a {report.format} {thing} and holds {place}."
+
+
+def merge_command(report: Report, choices: Mapping[str, Any]) -> str:
+    """Return the command that puts the files of a training run together; empty for what is not a folder of them, or
+    has files of which no whole can be made."""
+    if report.format not in OF_TRAINING or any(Blocks.WRITING in finding.blocks for finding in report.findings):
+        return ""
+    parts = [finding for finding in report.findings if finding.name == "shard-of-weights"]
+    needed = {
+        name: value
+        for finding in parts
+        if finding.level is Level.ERROR
+        for each in finding.remedies
+        for name, value in each.options
+    }
+    return typed(command_words(REPAIR, report.source, {**needed, **choices, "output": "model.pth"}))
 
 
 def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:

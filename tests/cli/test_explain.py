@@ -2,6 +2,7 @@ import gzip
 import json
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 import ckptfix
 from tests.checks import assert_same
 from tests.cli.programs import command, environment, run, run_here
+from tests.reading.folders.ranks.genuine import unpacked
 
 PREFIX = (
     'RuntimeError: Error(s) in loading state_dict for Linear:\n\tMissing key(s) in state_dict: "weight", "bias".\n\t'
@@ -55,6 +57,58 @@ def test_full(tmp_path):
 def test_words_without_quotes(tmp_path):
     done = run_here("explain", "RuntimeError:", "Torch", "not", "compiled", "with", "CUDA", "enabled", cwd=tmp_path)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "no-cuda-build")
+
+
+SHAPE = (
+    "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for emb.weight: copying a param with shape"
+    " torch.Size([{}]) from checkpoint, the shape in current model"
+)
+OF_RANKS = {
+    "zero3_w2_fp32_g1": f"{SHAPE.format(0)} is torch.Size([13, 7]).",
+    "fsdp2_w4": f"{SHAPE.format('4, 7')} is torch.Size([13, 7]).",
+    "megatron_tp2pp2": "AssertionError: tensor_model_parallel_size value from checkpoint (2) is not equal to the input"
+    " argument value (1).",
+    "megatron_dist_tp2pp2": "OSError: Error no file named model.safetensors found in directory out.",
+    "fsdp1_local_w2": "ModuleNotFoundError: No module named 'torch.distributed._shard'",
+    "fsdp1_sharded_w4": "IsADirectoryError: [Errno 21] Is a directory: 'saved'",
+    "universal_zero2": "KeyError: 'state_dict'",
+    "pipeline_pp2": "",
+}
+
+
+@pytest.mark.parametrize("kind", OF_RANKS)
+def test_a_folder_of_a_training_run_is_merged_first(tmp_path, kind):
+    """Whatever the message says of a rank's part or of the folder; no rule on one rank's shapes is any help."""
+    unpacked(kind, tmp_path)
+    text = OF_RANKS[kind] or "the kettle is empty"
+    done = run_here("explain", text, "--file", "saved", "--output-format", "json", cwd=tmp_path)
+    said = json.loads(done.stdout)
+    first = said["advice"][0]["command"] if OF_RANKS[kind] else said["verdict"]["command"]
+    needed = "--model PKG.MOD:FACTORY " if kind == "fsdp1_local_w2" else ""
+    folder = ckptfix.check(tmp_path / "saved", values=False).source.removeprefix(f"{tmp_path}/")
+    assert first == f"ckptfix repair {folder} {needed}--output model.pth"
+    assert "--adapt" not in done.stdout
+    assert "torch.load(" not in done.stdout
+    if not needed:
+        assert run_here(*shlex.split(first)[1:], cwd=tmp_path).returncode == 0
+
+
+def test_of_ranks_that_cannot_be_merged_the_defect_is_told(tmp_path):
+    saved, _ = unpacked("zero3_w2_fp32_g1", tmp_path)
+    one, other = sorted(saved.glob("*/*optim_states.pt"))
+    other.write_bytes(one.read_bytes())
+    done = run_here("explain", "KeyError: 'state_dict'", "--file", "saved", "--output-format", "json", cwd=tmp_path)
+    said = json.loads(done.stdout)
+    assert "FIL105" in said["verdict"]["others"]
+    assert "--output model.pth" not in done.stdout
+
+
+def test_a_message_about_the_machine_stays_one(tmp_path):
+    unpacked("fsdp2_w4", tmp_path)
+    text = "RuntimeError: CUDA error: invalid device ordinal"
+    done = run_here("explain", text, "--file", "saved", cwd=tmp_path)
+    assert "saved itself, so the file is not at fault." in done.stdout
+    assert "torch.load(" not in done.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("-",)])

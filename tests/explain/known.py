@@ -534,7 +534,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "AssertionError: metadata is None",
     ),
     "sharded-checkpoint": (
-        "    assert len(self.ckpt_list) > 0\nAssertionError",
         "FileNotFoundError: Expected 8 of '*_optim_states.pt' under 'x' but found 7 files."
         " Possibly due to an overwrite of an old checkpoint.",
         "ValueError: zero_pp_rank_0_mp_rank_00_optim_states.pt is not a zero checkpoint",

@@ -178,6 +178,8 @@ def test_a_message_that_is_told_by_its_frames():
             "optimizer-groups",
         ),
         ("AssertionError", "assert metadata is not None", "distributed-missing-key"),
+        ("AssertionError", "assert isinstance(weight, DTensor)", "sharded-checkpoint"),
+        ("AssertionError", "assert len(self.ckpt_list) > 0", "sharded-checkpoint"),
         ("KeyError: 'lm_head.weight'", "param = params_dict[name]", "names-of-an-engine"),
         ("KeyError: 'step'", "step = checkpoint['step']", "weights-without-optimizer"),
         ("KeyError: 'step'", "torch/optim/adamw.py: torch.is_tensor(p_state['step'])", "optimizer-groups"),

@@ -19,7 +19,7 @@ from ckptfix.core.wording import first_names
 from ckptfix.errors import UnreadableError, damaged
 from ckptfix.reading.folders import dcp, dcp_safetensors, offloaded, sharded
 from ckptfix.reading.folders.rank_shards import COMMON, LIGHTNING, TORCH_DIST
-from ckptfix.reading.folders.ranks import fsdp, llama, megatron, nanotron, pipeline, universal, zero
+from ckptfix.reading.folders.ranks import fairscale, fsdp, llama, megatron, nanotron, pipeline, universal, zero
 from ckptfix.reading.folders.ranks.files import RankFiles, latest_of
 from ckptfix.reading.folders.shard_index import file_inside
 from ckptfix.reading.foreign.signatures import BUNDLES, PARTS, name_bundle
@@ -37,6 +37,9 @@ FOLDER_FORMATS = (dcp, exploded, dcp_safetensors, sharded, offloaded)
 # `document(files)`: the merged document, None if the files are something else after all.
 # What its files are called is in `ranks/names.py`.
 FRAMEWORKS: tuple[ModuleType, ...] = (pipeline, universal, zero, megatron, llama, nanotron, fsdp)
+
+# Formats of folders that a framework of training loads as they are, and nothing else does.
+OF_TRAINING = frozenset(form.NAME for form in (*FRAMEWORKS, fairscale, dcp, dcp_safetensors))
 
 # How names of checkpoints end; looked at only to say which file of a folder may be meant.
 SUFFIXES = frozenset(".pth .pt .bin .ckpt .safetensors .tar .pkl .pickle .npz .t7 .model .th .pyth .distcp".split())
