@@ -38,12 +38,15 @@ _ROLES = {
     **dict.fromkeys(("lora_B", "lora_up", "lora.up", "lora_linear_layer.up", "lora_b.weight"), "B"),
     **{"lora_a": "B", "lora_b": "A"},  # of mlx-lm, which has inputs first
     **{"lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"},
-    **{"ia3_l": "scale", "token_adapter.trainable_tokens_delta": "tokens", "alpha": "alpha"},
+    **{"ia3_l": "scale", "trainable_tokens_delta": "tokens", "alpha": "alpha"},
+    **{"ln_tuning_layers": "norm", "ln_tuning_layers.bias": "norm_bias"},
     "lora_B.bias": "bias",
     "dora_scale": "magnitude",
     **{name: name for name in (*HADAMARD, *KRONECKER, *CORES)},
     **{"diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b"},
 }
+# Roles of what a layer has in the place of the tensors of its module.
+_REPLACED = {"norm": "weight", "norm_bias": "bias"}
 # Names of these may be those of parameters of a model too, if the file is not one of a trainer.
 _DIFFERENCES = frozenset(("diff", "diff_b"))
 
@@ -52,6 +55,7 @@ _TENSOR = re.compile(
     rf"(?P<module>.+)\.(?P<role>{_NAME})(?:\.(?!weight$|bias$)(?P<name>[^.]+))?(?P<leaf>\.weight|\.bias)?"
 )
 _SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base_layer)(?=\.)")
+_NESTED = ("base_layer", "token_adapter")
 _PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
 # Flux as XLabs names it: what its double blocks have for images and for texts.
 _XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])(?=\.(?:up|down)\.)")
@@ -66,8 +70,8 @@ _FOREIGN = re.compile(
     r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
     # Short names, which a model may have for layers of its own, in what peft saves only.
-    r"|^base_model\.(?:.+\.)?(?<!\.token_adapter\.)(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
-    r"|ln_tuning|miss|osf|peanut|poly|psoft|pvera|road|shadow|supertuning|tinylora|trainable_tokens|unilora)_\w+(?:\.|$)"
+    r"|^base_model\.(?:.+\.)?(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
+    r"|miss|osf|peanut|poly|psoft|pvera|road|shadow|supertuning|tinylora|unilora)_\w+(?:\.|$)"
     r"|^(?P<prompt>prompt_embeddings|prefix_task_\w+)$|(?:^|\.)internal_(?P<xlora>xlora)_classifier\."
 )
 _FOREIGN_TYPES = {
@@ -100,7 +104,7 @@ _VARIANTS = {
 # Settings of peft under which each layer has another tensor, too.
 _LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
 
-_MERGED = ("LORA", "LOHA", "LOKR", "IA3")
+_MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING")
 
 # Types that cannot be merged into weights, and why not.
 UNMERGED = {
@@ -125,7 +129,8 @@ def incomplete(path: str, words: str) -> AdapterError:
 
 class AdapterLayer(Struct, frozen=True):
     """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
-    ``bias``, ``scale``, ``tokens``, ``alpha``, ``diff`` and ``diff_b``, and the names of LoHa and LoKr)."""
+    ``bias``, ``scale``, ``tokens``, ``norm`` and ``norm_bias``, ``alpha``, ``diff`` and ``diff_b``, and the names of
+    LoHa and LoKr)."""
 
     # Its name in the model, without the prefixes of wrappers and of the component; with underscores for dots in a file
     # of kohya.
@@ -154,11 +159,14 @@ class AdapterLayer(Struct, frozen=True):
 
     @property
     def type(self) -> str:
-        for role, name in (("scale", "IA3"), ("hada_w1_a", "LoHa"), ("magnitude", "DoRA"), ("A", "LoRA")):
-            if role in self.keys:
-                return name
-        return "LoKr" if self.is_kronecker else "LoRA"
+        return next((name for role, name in _TYPES.items() if role in self.keys), "LoRA")
 
+
+# The types of layers, by a role that tells them.
+_TYPES = {
+    **{"scale": "IA3", "hada_w1_a": "LoHa", "magnitude": "DoRA", "A": "LoRA", "lokr_w1": "LoKr", "lokr_w1_a": "LoKr"},
+    **{"tokens": "TRAINABLE_TOKENS", "norm": "LN_TUNING"},
+}
 
 # The roles whose first axis is the rank.
 _WITH_RANK = ("A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")
@@ -337,6 +345,8 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         module = _wrapped(strip_segments(match["module"])[len(prefix) + 1 if prefix else 0 :])
         module = module.replace(".", "_") if component is not None and component["kohya"] else module
         found.setdefault((prefix, module), {})[role] = key
+        if role in _REPLACED:
+            saved[f"{module}.{_REPLACED[role]}"] = key
         if match["name"]:
             names.add(match["name"])
     if len(names) > 1:
@@ -345,7 +355,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
             "separately and merge them one after the other"
         )
     layers = (
-        AdapterLayer(".".join(part for part in module.split(".") if part != "base_layer"), prefix, keys)
+        AdapterLayer(".".join(part for part in module.split(".") if part not in _NESTED), prefix, keys)
         for (prefix, module), keys in found.items()
         if keys.keys() != {"alpha"}  # else a parameter of the model with this name
     )
@@ -471,11 +481,11 @@ def _refuse(adapter: Adapter, path: str) -> None:
                 "peft with PeftModel.from_pretrained()"
             )
         raise AdapterError(
-            f"{path}: an adapter of the type {other}; ckptfix merges LoRA, DoRA, LoHa, LoKr and IA3: merge it with "
+            f"{path}: an adapter of the type {other}, which ckptfix does not merge; merge it with "
             f"the library that trained it{' (in peft: merge_and_unload())' * ('peft_type' in config)}"
         )
     types = {layer.type.upper() for layer in adapter.layers}
-    if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} - {"LORA", "IA3"}:
+    if types and "peft_type" in config and types & {"LOHA", "LOKR"} != {kind} & {"LOHA", "LOKR"}:
         raise AdapterError(
             f"{path}: {CONFIG} says the type {kind}, and it has matrices of {' and '.join(sorted(types))}; use the "
             f"{CONFIG} that was saved with it"
@@ -526,7 +536,7 @@ def check_alone(adapter: Adapter) -> None:
                     f"{path}: {key} is stored as {dtype}, but changes of weights are floats; use the adapter from "
                     "before the conversion"
                 )
-        if {"scale", "tokens"} & layer.keys.keys():
+        if {"scale", "tokens", *_REPLACED} & layer.keys.keys():
             continue
         matrices = _matrices(layer)
         if other := next((role for role in _MATRICES if role in layer.keys and role not in matrices), ""):

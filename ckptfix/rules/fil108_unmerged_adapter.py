@@ -334,8 +334,9 @@ def _in_words(sizes: Mapping[str, float]) -> str:
 def _kind(adapter: Adapter) -> str:
     """Return an adapter's type and ranks in words, with the number of rows if a tensor holds several experts."""
     types = {layer.type for layer in adapter.layers}
-    if "IA3" in types:
-        return "an IA3 adapter"
+    if other := types & {"IA3"} or (len(types) == 1 and types & {"TRAINABLE_TOKENS", "LN_TUNING"}):
+        name = next(iter(other))
+        return f"{'a' if name.startswith('T') else 'an'} {name} adapter"
     ranks: Counter[int] = Counter()
     stacked: set[int] = set()
     for layer in adapter.layers:

@@ -27,8 +27,8 @@ from ckptfix.reading.adapters import (
     Adapter,
     AdapterLayer,
     config_beside,
-    incomplete,
 )
+from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words, quantised
 from ckptfix.rules.quantised_layers import beside_codes
 
@@ -83,19 +83,30 @@ def find_merge(
                     "use the base itself"
                 )
             # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
-            is_copy = delta.form == "whole" and is_copied(adapter, key)
+            is_copy = delta.form == "whole" and (adapter.kind == "LN_TUNING" or is_copied(adapter, key))
             if is_copy:
                 copies[key] = adapter
             others = [] if is_copy else [one for one in twins[checkpoint.specs[key].view] if one != key]
             for name in (key, *(other for other in others if not is_copied(adapter, other))):
                 if name != key and delta.form != "rows" and is_of_words(name):
                     merge.tied.add(name)
+                _refuse_overlap(adapter, name, delta, merge)
                 if delta not in merge.deltas[name]:
                     merge.deltas[name].append(replace(delta, weight=adapter.weight))
     for key, adapter in copies.items():
         _keep_tied(checkpoint, adapter, key, target, merge)
     _check_vocabulary(checkpoint, merge)
     return merge
+
+
+def _refuse_overlap(adapter: Adapter, key: str, delta: Delta, merge: Merge) -> None:
+    """Raise ``AdapterError`` if two adapters have new values for the same row."""
+    for other in merge.deltas[key]:
+        if other.adapter != adapter.path and (common := {*other.rows} & {*delta.rows}):
+            raise AdapterError(
+                f"{adapter.path}: has a new row for token {min(common)} of {key}, and so has {other.adapter}; merge "
+                "one of the two"
+            )
 
 
 def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
@@ -154,7 +165,7 @@ def _deltas(
     checkpoint: Checkpoint, adapter: Adapter, merge: Merge, target: Target | None
 ) -> Iterator[tuple[str, Delta]]:
     groups: dict[str, list[AdapterLayer]] = defaultdict(list)
-    for layer in adapter.layers:
+    for layer in _untied(checkpoint, adapter):
         groups[layer.component].append(layer)
     view, places = checkpoint, dict[str, _Places]()
     names = {component: BaseNames(view, adapter, layers) for component, layers in groups.items()}
@@ -198,6 +209,19 @@ def _deltas(
         for layer, key in zip(layers, keys, strict=True):
             for name, delta in _of_layer(view, adapter, layer, key, turned):
                 yield from _placed(adapter, layer, name, delta, places)
+
+
+def _untied(checkpoint: Checkpoint, adapter: Adapter) -> list[AdapterLayer]:
+    """Return the layers of an adapter without those that are copies, for names that a tied tensor has in the model and
+    not in the file: peft saves the rows of tokens under each name."""
+    names = {_leaf(key) for key in checkpoint.specs}
+    kept = [layer for layer in adapter.layers if "tokens" not in layer.keys or layer.module.split(".")[-1] in names]
+    if len(kept) == len(adapter.layers):
+        return kept
+    specs = {layer.module: adapter.spec(layer, "tokens") for layer in adapter.layers}
+    rows = {name: row_major_bytes(spec, adapter.path) for name, spec in specs.items() if spec is not None}
+    known = [rows.get(layer.module) for layer in kept]
+    return kept + [one for one in adapter.layers if one not in kept and rows[one.module] not in known]
 
 
 # The tensors of a file in which one of another release is, with `expert` and `within` of the `Delta` of each.
@@ -379,12 +403,13 @@ def _of_layer(
         yield from _scales(checkpoint, adapter, layer, key, turned)
         return
     if "tokens" in layer.keys:
+        _refuse_weight(adapter, f"has rows of {key} whole, so no weight applies")
         yield key, Delta(path, "rows", (layer.keys["tokens"],), rows=_token_rows(adapter, layer, spec))
         return
     for role, name in (("diff", key), ("diff_b", f"{key.rpartition('.')[0]}.bias")):
         if role in layer.keys:
             yield name, _difference(checkpoint, adapter, layer.keys[role], name)
-    if not layer.keys.keys() - {"diff", "diff_b", "alpha"}:
+    if not layer.keys.keys() - {"diff", "diff_b", "norm", "norm_bias", "alpha"}:
         return
     make = _product if "A" in layer.keys else _of_lycoris
     product = make(adapter, layer, key, spec, turned)
@@ -482,12 +507,16 @@ def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str)
     return Delta(adapter.path, "bias", (stored,), adapter.weight)
 
 
+def _refuse_weight(adapter: Adapter, why: str) -> None:
+    if adapter.weight != 1:
+        raise AdapterError(f"{adapter.path}: {why}; omit ={adapter.weight:g}")
+
+
 def _scales(
     checkpoint: Checkpoint, adapter: Adapter, layer: AdapterLayer, key: str, turned: _Orientation
 ) -> Iterator[tuple[str, Delta]]:
     spec, scale = checkpoint.specs[key], adapter.checkpoint.specs[layer.keys["scale"]]
-    if adapter.weight != 1:
-        raise AdapterError(f"{adapter.path}: IA3 multiplies and takes no weight; omit ={adapter.weight:g}")
+    _refuse_weight(adapter, "IA3 multiplies and takes no weight")
     if len(spec.shape) == 2:
         is_output = scale.shape[:1] == (scale.numel,)
         is_square = spec.shape[0] == spec.shape[1]
@@ -517,15 +546,25 @@ def _scales(
 
 
 def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tuple[int, ...]:
-    given = adapter.config.get("trainable_token_indices")
+    given = adapter.config.get("trainable_token_indices") or adapter.config.get("token_indices")
     if isinstance(given, Mapping):
         ends = [name for name in given if f".{layer.module}".endswith(f".{name}")]
         given = given[ends[0]] if ends else None
     values = adapter.checkpoint.specs[layer.keys["tokens"]]
     rows = tuple(given) if isinstance(given, list) and all(type(row) is int for row in given) else ()
-    if not rows or values.shape != (len(rows), *spec.shape[1:]) or not all(0 <= row < spec.shape[0] for row in rows):
-        words = f"{layer.module} has new rows {list(values.shape)}, but trainable_token_indices in its configuration"
-        raise incomplete(adapter.path, f"{words} names no rows of {list(spec.shape)}")
+    if not rows or min(rows) < 0 or values.shape[:1] != (len(rows),):
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has {values.shape[0]} new rows, and the token indices in {CONFIG} do not "
+            f"say for which tokens; use the {CONFIG} that was saved with it"
+        )
+    if values.shape[1:] != spec.shape[1:]:
+        words = f"{layer.module} has rows of {list(values.shape[1:])} numbers, and the base of {list(spec.shape[1:])}"
+        raise _of_other_base(adapter, words)
+    if max(rows) >= spec.shape[0]:
+        raise AdapterError(
+            f"{adapter.path}: {layer.module} has a row for token {max(rows)}, and the base only {spec.shape[0]} "
+            "tokens; give the base with the vocabulary that it was trained on (resize_token_embeddings in transformers)"
+        )
     return rows
 
 
@@ -534,8 +573,7 @@ def _whole(
 ) -> Iterator[tuple[str, Delta]]:
     """Yield the replacement of a tensor by that which the adapter has whole."""
     value, spec = adapter.checkpoint.specs[stored], checkpoint.specs.get(key)
-    if adapter.weight != 1:
-        raise AdapterError(f"{adapter.path}: has {stored} whole, so no weight applies; omit ={adapter.weight:g}")
+    _refuse_weight(adapter, f"has {stored} whole, so no weight applies")
     if spec is None:
         if other := _same_by_another_name(checkpoint, key, value.shape):
             raise AdapterError(

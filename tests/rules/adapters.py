@@ -51,7 +51,10 @@ def trained(config, folder: Path, dtype=torch.float32, make=net) -> Path:
     model = peft.get_peft_model(make(dtype), config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens", "ia3_", "hada_", "lokr_")):
+        if any(
+            part in name
+            for part in ("lora_", "modules_to_save", "trainable_tokens", "ia3_", "hada_", "lokr_", "ln_tuning")
+        ):
             parameter.data.normal_(1.0 if "ia3" in name or "magnitude" in name else 0.0, 0.2)
         elif name.endswith(".bias") and getattr(config, "bias", "none") != "none":
             parameter.data.normal_()

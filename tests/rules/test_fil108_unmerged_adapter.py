@@ -56,6 +56,8 @@ CASES = {
     "a square Conv1D alone": LORA(r=4, target_modules=["c_proj"], fan_in_fan_out=True),
     "a square Conv1D beside linear layers": LORA(r=4, target_modules=["c_attn", "c_proj", "q"]),
     "tokens": LORA(r=4, target_modules=["q"], trainable_token_indices={"embed": [3, 49]}),
+    "TRAINABLE_TOKENS": peft.TrainableTokensConfig(target_modules=["embed"], token_indices=[49, 3]),
+    "LN_TUNING": peft.LNTuningConfig(target_modules=["norm", "q"]),
     "a parameter": LORA(r=4, target_modules=["q"], target_parameters=["fc.weight"]),
     "IA3": peft.IA3Config(target_modules=["q", "fc"], feedforward_modules=["fc"]),
     "IA3 of convolutions": peft.IA3Config(target_modules=["conv", "pixel"], feedforward_modules=["pixel"]),

@@ -15,6 +15,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptfix
 from ckptfix.core.finding import Level
@@ -328,9 +329,12 @@ def test_what_was_saved_without_gathering_is_refused(tmp_path):
         ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
 
 
+MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING")
+
+
 def test_every_other_type_of_peft_is_refused_by_its_name(tmp_path):
     adapter = trained(LORA(r=4, target_modules=LINEAR), tmp_path / "adapter")
-    others = [str(kind.value) for kind in peft.PeftType if kind.value not in ("LORA", "LOHA", "LOKR", "IA3")]
+    others = [str(kind.value) for kind in peft.PeftType if kind.value not in MERGED]
     assert len(others) > 20
     for kind in others:
         with pytest.raises(AdapterError, match=rf"of the type {kind}[;,]") as caught:
@@ -350,7 +354,7 @@ PROMPTS = ("P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 def test_what_other_trainers_have_is_refused_by_its_name(tmp_path):
     tensors = {f"lora_unet_q.{key}": torch.ones(4, 4) for key in ("lora_down.weight", "lora_up.weight", "oft_blocks")}
     save_file(tensors, tmp_path / "trained.safetensors")
-    with pytest.raises(AdapterError, match="an adapter of the type OFT;"):
+    with pytest.raises(AdapterError, match="an adapter of the type OFT,"):
         ckptfix.repair_state_dict({"q.weight": torch.ones(4, 4)}, adapter=tmp_path / "trained.safetensors")
 
 
@@ -360,13 +364,11 @@ _NEMO = "model.layers.0.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.
 # Tensors by which adapters are known that peft saved, and nothing else.
 BARE = {
     "ADAPTION_PROMPT": ["base_model.model.0.adaption_gate", "base_model.model.0.adaption_prompt"],
-    "LN_TUNING": ["base_model.model.norm.ln_tuning_layers.weight"],
     "MISS": ["base_model.model.fc.miss_block"],
     "BONE": ["base_model.model.fc.bone_block"],
     "POLY": ["base_model.model.fc.poly_lora_A", "base_model.model.fc.poly_router.module_logits"],
     "ROAD": ["base_model.model.fc.road_theta", "base_model.model.fc.road_alpha"],
     "OSF": ["base_model.model.fc.osf_svd_params.U_low"],
-    "TRAINABLE_TOKENS": ["base_model.model.embed.trainable_tokens_delta"],
     "FROD": ["base_model.frod_V.q_proj", "base_model.model.q_proj.frod_lambda_l"],
     "PVERA": ["base_model.pvera_A", "base_model.model.q.pvera_lambda_b"],
     "SHADOW": ["base_model.shadow_backbone.default.norm.weight", "base_model.model.q.shadow_up.default.weight"],
@@ -757,6 +759,65 @@ def test_the_hash_of_a_trainer_proves_the_base(noted, said, tmp_path):
     asked = {"adapter": tmp_path / "style.safetensors", "select": "FIL108"}
     (finding,) = ckptfix.check(tmp_path / "base.safetensors", **asked).findings
     assert said in finding.message
+
+
+def llama(folder=None):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, tie_word_embeddings=True))
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(peft.TrainableTokensConfig(token_indices=[5, 0]), id="tokens"),
+        pytest.param(LORA(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 0]), id="tokens beside LoRA"),
+        pytest.param(peft.LNTuningConfig(target_modules=["embed_tokens"]), id="a copy"),
+    ],
+)
+def test_what_replaces_values_of_a_tied_embedding(config, tmp_path, monkeypatch):
+    """New rows change the embedding and the head that is tied to it; a copy of one of them leaves the other."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    llama(tmp_path / "base")
+    adapter = trained(config, tmp_path / "adapter", make=lambda _: llama())
+    want = dict(merged_by_peft([adapter], make=lambda _: llama()))
+    ckptfix.repair(tmp_path / "base", adapter=adapter, output=tmp_path / "merged.safetensors")
+    repaired = load_file(tmp_path / "merged.safetensors")
+    repaired.setdefault("lm_head.weight", repaired["model.embed_tokens.weight"])
+    assert_same({key: repaired[key] for key in want}, want)
+    whole = peft.PeftModel.from_pretrained(llama(), adapter).state_dict()
+    for base, path in ((llama().state_dict(), adapter), (whole, adapter / "adapter_config.json")):
+        repaired, _ = ckptfix.repair_state_dict(base, adapter=path, select="FIL108")
+        assert_same({key: repaired[key] for key in want}, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"token_indices": [3, 50]}, "has a row for token 50, and the base only 50 tokens; give the base with the"),
+        ({"token_indices": [3]}, "has 2 new rows, and the token indices in adapter_config.json do not say for which"),
+        ({"token_indices": None}, "has 2 new rows, and the token indices"),
+    ],
+)
+def test_rows_of_tokens_that_the_base_lacks_are_refused(changes, says, tmp_path):
+    config = peft.TrainableTokensConfig(target_modules=["embed"], token_indices=[3, 7])
+    adapter = changed_config(trained(config, tmp_path / "adapter"), **changes)
+    with pytest.raises(AdapterError, match=re.escape(says)):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=adapter)
+
+
+def test_new_rows_take_no_weight_and_are_given_once(tmp_path):
+    one, two = (
+        trained(peft.TrainableTokensConfig(target_modules=["embed"], token_indices=rows), tmp_path / str(rows))
+        for rows in ([3, 7], [7, 9])
+    )
+    with pytest.raises(AdapterError, match=r"has rows of embed\.weight whole, so no weight applies; omit =0\.5"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=f"{one}=0.5")
+    with pytest.raises(AdapterError, match=r"has a new row for token 7 of embed\.weight, and so has"):
+        ckptfix.repair_state_dict(net().state_dict(), adapter=[one, two])
 
 
 @pytest.mark.parametrize("more", [{"trainable_token_indices": {"embed_tokens": [0, 5]}}, {"r": 2}])
