@@ -17,24 +17,23 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckptfix.core.settings import CheckSettings
-else:  # the package has two names, and its trainer takes the callbacks of its own
+else:  # the package has two names, and each Trainer accepts only its own Callback
     Callback = import_module(
         "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
     ).Callback
 
 
 class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not typed here
-    """Checks every checkpoint that the trainer saves, beside the training, and logs a warning for each defect.
+    """Checks every checkpoint that the trainer saves, in the background, and logs a warning for each defect.
 
-    ``stop`` ends the training when one has been found; several processes agree on that as often as they log.
-    ``watch.defects`` of the main process has them; ``settings`` are those of
-    ``ckptfix.check``."""
+    ``stop`` ends the training when a defect has been found; several processes agree on that as often as they log.
+    ``watch.defects`` of the main process holds the defects; ``settings`` are those of ``ckptfix.check``."""
 
     def __init__(self, stop: bool = False, **settings: Unpack[CheckSettings]) -> None:
         self.stop, self.watch = stop, Watch(**settings)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Watch what is saved: Lightning calls no hook after that."""
+        """Wrap ``trainer.save_checkpoint``: Lightning has no hook that runs after a checkpoint is saved."""
         save = trainer.save_checkpoint
 
         @functools.wraps(save)
@@ -46,13 +45,13 @@ class CheckCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not type
         trainer.save_checkpoint = save_checkpoint
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, number: int) -> None:
-        """End the training if that was asked for."""
+        """Stop the training if a defect was found and ``stop`` is set."""
         if not self.stop or (trainer.world_size > 1 and number % trainer.log_every_n_steps):
             return
         if trainer.strategy.reduce_boolean_decision(bool(self.watch.defects), all=False):
             trainer.should_stop = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait for the last check, and watch no more."""
+        """Unwrap ``save_checkpoint``, and wait for the last check."""
         del trainer.save_checkpoint
         self.watch.wait()

@@ -1,7 +1,7 @@
-"""Checks of checkpoints beside a training: in a process of their own, one after another, with the lowest priority.
+"""Checks checkpoints in the background of a training: each in its own process with the lowest priority, one at a time.
 
-A new Python runs each, which imports nothing of the training: a script needs no guarded main module, and whatever
-happens in a check cannot touch the training."""
+Each check runs in a new Python that imports nothing of the training, so scripts need no ``__main__`` guard, and a
+failing check cannot affect the training."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _log = logging.getLogger("ckptfix")
 
 
 class Watch:
-    """Checks what is saved, and logs a warning for each defect. ``defects`` has them by the path of the checkpoint.
+    """Checks checkpoints, and logs a warning for each defect. ``defects`` holds them by the path of the checkpoint.
 
-    ``settings`` are those of ``ckptfix.check``; without a selection the rules about values are run. A checkpoint that
-    is replaced or removed before its check ends says nothing."""
+    ``settings`` are those of ``ckptfix.check``; by default, only the rules about values run. A checkpoint that is
+    replaced or removed before its check ends is not reported."""
 
     def __init__(self, **settings: Unpack[CheckSettings]) -> None:
         self.defects: dict[str, list[Mapping[str, Any]]] = {}
@@ -50,7 +50,7 @@ class Watch:
         self._checks.append(self._thread.submit(self._check, os.fspath(path)))
 
     def wait(self) -> None:
-        """Wait for the checks that are not done yet."""
+        """Wait for unfinished checks."""
         checks, self._checks = self._checks, []
         for check in checks:
             check.result()
@@ -84,9 +84,9 @@ class Watch:
 
 
 def _files(path: str) -> set[tuple[str | int, ...]]:
-    """Return what tells the files of a checkpoint from others that replace them; nothing once they are gone.
+    """Return what identifies the files of a checkpoint, to notice that they were replaced; empty if they are gone.
 
-    A folder may still grow: the other ranks of a training add their random states when the first one is done."""
+    A folder may still grow: the other ranks of a training add their random states after the first one is done."""
     place = Path(path)
     try:
         if place.is_dir():

@@ -1,4 +1,4 @@
-"""What an error message means, and what to do about it. What is known of messages is in ``messages.toml``."""
+"""What an error message means, and what to do about it. The known messages are in ``messages.toml``."""
 
 from ckptfix.explain.explanation import Explanation, MessageContext, explain, nearest
 from ckptfix.explain.format import Verdict, judge

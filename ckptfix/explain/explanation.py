@@ -1,4 +1,4 @@
-"""From a text to its explanation."""
+"""Finds the known message in a text, and explains it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ckptfix.errors import one_line
 from ckptfix.explain.fit import Advice, read_fit
 from ckptfix.explain.text import LONGEST_MESSAGE, Message, Relation, clean, file_name, messages
 
-# Characters of a message that are shown: from its start where the match is near, else from the match on.
+# Characters: a match this near the start is shown from the start; those shown around a match; the most shown.
 _NEAR, _AROUND, _LONGEST = 100, 60, 160
 
 
 class KnownMessage(Struct, frozen=True, dict=True):
-    """What is known of one message: a table of ``messages.toml``, which says at its top what each field is."""
+    """What is known of one message: a table of ``messages.toml``, whose head describes the fields."""
 
     name: str
     example: str
@@ -50,7 +50,7 @@ class KnownMessage(Struct, frozen=True, dict=True):
         return next((found for found in matches if found), None)
 
     def said(self, message: Message) -> str:
-        """Return the words of the message that are this record's, with those around them; all of it if it is short."""
+        """Return the part of the message that this record matches, with some context; all of it if it is short."""
         if (found := self._found(message)) is None:
             return message.headline
         reading = found.string
@@ -62,14 +62,14 @@ class KnownMessage(Struct, frozen=True, dict=True):
         return f"{kind[0]}: … {words}" if kind else f"… {words}"
 
     def match(self, message: Message) -> Mapping[str, str] | None:
-        """Return what the message says in the named groups; None for another message."""
+        """Return the texts of the named groups, or of ``unknown``; None if the message does not match."""
         if (found := self._found(message)) is None:
             return None
         return {**self.unknown, **{name: text for name, text in found.groupdict().items() if text is not None}}
 
     def match_frames(self, text: str, beside_file: bool) -> Mapping[str, str] | None:
-        """Return what a whole traceback in one line says, for a message that is recognised by where it was raised or by
-        the file beside it."""
+        """Return the named groups in a whole traceback as one line, for a message that is recognised by the code that
+        raised it, or by the checkpoint named with it; None if it does not match."""
         for pattern in (*self.frames, *(self.beside_file if beside_file else ())):
             if found := re.search(pattern, text, re.IGNORECASE):
                 return {**self.unknown, **found.groupdict()}
@@ -95,7 +95,7 @@ def _load() -> tuple[KnownMessage, ...]:
     return tuple(record(name, entry) for name, entry in data["message"].items())
 
 
-RECORDS = _load()  # Every known message. A message matches exactly one of them, except for those that are general.
+RECORDS = _load()  # Every known message. A message matches one of them, not counting the general ones.
 
 
 FILE, MODEL = "FILE", "PKG.MOD:FACTORY"  # placeholders in a command for an unknown file or model
@@ -108,9 +108,9 @@ _SPREAD = (
 
 
 class MessageContext(Struct, frozen=True):
-    """What is known beside the text: the file, the flags that name its model, word by word, the entries of the file,
-    the expression that gives its state_dict in Python, empty for a file that cannot be read, and the command that puts
-    the files of a training run together, empty for what is not a folder of them."""
+    """What is known besides the text: the file, the flags that name its model, as words, the file's entries, the Python
+    expression for its state_dict, empty for a file that cannot be read, and the command that merges the files of a
+    training run, empty unless it is a folder of them."""
 
     file: str | None = None
     model: tuple[str, ...] = ()
@@ -122,11 +122,11 @@ class MessageContext(Struct, frozen=True):
 class Explanation(Struct, frozen=True):
     """What a text means.
 
-    ``said`` is the line of the message that it is about, ``causes`` are sentences with the keys or lines that each is
-    about, ``advice`` is what to do, with everything filled in. ``codes`` are the rules that find the cause in a file.
-    ``others`` are the names of records that the same text matched too; ``chain`` says where in a chain of exceptions
-    the message was found, empty if there is none. ``file`` is the checkpoint, if it is known;
-    ``about_file`` says that the cause is what the file is or holds."""
+    ``said`` is the explained part of the message, ``causes`` are sentences with the keys or lines that each is about,
+    ``advice`` is what to do, with all placeholders filled in. ``codes`` are the rules that find the cause in a file.
+    ``others`` are the names of other records that the text matched; ``chain`` says where in a chain of exceptions the
+    message was found, and is empty without one. ``file`` is the checkpoint, if known; ``about_file`` says that the
+    cause is what the file is or holds."""
 
     name: str
     said: str
@@ -141,7 +141,7 @@ class Explanation(Struct, frozen=True):
 
     @property
     def is_about_loading(self) -> bool:
-        """Whether it is about what is loaded, and so a reason to load something else."""
+        """Whether it is about what is loaded, so that loading something else may help."""
         return _is_about_loading(self.about_file, self.codes)
 
 
@@ -154,7 +154,7 @@ def _is_about_loading(about_file: bool, codes: Iterable[str]) -> bool:
 
 
 def recognise(message: Message) -> list[tuple[KnownMessage, Mapping[str, str]]]:
-    """Return the records that a message matches, each with what it captured; a general one only where no other does."""
+    """Return the records that a message matches, with their named groups; general ones only if no other matches."""
     found = [(record, said) for record in RECORDS if (said := record.match(message)) is not None]
     return [pair for pair in found if not pair[0].general] or found
 
@@ -162,9 +162,9 @@ def recognise(message: Message) -> list[tuple[KnownMessage, Mapping[str, str]]]:
 def explain(text: str, subject: MessageContext | None = None) -> Explanation | None:
     """Return what the text means; None if nothing in it is known.
 
-    ``text`` is a message or any log with tracebacks. Of chained exceptions the one is explained that the rest follow
-    from: the cause where one was raised from the other, and the later one where it was raised while the first was
-    handled, unless only the first is known."""
+    ``text`` is a message or any log with tracebacks. Of chained exceptions, the original one is explained: the cause
+    if one was raised from the other, and the later one if it was raised while the first was handled, unless only the
+    first is known."""
     subject = subject or MessageContext()
     if subject.file is None:
         subject = replace(subject, file=file_name(text))
@@ -180,14 +180,14 @@ def explain(text: str, subject: MessageContext | None = None) -> Explanation | N
 
 
 def _by_frames(text: str, parts: list[Message], subject: MessageContext, by_file: bool) -> Explanation | None:
-    """Return what is known of a message by the lines of code that it came through, or by the file that it is about."""
+    """Return the explanation of a message recognised by the frames of its traceback, or by the file that it names."""
     whole = " ".join(clean(text)[-LONGEST_MESSAGE:].split())
     found = [(record, said) for record in RECORDS if (said := record.match_frames(whole, by_file)) is not None]
     return _explanation(parts[-1], found, "", (), subject) if found else None
 
 
 def _choose(parts: list[Message], known: Mapping[int, list[tuple[KnownMessage, Mapping[str, str]]]]) -> int | None:
-    """Return which of the messages is explained."""
+    """Return the index of the message to explain, None if none is known."""
     special = [number for number, found in known.items() if not found[0][0].general]
     numbers = special or list(known)
     if not numbers:
@@ -267,18 +267,18 @@ def _filled_advice(advice: tuple[Advice, ...], values: Mapping[str, str], subjec
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    """Return the text with the values that are known in the place of their names; other braces stay."""
+    """Return the text with known names in braces replaced by their values; other braces stay."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text)
 
 
-# Words that two messages have at least, and their similarity (0 to 1) from which one is offered for the other.
+# The least number of words of both messages, and the least similarity (0 to 1), to suggest a known message.
 _FEWEST_WORDS, _SIMILAR = 5, 0.53
 
 _VALUE = re.compile(r"'[^']{0,200}'|\"[^\"]{0,200}\"|[\w./\\-]*[/\\][\w./\\-]*|\[[\d, ]*\]|\b\w*Error\b")
 
 
 def nearest(text: str) -> tuple[KnownMessage, float] | None:
-    """Return the record whose example reads most like the text, with its similarity; None if none is close.
+    """Return the record whose example is most similar to the text, with the similarity; None if none is close.
 
     Names, numbers, paths and the exception's class do not count."""
     best: tuple[KnownMessage, float] | None = None

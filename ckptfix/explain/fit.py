@@ -1,8 +1,7 @@
-"""What the keys of a message say about why a file does not fit its model.
+"""Infers from the keys and shapes in a message why a file does not fit its model.
 
-The rules themselves look at them: the missing keys are the target, the unexpected ones the checkpoint. A message gives
-no shapes for them, so what the rules find here is what the names say, and only the file and the model can confirm it.
-"""
+The rules themselves examine the keys: missing ones as the target, unexpected ones as the checkpoint. A message gives no
+shapes for them, so the findings rest on names, and only the file and the model can confirm them."""
 
 from __future__ import annotations
 
@@ -31,17 +30,17 @@ from ckptfix.rules.quantised_layers import keys_of_codes
 
 # Keys under which trainers keep the weights, beside epoch and optimizer.
 _CONTAINERS = tuple("state_dict model_state_dict model net network weights module ema params teacher".split())
-# Beside one of those, these tell a training's file where the message names no missing key (`strict=False`).
+# Next to one of those, these identify a trainer's file if the message names no missing key (`strict=False`).
 _TRAINING = frozenset({"epoch", "global_step", "iteration", "optimizer", "optimizer_states", "optimizer_state_dict"})
 
-_FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")  # keys that fit: most of a model does, and is not in the message
+_FILLER = ("ckptfix_filler_0.a", "ckptfix_filler_1.b")  # stand for the keys that fit, which a message does not list
 
 
 class Advice(Struct, frozen=True):
-    """One thing to do: a command of ckptfix, a change of the user's code, or a step that ``text`` tells.
+    """One thing to do: a command of ckptfix, a change of the user's code, or a step described by ``text``.
 
-    ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` and ``{load}`` (which gives the state_dict) in code, and
-    ``{name}`` of any captured group are filled in."""
+    Placeholders are ``{FILE}`` and ``{MODEL}`` in a command, ``{path}`` and ``{load}`` (an expression for the
+    state_dict) in code, and ``{name}`` of any named group."""
 
     text: str
     command: str = ""
@@ -52,7 +51,7 @@ Cause = tuple[str, tuple[str, ...]]  # a sentence, and the keys that it is about
 
 
 def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
-    """Return what the keys and shapes in a message about a state_dict say, and the advice that follows from them."""
+    """Return the causes that the keys and shapes in a message show, and the advice that follows from them."""
     mismatch = read_mismatch(message)
     if name := _container_key(mismatch):
         said = f"load_state_dict got the whole container; the weights are in it under {name!r}."
@@ -82,7 +81,7 @@ def read_fit(message: Message) -> tuple[tuple[Cause, ...], tuple[Advice, ...]]:
 
 
 def _container_key(mismatch: Mismatch) -> str | None:
-    """Return where the weights are, when the unexpected keys are those of a training checkpoint."""
+    """Return the key of the weights if the unexpected keys are those of a training checkpoint, else None."""
     keys, missing = set(mismatch.unexpected), set(mismatch.missing)
     if any("." in key for key in keys) or keys & missing or not (missing or keys & _TRAINING):
         return None
@@ -90,8 +89,8 @@ def _container_key(mismatch: Mismatch) -> str | None:
 
 
 def _characters_cut(mismatch: Mismatch) -> int:
-    """Return how many characters the unexpected keys lack of the missing ones at their start, if that cuts a name in
-    two; 0 if they are others."""
+    """Return how many leading characters of the missing keys the unexpected ones lack, if that cuts within a name; 0 if
+    the keys differ otherwise."""
     counters = (split_key(key)[0] + NUM_BATCHES_TRACKED for key in mismatch.missing if key.endswith("running_mean"))
     names = (*mismatch.missing, *counters)
     unexpected = set(mismatch.unexpected)
@@ -104,19 +103,19 @@ def _characters_cut(mismatch: Mismatch) -> int:
 
 
 def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
-    """Return the findings of the rules on names, by the names of the rules."""
+    """Return the findings of the rules on names and fit, by the name of the rule."""
     wanted = {
         key: Slot("float32", (), BUFFER) if is_buffer_name(key, ()) else Slot("float32", None, PARAMETER)
         for key in mismatch.missing
     }
     stored = {key: TensorSpec("int64" if _is_counter(key) else "float32", ()) for key in mismatch.unexpected}
-    # A BatchNorm whose counter is named has its statistics on both sides, or they would be named too.
+    # A BatchNorm whose counter is listed has its statistics on both sides, or they would be listed too.
     for key in filter(_is_counter, (*mismatch.missing, *mismatch.unexpected)):
         for leaf in ("running_mean", "running_var"):
             name = split_key(key)[0] + leaf
             if name not in wanted and name not in stored:
                 wanted[name], stored[name] = Slot("float32", (1,), BUFFER), TensorSpec("float32", (1,), (1,))
-    # For a state_dict without _metadata torch supplies the counters of a BatchNorm, and does not call them missing.
+    # Without _metadata, torch supplies the counters of a BatchNorm, and does not report them as missing.
     counters = {key for key in mismatch.unexpected if _is_counter(key)}
     for head, leaf in map(split_key, mismatch.missing):
         if leaf == "running_mean" and any(f".{key}".endswith(f".{head}{NUM_BATCHES_TRACKED}") for key in counters):
@@ -124,7 +123,7 @@ def _diagnose(mismatch: Mismatch) -> Mapping[str, Finding]:
     # Before 0.4 torch stopped at the first unexpected key. If that is a counter, the keys before it did fit.
     knows_target = mismatch.knows_missing or all(map(_is_counter, mismatch.unexpected))
     if knows_target and 1 in (len(mismatch.missing), len(mismatch.unexpected)):
-        # The rules judge a file of one key by that key; here it is one of many.
+        # The rules would judge a file of one key by that key, but here it is one of many.
         wanted.update({key: Slot("float32", (), PARAMETER) for key in _FILLER})
         stored.update({key: TensorSpec("float32", ()) for key in _FILLER})
     checkpoint = Checkpoint("the file", IN_MEMORY, stored)
@@ -138,7 +137,7 @@ def _is_counter(key: str) -> bool:
 
 
 def _named_causes(findings: Mapping[str, Finding], mismatch: Mismatch) -> Iterator[Cause]:
-    """Yield what the rules on names recognise."""
+    """Yield the causes that the rules on names recognise."""
     if finding := findings.get("wrapper-segment"):
         parts = {part for key in (*finding.keys, *mismatch.unexpected) for part in key.split(".")} & WRAPPER_SEGMENTS
         hold = "holds" if len(finding.keys) == 1 else "hold"
@@ -348,7 +347,7 @@ def _cases(mismatch: Mismatch) -> list[Case]:
 
 
 def _recipes(mismatch: Mismatch) -> dict[str, str]:
-    """Return the recipe of ``--adapt`` for each key of another shape that has one."""
+    """Return the value of ``--adapt`` for each mismatched key that has a recipe."""
     found = _cases(mismatch)
     return {key: f"{case.name}={case.recipes[0]}" for case in found if case.recipes for key in case.shapes}
 
@@ -365,7 +364,7 @@ def _capital(text: str) -> str:
 
 
 def _shape_causes(mismatch: Mismatch) -> Iterator[Cause]:
-    """Yield what the two shapes of each key say: a sentence and the keys that it is about."""
+    """Yield the causes that the two shapes of each key show."""
     for reason, group in _by_reason(mismatch.shapes, _cases(mismatch)).items():
         if reason in (_EMPTY, _UNGATHERED):
             yield f"{counted(len(group), 'key')} with {reason}.", tuple(group)
@@ -389,14 +388,14 @@ _PART = "one rank's part of a tensor-parallel training, 1/{} of the model along 
 _POSITIONS = "position embeddings for another resolution or length"
 _OTHER_AXES = "the same axes in another order, as in another library or release"
 _ANOTHER_SIZE = "a model of another size or configuration than the file's, so look for its variant first"
-# What neither a formula nor the values of a fresh model make good.
+# Causes that neither a formula nor the values of a fresh model can repair.
 _HOPELESS = (_EMPTY, _UNGATHERED, _CODES, _FLAT, _OTHER_AXES, _ANOTHER_SIZE)
 
 
 def _by_reason(
     shapes: Mapping[str, tuple[Shape, Shape]], cases: Iterable[Case]
 ) -> dict[str, dict[str, tuple[Shape, Shape]]]:
-    """Return the keys of another shape by what the shapes say."""
+    """Return the mismatched keys with their shapes, grouped by the reason that the shapes show."""
     groups: dict[str, dict[str, tuple[Shape, Shape]]] = {}
     others: dict[str, tuple[Shape, Shape]] = {}
     codes = keys_of_codes(shapes)
@@ -430,6 +429,6 @@ def _by_reason(
 
 
 def _parts(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
-    """Return in how many parts all of these are cut, the embedding among them; 0 if they are not. A wider hidden layer
-    looks alike except for the embedding."""
+    """Return into how many parts all of these tensors are split, 0 if they are not. The embedding has to be among them:
+    a model with wider hidden layers looks the same otherwise."""
     return parts_of_ranks(shapes) if any("emb" in key.lower() for key in shapes) else 0

@@ -1,4 +1,4 @@
-"""An explanation for people and for programs."""
+"""Formats an explanation for people and as JSON, and compares it with the report on a file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ckptfix.report.key_lists import folded_lines
 from ckptfix.report.style import Line, Span
 from ckptfix.rules import FITTING, OF_FILES, OF_MISFITS, named
 
-# What a plain torch.load reads. With another suffix the file may be packed, which the format does not say.
+# What a plain torch.load reads. With another suffix, the file may be compressed, which the format does not show.
 _OF_TORCH, _SUFFIXES = ("torch-zip", "torch-legacy"), (".pth", ".pt", ".ckpt", ".bin", ".pkl", ".pth.tar")
 
 
 class Verdict(Struct, frozen=True):
-    """Whether the file has what the message tells of.
+    """Whether the file has the problem that the message is about, as a sentence.
 
-    ``sentence`` says so; ``confirming`` are the findings that do, ``others`` those that are about something else.
-    ``command`` repairs what can be repaired, and is empty if there is none; ``price`` is what it leaves untrained."""
+    ``confirming`` are the findings that show it, ``others`` those about something else. ``command`` repairs what can be
+    repaired, and is empty if nothing can; ``price`` is what it leaves untrained."""
 
     sentence: str
     confirming: tuple[Finding, ...] = ()
@@ -40,7 +40,7 @@ class Verdict(Struct, frozen=True):
 
 
 def judge(explanation: Explanation | None, report: Report, presentation: Presentation) -> Verdict:
-    """Hold an explanation against the report of the file; None for a message that is not known."""
+    """Compare an explanation, None for an unknown message, with the report on the file."""
     codes = explanation.codes if explanation else ()
     confirming = tuple(finding for finding in report.findings if finding.code.startswith(codes)) if codes else ()
     others = tuple(finding for finding in report.findings if finding not in confirming)
@@ -78,7 +78,7 @@ def judge(explanation: Explanation | None, report: Report, presentation: Present
 
 
 def _what_it_holds(report: Report) -> str:
-    """Return what the file is and where its weights are: for messages about that, no rule finds anything wrong."""
+    """Return what the file is and where its weights are, for messages about what no rule finds wrong."""
     tensors = counted(report.tensors, "tensor")
     kind = "a whole model" if _becomes_state_dict(report) else "a bare state_dict"
     place = f"{kind} of {tensors}" if report.container == "." else f"{tensors} under {report.container!r}"
@@ -103,8 +103,8 @@ def merge_command(report: Report, choices: Mapping[str, Any]) -> str:
 
 
 def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:
-    """Return the Python expression that gives the state_dict of the file: that of its own library if a plain call reads
-    these weights, else ours, which reads whatever was checked. ``choices`` say which weights of the file."""
+    """Return the Python expression that reads the state_dict of the file: a call of its own library if a plain one
+    reads these weights, otherwise of ckptfix. ``choices`` select the weights, as ``weights`` and ``member``."""
     path = json.dumps(file, ensure_ascii=False)
     defects = [each for each in report.findings if each.code.startswith(OF_FILES) and each.level > Level.NOTE]
     is_plain = not choices and not defects
@@ -117,7 +117,7 @@ def reading_code(report: Report, file: str, choices: Mapping[str, str]) -> str:
 
 
 def _becomes_state_dict(report: Report) -> bool:
-    """Return whether what holds the weights is a model, and no dict."""
+    """Return whether the file holds a pickled model instead of a dict."""
     texts = [text for finding in report.findings for text in finding.evidence.values() if isinstance(text, str)]
     return any(text.endswith("→ state_dict") for text in texts)
 
@@ -132,12 +132,12 @@ def _elsewhere(report: Report, codes: tuple[str, ...]) -> str:
     return f"{fits} message came from another file, another model, or another release."
 
 
-VERSION = 1  # the version of the JSON form; it grows when a field changes its meaning or goes away
+VERSION = 1  # of the JSON form; raised when a field changes its meaning or goes away
 _WIDTH = 100
 
 
 def full_lines(explanation: Explanation, limit: int | None = 12) -> Iterator[Line]:
-    """Yield the explanation: the message, what it means, what to do. ``limit`` is the most lines of a key list."""
+    """Yield the message, what it means and what to do. ``limit`` is the length of a key list, None for all."""
     yield (Span(f"{explanation.name}: ", "strong"), Span(explanation.said, "faint"))
     if explanation.chain:
         yield f"  ({explanation.chain})"
@@ -169,7 +169,7 @@ def concise_lines(explanation: Explanation) -> Iterator[Line]:
 
 
 def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
-    """Yield what is said of a text that is not known."""
+    """Yield the answer to an unknown text."""
     yield (Span("not recognised: ", "strong"), "the text contains no message that ckptfix knows.")
     if close is not None:
         record, _ = close
@@ -183,7 +183,7 @@ def unknown_lines(close: tuple[KnownMessage, float] | None) -> Iterator[Line]:
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[Line]:
-    """Yield what the check of the file says."""
+    """Yield the verdict on the file, with its findings."""
     yield (Span("this file: ", "strong"), verdict.sentence)
     for finding in (*verdict.confirming, *verdict.others):
         level = finding.level.name.lower()
@@ -197,7 +197,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[Line]:
 def to_json(
     explanation: Explanation | None, close: tuple[KnownMessage, float] | None = None, verdict: Verdict | None = None
 ) -> dict[str, Any]:
-    """Return the explanation as plain data. An unknown text is not ``recognised``, and may have a ``nearest``."""
+    """Return the explanation as JSON data. An unknown text is not ``recognised``, and may have a ``nearest``."""
     data: dict[str, Any] = {"version": VERSION, "recognised": explanation is not None}
     if explanation is not None:
         data |= {

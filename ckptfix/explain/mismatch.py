@@ -1,4 +1,4 @@
-"""The keys and shapes that a message of torch, transformers, fvcore or mmcv names, as data."""
+"""Parses the keys and shapes in a message of torch, transformers, fvcore or mmcv."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ckptfix.explain.text import Message
 
 
 class Mismatch(Struct, frozen=True):
-    """What a message says of a file and a model.
+    """The keys and shapes that a message lists.
 
-    ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has for each key the
-    shape in the file and the one in the model. ``knows_missing`` tells whether the message would name missing keys, had
-    there been any: torch before 0.4 stopped at the first unexpected one, and a paste may begin in the middle.
-    ``is_cut``: the user wrote dots for the rest."""
+    ``model`` is the class that was loaded into, empty if the message does not say. ``shapes`` has the shape of each
+    mismatched key in the file and in the model. ``knows_missing`` says whether the message would list missing keys, if
+    there were any: torch before 0.4 stopped at the first unexpected one, and a pasted text may begin in the middle.
+    ``is_cut`` says that the list ends with dots."""
 
     model: str = ""
     missing: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Mismatch(Struct, frozen=True):
 
 _NAMES = r"""(?:\\?["'][^"']*["'](?:,\s?|\s(?=["']))?)+"""
 _PLAIN_NAMES = r"[\w.]+(?:, [\w.]+)*"
-_FOLDED_NAMES = r"(?: [\w.]+\.(?:\w+|\{[\w, ]+\})(?= |$))+"  # the lists of fvcore and detectron2, a key a line
+_FOLDED_NAMES = r"(?: [\w.]+\.(?:\w+|\{[\w, ]+\})(?= |$))+"  # the lists of fvcore and detectron2, one key per line
 
 _MISSING = re.compile(
     rf"Missing key\(s\) in state_dict: (?P<quoted>{_NAMES})"
@@ -55,7 +55,7 @@ _UNEXPECTED = re.compile(
 _RUNNING = re.compile(rf"Unexpected running stats buffer\(s\) (?P<quoted>{_NAMES})", re.IGNORECASE)
 
 _SIZE = r"(?:torch\.Size\()?[\[(]([\d, ]*)[\])]\)?"
-# The first wording is that of torch since 1.0, `of` and `where` stand in 0.4.1's; 0.3 and 0.4.0 have the second.
+# The wordings of torch since 1.0, and with `of` and `where` of 0.4.1; 0.3 and 0.4.0 have that of _MODEL_FIRST.
 _SIZE_MISMATCH = re.compile(
     rf"size mismatch for (?P<key>[^\s:]+): copying a param (?:with shape|of) {_SIZE} from (?:the )?checkpoint,"
     rf" (?:where )?the shape (?:in (?:the )?current model )?is {_SIZE}"
@@ -64,7 +64,7 @@ _SKIPPED = re.compile(
     rf"(?:loading parameter )?'(?P<key>[^' ]+)' (?:(?:to the model )?due to incompatible shapes:|has shape) {_SIZE} in"
     rf" the checkpoint but {_SIZE} in the model"
 )
-# The loader of CenterNet, which the DETRs for tracking took over, is the second.
+# The second wording is that of CenterNet's loader, which the DETR trackers have copied.
 _MODEL_FIRST = re.compile(
     r"(?:While copying the parameter named \"?|Skip loading parameter )(?P<key>[^\s\",]+)\"?,"
     rf" (?:whose dimensions in the model are|required shape) ?{_SIZE}"
@@ -77,7 +77,7 @@ _QUOTED = re.compile(r"[\"']([^\"']*)[\"']")
 
 
 def read_mismatch(message: Message) -> Mismatch:
-    """Return the keys of a message. Of the two readings that one counts in which no key has a gap."""
+    """Return the keys and shapes of a message, from the first of its readings in which no key contains a space."""
     readings = [_read(reading) for reading in message.readings]
     for each in readings:
         keys = (*each.missing, *each.unexpected, *each.shapes)
@@ -90,7 +90,7 @@ def _read(text: str) -> Mismatch:
     context = _CONTEXT.search(text)
     shapes = dict(_shapes(text))
     missing = [*_keys_in(_MISSING, text), *(key for key, _ in _rows(text, "MISSING"))]
-    missing = [key for key in dict.fromkeys(missing) if key not in shapes]  # fvcore names what it skipped twice
+    missing = [key for key in dict.fromkeys(missing) if key not in shapes]  # fvcore lists skipped keys twice
     unexpected = [*_keys_in(_UNEXPECTED, text), *(key for key, _ in _rows(text, "UNEXPECTED"))]
     is_old = 'unexpected key "' in text and not context
     starts_before = context is not None or "missing_keys" in text or "LOAD REPORT from" in text
@@ -105,7 +105,7 @@ def _read(text: str) -> Mismatch:
     )
 
 
-# A row of the load report of transformers 5, which folds names: `layers.{0, 1}.weight`, `{0...11}`.
+# A row of the load report of transformers 5, with folded names: `layers.{0, 1}.weight`, `{0...11}`.
 _ROW = re.compile(
     r"(?P<key>[\w.]+(?:\{[\w, .]+\}[\w.]*)*) \| (?P<status>MISSING|UNEXPECTED|MISMATCH)\b"
     rf"(?: \| [^|]{{0,80}}ckpt: {_SIZE} vs model: ?{_SIZE})?"
@@ -153,7 +153,7 @@ def _shapes(text: str) -> Iterator[tuple[str, tuple[Shape, Shape]]]:
         if row[3] is not None:
             yield key, (_shape(row[3]), _shape(row[4]))
     for match in _MODEL_FIRST.finditer(text):
-        if match[2] != match[3]:  # else the copy failed for another reason
+        if match[2] != match[3]:  # otherwise the copy failed for another reason
             yield match["key"], (_shape(match[3]), _shape(match[2]))
 
 

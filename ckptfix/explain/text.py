@@ -1,7 +1,7 @@
-"""What people paste, and the messages in it.
+"""Extracts the error messages from pasted text.
 
 A log has timestamps, ranks, colours, quotation marks, progress bars and lines that a terminal has wrapped, and a
-traceback may hold several exceptions of which one matters."""
+traceback may contain several exceptions, of which one matters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from functools import cached_property
 
 from msgspec import Struct
 
-LONGEST = 2_000_000  # characters that are looked at: the error is at the end of a log
+LONGEST = 2_000_000  # characters examined, from the end of a log, where the error is
 
-# Characters of one message, which may list ten thousand keys, and of a log without a traceback, whose end counts.
+# Characters of a message, which may list ten thousand keys, and of the end of a log without a traceback.
 LONGEST_MESSAGE, _LONGEST_LOG = 500_000, 100_000
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _SHOWN_ESCAPE = re.compile(r"(?:\\x1b|\\033|\\u001b|\^\[|␛)\[[0-9;]*m", re.IGNORECASE)
-# A log of JSON, or a message in repr(). A path of Windows has \n too.
+# In a JSON log, or in the repr() of a message. Windows paths contain \n too.
 _SHOWN_BREAK = re.compile(r"\\n(?=\\t|\\n|\s|$|Traceback|Missing|Unexpected|size mismatch|The above|During)")
 _SHOWN_TAB = re.compile(r"(?<=[\n:])\\t")
 _BAR = re.compile(r"[^\n%]{0,200}\d{1,3}%\|[^|\n]{0,300}\|\s*[\d.?]+\w?/[\d.?]+\w?(?:\s*\[[^\]\n]{0,100}\])?")
@@ -48,11 +48,11 @@ _RULE = re.compile(r"[\s╭╮╰╯─━=\-_~^*+`]*")
 
 _NAME = r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
 _EXCEPTION = re.compile(rf"\s?{_NAME}(?:Error|Exception|Interrupt|Fault|Failure|Warning|RaisedError)\w*(?::|$)")
-_RAISE = re.compile(r"\s+raise \w")  # a line of source code, which has the message's words and not what they are about
+_RAISE = re.compile(r"\s+raise \w")  # a line of source code, with the message's template
 _HEADER = re.compile(r"^.*Traceback \(most recent call last\).*$", re.MULTILINE)
 
 
-# How messages begin that may be longer than a log's end that is looked at.
+# The beginnings of messages that may be longer than the examined end of a log.
 _BEGINNINGS = (
     "Error(s) in loading state_dict for",
     "Missing key(s) in state_dict: ",
@@ -61,7 +61,7 @@ _BEGINNINGS = (
 
 
 class Relation(Enum):
-    """How an exception came after the one before it."""
+    """How an exception is related to the one before it."""
 
     FIRST = "first"
     CAUSED = "raised from it"
@@ -76,28 +76,28 @@ _LINKS = re.compile(
 
 
 class Message(Struct, frozen=True, dict=True):
-    """One exception of a text, or a text that holds none: its lines without noise, and how it came about."""
+    """One exception in a text, or a text without one: its lines without noise, and its relation to the one before."""
 
     lines: tuple[str, ...]
     relation: Relation = Relation.FIRST
 
     @cached_property
     def readings(self) -> tuple[str, ...]:
-        """The message in one line, with every line break as a space, and with none: a terminal breaks words."""
+        """The message as one line, with line breaks as spaces and with none, since terminals break within words."""
         spaced, joined = _one_space("\n".join(self.lines)), _one_space("".join(self.lines))
         return (spaced,) if spaced == joined else (spaced, joined)
 
     @property
     def headline(self) -> str:
-        """The first line of the message that says something."""
+        """The first line of the message that is not blank."""
         return next((line.strip() for line in self.lines if line.strip()), "")
 
 
 def clean(text: str) -> str:
-    """Return the text without colours, progress bars and what loggers put in front of its lines."""
+    """Return the text without colours, progress bars and the prefixes of loggers."""
     text = text[-LONGEST:].replace("\ufeff", "").replace("\r\n", "\n")
     text = _SHOWN_ESCAPE.sub("", _ESCAPE.sub("", text))
-    # Of a line that was drawn over, such as a progress bar, every state is a line.
+    # Each state of a line that was overwritten, such as a progress bar, becomes a line.
     text = text.replace("\r", "\n").replace("\u2018", "'").replace("\u2019", "'")
     if '\\"' in text:
         text = text.replace('\\"', '"')
@@ -106,7 +106,7 @@ def clean(text: str) -> str:
 
 
 def messages(text: str) -> list[Message]:
-    """Return the messages of a text in their order, each cleaned; a text without a traceback is one message."""
+    """Return the messages of a text in order, cleaned; a text without a traceback is one message."""
     found: list[Message] = []
     for part, relation in _parts(clean(text)):
         is_about_error = _HEADER.search(part) is not None or _EXCEPTION.match(part.lstrip()) is not None
@@ -118,7 +118,7 @@ def messages(text: str) -> list[Message]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, Relation]]:
-    """Yield the text cut at the words between chained exceptions and at the heads of tracebacks."""
+    """Yield the text split at the phrases between chained exceptions and at the heads of tracebacks."""
     relation, start = Relation.FIRST, 0
     for link in _LINKS.finditer(text):
         yield from _tracebacks(text[start : link.start()], relation)
@@ -132,7 +132,7 @@ def _tracebacks(text: str, relation: Relation) -> Iterator[tuple[str, Relation]]
         yield text, relation
         return
     if text[: heads[0]].strip():
-        # A log may say what matters before the traceback, as CUDA's kernels do.
+        # What matters may be logged before the traceback, as CUDA kernels do.
         yield text[: heads[0]], relation
         relation = Relation.SEPARATE if relation is Relation.FIRST else relation
     for begin, end in zip(heads, [*heads[1:], len(text)], strict=True):
@@ -141,20 +141,20 @@ def _tracebacks(text: str, relation: Relation) -> Iterator[tuple[str, Relation]]
 
 
 def _end(log: str) -> str:
-    """Return what counts of a log without a traceback: its end, or more if a long message begins before that."""
+    """Return the end of a log without a traceback, or more if a long message begins before that."""
     begins = [begin for begin in map(log.rfind, _BEGINNINGS) if begin >= 0]
     start = min([*begins, max(len(log) - _LONGEST_LOG, 0)])
     return log[start : start + LONGEST_MESSAGE] if begins else log[start:]
 
 
 def _message_lines(part: str) -> list[str]:
-    """Return the lines from the exception on; all lines but those of code that raise if there is no traceback."""
+    """Return the lines from the exception on; without a traceback, all lines except ``raise`` statements."""
     lines = part.split("\n")
     if not _HEADER.search(part):
         return [line for line in lines if not _RAISE.match(line)]
     later = list(enumerate(lines))[1:]
     begins = [number for number, line in later if _EXCEPTION.match(line)]
-    # An exception whose class has another kind of name is on the first line that is not indented.
+    # An exception with an unusual class name is on the first line that is not indented.
     begins = begins or [n for n, line in later if line.strip() and not line[0].isspace() and not _HEADER.match(line)]
     return lines[begins[0] :] if begins else lines
 
@@ -175,7 +175,7 @@ def _one_space(text: str) -> str:
 
 
 _SUFFIXES = "pth|pt|ckpt|safetensors|bin|pyth|th|t7|pkl|pickle|model|tar|pth\\.tar|pt\\.gz|weights|mdl"
-_RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")  # parts of an archive, and no file of the user's
+_RECORDS = ("constants.pkl", "data.pkl", "tensors.pkl")  # members of an archive, not files of the user
 _QUOTED_FILE = re.compile(rf"""(["'])((?:(?!\1)[^\n\r]){{1,300}}\.(?:{_SUFFIXES}))\1""", re.IGNORECASE)
 _QUOTED_FOLDER = re.compile(r"""Is a directory: (["'])([^\n\r]{1,300}?)\1""", re.IGNORECASE)
 _BARE_FILE = re.compile(
@@ -184,7 +184,7 @@ _BARE_FILE = re.compile(
 
 
 def file_name(text: str) -> str | None:
-    """Return the checkpoint that a text speaks of, where it names exactly one: a file, or a folder taken for one."""
+    """Return the checkpoint that a text names, a file or a folder taken for one; None unless it is exactly one."""
     text = clean(text)
     quoted = {match[2] for pattern in (_QUOTED_FILE, _QUOTED_FOLDER) for match in pattern.finditer(text)}
     bare = {match[1] for match in _BARE_FILE.finditer(text)}
