@@ -1,4 +1,4 @@
-"""What an adapter changes in a checkpoint: the delta of each tensor, by the shapes of both."""
+"""What an adapter changes in a checkpoint: the delta of each tensor, checked against the shapes of both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckptfix.reading.boxes import row_major_bytes
 from ckptfix.rules.adapter_names import EMBEDDINGS, HEADS, BaseNames, is_copied, is_of_words, quantised
 from ckptfix.rules.quantised_layers import beside_codes
 
-# What peft puts into the names of a model in which it has wrapped layers.
+# Segments that peft adds to the names of a model whose layers it wraps.
 _WRAPPERS = frozenset(("base_layer", "token_adapter", "original_module"))
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -40,19 +40,19 @@ _TAKEN_OFF = ("linear", "conv", "tucker", "experts", "hadamard", "kronecker", "b
 
 
 class Merge(Struct):
-    """What the adapters change in a checkpoint: the deltas of each key, in order, and what is added."""
+    """The changes that adapters make to a checkpoint: the deltas of each key, in order, and the added tensors."""
 
     deltas: dict[str, list[Delta]] = field(default_factory=lambda: defaultdict(list))
     added: dict[str, Fill] = field(default_factory=dict)
-    # Components of a pipeline that the checkpoint does not hold, with the number of their layers.
+    # Components of a pipeline that the checkpoint lacks, with their number of layers.
     left: dict[str, int] = field(default_factory=dict)
-    # Embeddings and heads that an adapter has whole for another vocabulary, with the entries of that.
+    # Embeddings and heads that an adapter holds in full for another vocabulary, with its size.
     resized: dict[str, int] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)  # embeddings and heads that change because their twin does
 
 
 def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Iterator[Edit]:
-    """Yield the edits of a merge. Two names of one tensor stay that, except where one of them is replaced."""
+    """Yield the edits of a merge. Tied tensors stay tied, except if one of them is replaced."""
     specs = checkpoint.specs
     for key, deltas in merge.deltas.items():
         yield MergeAdapter(key, specs[key].dtype, specs[key].shape, tuple(deltas), undo)
@@ -62,7 +62,7 @@ def merge_edits(checkpoint: Checkpoint, merge: Merge, undo: bool = False) -> Ite
 def find_merge(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], undo: bool = False, target: Target | None = None
 ) -> Merge:
-    """Return what the adapters change. Raises ``AdapterError`` for one that does not belong to the checkpoint."""
+    """Return what the adapters change. Raises ``AdapterError`` if one does not belong to the checkpoint."""
     merge = Merge()
     copies: dict[str, Adapter] = {}
     twins: dict[object, list[str]] = defaultdict(list)
@@ -82,7 +82,7 @@ def find_merge(
                     f"{adapter.path}: {key} cannot be restored: it was multiplied by a zero in {delta.factors[0]}; "
                     "use the base itself"
                 )
-            # A module that is saved whole is a copy of its own; all else changes a tensor under each of its names.
+            # A module saved in full is a separate copy; any other delta changes a tensor under all its names.
             is_copy = delta.form == "whole" and (adapter.kind == "LN_TUNING" or is_copied(adapter, key))
             if is_copy:
                 copies[key] = adapter
@@ -110,7 +110,7 @@ def _refuse_overlap(adapter: Adapter, key: str, delta: Delta, merge: Merge) -> N
 
 
 def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
-    """Raise ``AdapterError`` unless all embeddings and heads of a vocabulary get the same one."""
+    """Raise ``AdapterError`` unless all embeddings and heads of a resized vocabulary get the new size."""
     sizes = {checkpoint.specs[key].shape[0] for key in merge.resized}
     for key, spec in checkpoint.specs.items():
         is_whole = any(delta.form == "whole" for delta in merge.deltas.get(key, ()))
@@ -123,7 +123,7 @@ def _check_vocabulary(checkpoint: Checkpoint, merge: Merge) -> None:
 
 
 def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Target | None, merge: Merge) -> None:
-    """Store the old values of a tensor that is replaced under its other names in the model, which the file lacks."""
+    """Add a replaced tensor's old values under its other names in the model that the file lacks."""
     if not adapter.path:
         return
     spec, groups = checkpoint.specs[key], () if target is None else target.ties
@@ -143,7 +143,7 @@ def _keep_tied(checkpoint: Checkpoint, adapter: Adapter, key: str, target: Targe
 
 
 def _heads(checkpoint: Checkpoint, adapter: Adapter, key: str) -> set[str]:
-    """Return the name of the head that a language model has tied to its embedding ``key``, by its configuration."""
+    """Return the key of the head that is tied to the embedding ``key`` according to the model's configuration."""
     config = {} if checkpoint.format == IN_MEMORY else config_beside(checkpoint.path, "config.json") or {}
     module = key.removesuffix(".weight").rpartition(".")[2]
     if module not in EMBEDDINGS or any(name.rpartition(".")[0].endswith(HEADS) for name in checkpoint.specs):
@@ -176,7 +176,7 @@ def _deltas(
             view, places, names = other, known, again
     if not any(each.found for each in names.values()):
         raise max(names.values(), key=lambda each: len(each.layers)).mismatch()
-    # Text encoders have the same names: one that another component of the adapter fits is not for this one.
+    # Text encoders have the same names: a component does not apply if another one fits the same tensors.
     fitting = [component for component, each in names.items() if each.fits]
     taken = Counter(name for component in fitting for name in names[component].found.values())
     if max(taken.values(), default=1) > 1:
@@ -224,7 +224,7 @@ def _untied(checkpoint: Checkpoint, adapter: Adapter) -> list[AdapterLayer]:
     return kept + [one for one in adapter.layers if one not in kept and rows[one.module] not in known]
 
 
-# The tensors of a file in which one of another release is, with `expert` and `within` of the `Delta` of each.
+# The file's tensors that hold another release's tensor, each with `expert` and `within` of its `Delta`.
 _Places = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
@@ -233,12 +233,12 @@ _PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 
 
 
 def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Places]]:
-    """Return the checkpoint with the names, too, that other releases and libraries have for its tensors, and where
-    those are.
+    """Return the checkpoint with additional names that other releases and libraries use, and the places of those
+    tensors.
 
-    Of experts, release 4 of transformers has each by itself, release 5 all of a layer in ``gate_up_proj`` and
-    ``down_proj``. That of release 5 is ``[experts, outputs, inputs]``, or is not taken for it. Libraries, such as
-    diffusers, and the authors of models have the names of the maps that ship."""
+    transformers 4 has each expert by itself; transformers 5 has all experts of a layer in ``gate_up_proj`` and
+    ``down_proj``, recognised only as ``[experts, outputs, inputs]``. The names of libraries such as diffusers and of
+    models' authors come from the shipped maps."""
     specs: dict[str, TensorSpec] = {}
     places: dict[str, _Places] = {}
 
@@ -246,7 +246,7 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
         if name not in checkpoint.entries and where and places.setdefault(name, where) == where:
             specs[name] = replace(spec, shape=shape)
         else:
-            specs.pop(name, None)  # two maps do not agree
+            specs.pop(name, None)  # two maps contradict each other
 
     for name, move in aliases({key: spec.shape for key, spec in checkpoint.specs.items()}):
         add(name, checkpoint.specs[move.parts[0].source], move.shape, _rows_of(move, checkpoint.specs))
@@ -287,7 +287,7 @@ def _with_other_names(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, _Pl
 
 
 def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
-    """Return where the rows of a tensor with another name are; nowhere if rows of the file are parted or turned."""
+    """Return where the rows of a renamed tensor are; nothing if the map splits or permutes rows of the file."""
     found: _Places = []
     for part in move.parts:
         shape, (rows, *box), (place, *rest) = specs[part.source].shape, part.box or ((0, 0),), part.place or ((0, 0),)
@@ -303,8 +303,8 @@ def _rows_of(move: Move, specs: Mapping[str, TensorSpec]) -> _Places:
 def _placed(
     adapter: Adapter, layer: AdapterLayer, key: str, delta: Delta, places: Mapping[str, _Places]
 ) -> Iterator[tuple[str, Delta]]:
-    """Yield what a delta changes in the file, of a tensor that the file may have in another release's form."""
-    # What peft changes beside a parameter it rounds before the sum; in release 5 that are the experts and their router.
+    """Yield the changes to the file's tensors for a delta whose tensor may be in another release's form."""
+    # peft rounds the delta of a bare parameter before adding it; in transformers 5, experts and routers are parameters.
     is_stacked = any(
         within and "experts" in key.split(".") for where in places.values() for key, _, within in where[:1]
     )
@@ -320,8 +320,8 @@ def _placed(
 
 
 class _Orientation:
-    """Which layers have their inputs first, as Conv1D of transformers has: the model says so, or the shapes of layers
-    of the same name. Others do not speak for a square one, as an adapter may have layers of both kinds."""
+    """Which layers have their inputs first, like transformers' Conv1D: from the model, or from the shapes of layers of
+    the same name. Layers of other names do not count for a square one, because an adapter may have both kinds."""
 
     def __init__(
         self, checkpoint: Checkpoint, adapter: Adapter, layers: Mapping[str, AdapterLayer], target: Target | None
@@ -350,7 +350,7 @@ class _Orientation:
         return "Conv1D" in kind if kind else True in self.seen.get(_leaf(key), ())
 
     def is_turned(self, layer: AdapterLayer, key: str) -> bool:
-        """Return whether a square layer has its inputs first. Raises ``AdapterError`` if nothing says so."""
+        """Return whether a square layer has its inputs first. Raises ``AdapterError`` if that is unknown."""
         leaf = _leaf(key)
         if layer.is_mlx:
             return True
@@ -363,7 +363,7 @@ class _Orientation:
         if not (is_set or has_others or is_named) or not self._biases(key):
             return False  # a Conv1D always has a bias
         if self.names == {leaf} and self.adapter.is_peft:
-            return is_set  # of layers of several names, peft sets it for the last one
+            return is_set  # with layers of several names, peft sets it for the last one
         if is_named and not seen and (is_set or has_others):
             return True
         raise AdapterError(
@@ -373,7 +373,7 @@ class _Orientation:
         )
 
 
-# Names of the layers for which transformers has Conv1D.
+# Names of layers that are a Conv1D in transformers.
 _INPUTS_FIRST = frozenset(("c_attn", "c_proj", "c_fc", "q_attn"))
 
 
@@ -382,7 +382,7 @@ def _leaf(key: str) -> str:
 
 
 def _refuse_codes(checkpoint: Checkpoint, key: str) -> None:
-    """Raise AdapterError if a tensor is quantised, as what is beside it says."""
+    """Raise ``AdapterError`` if the tensors next to a key show that it is quantised."""
     if codes := beside_codes(key.rpartition(".")[0], checkpoint.entries):
         raise quantised(checkpoint, f"{key} is quantised, as {codes} shows")
 
@@ -423,12 +423,12 @@ def _of_layer(
 
 
 def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
-    """Return what the two matrices of a layer do to a tensor. Raises ``AdapterError`` if they do not fit it."""
+    """Return the delta of a layer's two matrices. Raises ``AdapterError`` if they do not fit the tensor."""
     leaf, narrow = key.rpartition(".")[2], not adapter.is_peft
-    beside = adapter.settings(layer).get("target_parameters")  # parameters, and not modules
+    beside = adapter.settings(layer).get("target_parameters")  # parameters instead of modules
     is_named = isinstance(beside, list) and any(f".{layer.module}.{leaf}".endswith(f".{name}") for name in beside)
     is_parameter = leaf != "weight" or is_named
-    # Patterns of ranks are for the name of the parameter then.
+    # Rank patterns then match the parameter's name.
     named = replace(layer, module=f"{layer.module}.{leaf}") if is_parameter else layer
     rank, scaling = adapter.rank(named), adapter.scaling(named)
     factors = tuple(layer.keys[role] for role in ("A", "B", "magnitude") if role in layer.keys)
@@ -458,10 +458,10 @@ def _product(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, 
 
 
 def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: TensorSpec) -> None:
-    """Raise ``AdapterError`` unless the norms of DoRA, if there are any, are those of a tensor."""
+    """Raise ``AdapterError`` if a layer has DoRA's norms and they do not fit the tensor."""
     if (norms := adapter.spec(layer, "magnitude")) is None:
         return
-    # Those of LyCORIS may be [1, inputs, 1, 1], by its setting wd_on_out; peft's are [1, outputs, 1, 1].
+    # LyCORIS' norms may be [1, inputs, 1, 1] (wd_on_out); peft's are [1, outputs, 1, 1].
     is_lycoris = layer.keys["magnitude"].endswith("dora_scale")
     by_outputs = norms.numel == outputs and (norms.shape[0] == outputs or not is_lycoris)
     by_inputs = is_lycoris and norms.shape[:1] == (1,) and (norms.numel,) == spec.shape[1:2]
@@ -473,7 +473,7 @@ def _check_norms(adapter: Adapter, layer: AdapterLayer, outputs: int, spec: Tens
 
 
 def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpec, turned: _Orientation) -> Delta:
-    """Return what the matrices of LoHa or LoKr do to a tensor. Raises ``AdapterError`` if they do not fit it."""
+    """Return the delta of a layer's LoHa or LoKr matrices. Raises ``AdapterError`` if they do not fit the tensor."""
     roles = (*(KRONECKER if layer.is_kronecker else HADAMARD), *CORES, "magnitude")
     factors = tuple(layer.keys[role] for role in roles if role in layer.keys)
     shapes = [adapter.checkpoint.specs[factor].shape for factor in factors]
@@ -481,7 +481,7 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
     if layer.is_kronecker:
         one, two = (adapter.whole_shape(layer, name) for name in ("lokr_w1", "lokr_w2"))
         fits = len(one) == 2 and len(two) > 1 and (one[0] * two[0], one[1] * prod(two[1:])) == wanted
-        # With the kernel of a Conv1d as a whole, peft's product is another one than LyCORIS'.
+        # For the unfactored kernel of a Conv1d, peft's product differs from LyCORIS'.
         fits = fits and (len(two) == 2 or (len(two) == 4 and two[2:] == spec.shape[2:]))
     else:
         rank, cores = adapter.rank(layer), [core.shape for role in CORES if (core := adapter.spec(layer, role))]
@@ -499,7 +499,7 @@ def _of_lycoris(adapter: Adapter, layer: AdapterLayer, key: str, spec: TensorSpe
 
 
 def _difference(checkpoint: Checkpoint, adapter: Adapter, stored: str, key: str) -> Delta:
-    """Return the sum of a tensor and what the adapter has for all of it."""
+    """Return the delta that adds the adapter's full-size difference to a tensor."""
     spec, value = checkpoint.specs.get(key), adapter.checkpoint.specs[stored]
     if spec is None or spec.shape != value.shape:
         has = f"no {key}" if spec is None else f"{key} {list(spec.shape)}"
@@ -522,7 +522,7 @@ def _scales(
         is_square = spec.shape[0] == spec.shape[1]
         is_turned = turned.is_turned(layer, key) if is_square else spec.shape[not is_output] != scale.numel
         axis = int(is_output == is_turned)
-    else:  # of a convolution, where those of inputs and of outputs have the same shape
+    else:  # a convolution: scales of inputs and of outputs have the same shape
         inputs = adapter.config.get("feedforward_modules") or []
         if isinstance(inputs, list):
             is_output = not any(layer.module.endswith(str(name)) for name in inputs)
@@ -571,7 +571,7 @@ def _token_rows(adapter: Adapter, layer: AdapterLayer, spec: TensorSpec) -> tupl
 def _whole(
     checkpoint: Checkpoint, adapter: Adapter, key: str, stored: str, merge: Merge
 ) -> Iterator[tuple[str, Delta]]:
-    """Yield the replacement of a tensor by that which the adapter has whole."""
+    """Yield the replacement of a tensor that the adapter holds in full."""
     value, spec = adapter.checkpoint.specs[stored], checkpoint.specs.get(key)
     _refuse_weight(adapter, f"has {stored} whole, so no weight applies")
     if spec is None:
@@ -596,7 +596,7 @@ def _whole(
 
 
 def _same_by_another_name(checkpoint: Checkpoint, key: str, shape: tuple[int, ...]) -> str:
-    """Return what a base has in the place of a tensor that an adapter has whole; empty if it is new to it."""
+    """Return what the base has instead of a tensor that an adapter holds in full; empty if the tensor is new."""
     parts = key.split(".")
     last = max((at for at, part in enumerate(parts) if part.isdecimal()), default=-1)
     block = ".".join((*parts[: last + 1], ""))
@@ -606,7 +606,7 @@ def _same_by_another_name(checkpoint: Checkpoint, key: str, shape: tuple[int, ..
 
 
 def edits_within(checkpoint: Checkpoint, adapter: Adapter, target: Target | None) -> Iterator[Edit]:
-    """Yield the edits that merge an adapter which was saved inside of its base, and give the base its own names."""
+    """Yield the edits that merge an adapter inside its base, and rename the base's tensors to their original names."""
     own = {key for layer in adapter.layers for key in layer.keys.values()} | set(adapter.saved.values())
     names = {key: plain_name(key) for key in checkpoint.entries if key not in own}
     base = replace(checkpoint, entries={name: checkpoint.entries[key] for key, name in names.items()}, metadata=None)
@@ -618,6 +618,6 @@ def edits_within(checkpoint: Checkpoint, adapter: Adapter, target: Target | None
 
 
 def plain_name(key: str) -> str:
-    """Return the name of a tensor in the model before peft wrapped it; that may be a part of another module."""
+    """Return the name of a tensor before peft wrapped the model, which may itself be a submodule."""
     before, _, after = f".{key}".rpartition(".base_model.model.")
     return ".".join(part for part in f"{before}.{after}".split(".") if part and part not in _WRAPPERS)

@@ -1,5 +1,5 @@
-"""Tensors of the right name and another shape that a known formula makes fit: which they are, and which recipes of
-``--adapt`` are for them."""
+"""Tensors with the right name and another shape that a known formula makes fit, and the recipes of ``--adapt`` for
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptfix.rules.class_maps import is_of_boxes
 from ckptfix.rules.position_tables import HEADS_FIRST, POSITIONS, Pairing, PositionTable, is_square, size
 from ckptfix.values.adapted_tensors import is_of_blocks, patch
 
-Pairs = dict[str, tuple[Shape, Shape]]  # by key the shape in the file and that in the model
+Pairs = dict[str, tuple[Shape, Shape]]  # by key, the shapes in the file and in the model
 
 _BIAS_TABLES = re.compile(r"(?:^|[._])rel(?:ative)?_pos(?:ition)?_bias_table$", re.IGNORECASE)
 _PATCHES = re.compile(
@@ -38,7 +38,7 @@ _PATCHES = re.compile(
     r"|(?:visual\.conv1|embed(?:s|dings)\.proj(?:ection)?)\.weight$",
     re.IGNORECASE,
 )
-# What embeddings of words are called, in models whose configuration does not say the size of their vocabulary.
+# Names of word embeddings, for models whose configuration does not give the size of the vocabulary.
 _WORDS = re.compile(
     r"wte|shared|lookup(?:_table)?|tokens_embed|(?:(?:word|tok(?:en)?|sub_?word|text|char|vocab|src|tgt|source|target|"
     r"in(?:put)?|out(?:put)?|enc(?:oder)?|dec(?:oder)?)s?_)*emb(?:ed(?:d(?:ing|er))?)?s?"
@@ -50,7 +50,7 @@ _NO_WORDS = re.compile(
     r"product|node|graph|categor|feature",
     re.IGNORECASE,
 )
-# Queries of DETR have no order. Coordinates, and distances that are not those of patches, keep their rows' meaning.
+# DETR's queries have no order. Rows for coordinates, or for distances other than between patches, keep their meaning.
 _NO_PLACES = re.compile(
     r"quer(?:y|ies)_|(?:^|[._])(?:rel(?:ative)?_pos(?:ition)?(?!\w*table|_[hwt]$)|[xyhw]_pos|relative_att)|\.pe_[kv]\.",
     re.IGNORECASE,
@@ -60,19 +60,19 @@ _NO_HEADS = re.compile(
     r"merger|latent|(?:^|[._])(?:bn|\w*norm)|project(?:ion|or)|pooler|sampl|memory|conv_out|points_scale",
     re.IGNORECASE,
 )
-# Those of YOLOS come after the patches, and no recipe is for them.
+# YOLOS has these after the patches, and there is no recipe for that.
 _LAST_TOKENS = ("detection_tokens", "det_token")
 
-_MOST_CHANNELS = 64  # channels of the file's input beyond which a convolution is not the first one of a model
-_MOST_SIGNALS = 12  # the same over time only, where more are the bands of a spectrum and have an order
+_MOST_CHANNELS = 64  # most input channels of a model's first convolution
+_MOST_SIGNALS = 12  # the same for 1d convolutions, where more channels are the ordered bands of a spectrum
 
 
 class Case(Struct, frozen=True):
     """Tensors that one recipe makes fit.
 
-    ``recipes`` are those that can, the one of the model's own library first, whose name is ``library`` if it is known.
-    ``words`` say what the shapes mean. ``grids`` are that of the file and that of the model, for tables of positions,
-    and ``unclear`` says why they are not known. ``keeps_last``: the last row of a vocabulary is none of its words."""
+    ``recipes`` are the possible ones, that of the model's own library first; ``library`` is its name if known.
+    ``words`` say what the shapes mean. ``grids`` are the file's and the model's, for tables of positions, and
+    ``unclear`` says why they are unknown. ``keeps_last``: the last row of a vocabulary is not a word."""
 
     name: str
     shapes: Pairs
@@ -85,15 +85,15 @@ class Case(Struct, frozen=True):
 
 
 def differ_by_ones(one: Shape, other: Shape) -> bool:
-    """Return whether the longer shape is the shorter one with axes of one element after it, or before it."""
+    """Return whether two shapes differ only in axes of one element, all leading or all trailing."""
     short, long = sorted((one, other), key=len)
     ones = (1,) * (len(long) - len(short))
     return bool(ones) and long in (short + ones, ones + short)
 
 
 def parts_of_ranks(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
-    """Return in how many parts all tensors are divided, some by rows and some by columns, as tensor parallelism does;
-    0 if they are not."""
+    """Return in how many parts all tensors are split, some by rows and some by columns, as in tensor parallelism; 0 if
+    they are not."""
     parts, axes = set(), set()
     for file, wanted in shapes.values():
         differing = [axis for axis, (old, new) in enumerate(zip(file, wanted, strict=False)) if old != new]
@@ -105,7 +105,7 @@ def parts_of_ranks(shapes: Mapping[str, tuple[Shape, Shape]]) -> int:
 
 
 class Misfits(Struct, frozen=True):
-    """The keys of another shape, and what says of what kind they are: the model and the file, and what was given for
+    """The keys whose shape differs, with the evidence of their kind: the model, the file, and the values of
     ``--adapt``."""
 
     shapes: Pairs
@@ -117,7 +117,7 @@ class Misfits(Struct, frozen=True):
         return self.pairing.target
 
     def cases(self) -> list[Case]:
-        """Return the cases among them. Grids that were given count where the target does not know its own."""
+        """Return the cases. Given grids count if the target does not know its own."""
         found: dict[str, Pairs] = {}
         for key, (old, new) in self.shapes.items():
             named = next((asked.name for asked in self.given if asked.keys != "*" and fnmatchcase(key, asked.keys)), "")
@@ -138,7 +138,7 @@ class Misfits(Struct, frozen=True):
         return made
 
     def _of_other_sides(self) -> Pairs:
-        """Return the tables of as many positions as the model's whose grid has other sides, as the user says."""
+        """Return the tables with the model's number of positions whose grid has other sides according to the user."""
         found: Pairs = {}
         for key, shape in self.pairing.tensors.items() if any(asked.old for asked in self.given) else ():
             asked = chosen(POS_EMBED, key, RECIPES[POS_EMBED], self.given)
@@ -151,9 +151,9 @@ class Misfits(Struct, frozen=True):
         return found
 
     def _vocabulary(self, shapes: Pairs) -> tuple[Pairs, set[str]]:
-        """Return the embeddings of words, and what has as many rows as they: output layers and their biases; and which
-        of the embeddings have a row more than the vocabulary, which stays the last one: that before the first word of
-        Moshi and MusicGen."""
+        """Return the word embeddings with the output layers and biases of the same number of rows, and which of the
+        embeddings have one row more than the vocabulary. That row stays last: the token before the first word of Moshi
+        and MusicGen."""
         by_rows = {
             key: pair
             for key, pair in shapes.items()
@@ -183,7 +183,8 @@ class Misfits(Struct, frozen=True):
         }, {*longer}
 
     def _heads(self, rest: Pairs) -> Pairs:
-        """Return the output layers of other classes, and of as many if named, if only their number can be why."""
+        """Return the output layers for other classes, or for as many if the user names them; none if classes do not
+        explain all shapes."""
         heads = {
             key: (old, new)
             for key, (old, new) in rest.items()
@@ -200,7 +201,7 @@ class Misfits(Struct, frozen=True):
         return heads if len(heads) >= len(rest) or any(each.name == HEAD for each in self.given) else {}
 
     def _tables(self, name: str, shapes: Pairs) -> Iterator[Case]:
-        """Yield a case for the tables of each pair of grids, and of each order of recipes."""
+        """Yield a case for the tables of each pair of grids and each order of recipes."""
         found: dict[tuple[tuple[str, ...], str, tuple[Grid, Grid] | str], list[PositionTable]] = {}
         for key, (old, new) in shapes.items():
             table = PositionTable(name, key, old, new, self.pairing)
@@ -214,7 +215,7 @@ class Misfits(Struct, frozen=True):
         for (recipes, library, known), tables in found.items():
             first, group = tables[0], {table.key: (table.old, table.new) for table in tables}
             if isinstance(known, str):
-                right = first.grids(None)  # if the user's are not
+                right = first.grids(None)  # if the user's grids are wrong
                 grids = None if isinstance(right, str) else right
                 yield Case(name, group, recipes, known, library, grids, unclear=known)
             else:
@@ -222,7 +223,7 @@ class Misfits(Struct, frozen=True):
 
 
 def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
-    """Return the kind of a tensor by its name, or as the user named it, and its shapes; empty if it is of no kind."""
+    """Return the kind of a tensor by its name (or the user's) and its shapes; empty if there is none."""
     differing = [axis for axis, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
     if len(new) == 5 and len(old) == 4:
         return INFLATE if new[:2] == old[:2] and new[3:] == old[2:] else ""
@@ -239,7 +240,7 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
         if any(f"{key.rpartition('.')[0]}.{name}".lstrip(".") in target.slots for name in _LAST_TOKENS):
             return ""
         is_table = (len(old) == 2 and differing == [0]) or (len(old) == 3 and differing == [1] and old[0] == 1)
-        # In two dimensions, with the channels before or after them: if two equal sides stay, the channels differ.
+        # Two dimensions and channels, first or last: if two equal sizes stay, it is the channels that differ.
         kept = [size for size, other in zip(old[1:], new[1:], strict=True) if size == other]
         is_map = len(old) == 4 and old[0] == new[0] == 1 and (old[1] == new[1]) != (old[3] == new[3])
         is_map = is_map and len(set(kept)) == len(kept)
@@ -259,13 +260,14 @@ def _kind(key: str, old: Shape, new: Shape, target: Target, named: str) -> str:
 
 
 def _is_of_pixels(stored: int, wanted: int) -> bool:
-    """Return whether inputs are colours of neighbouring pixels, of which timm's `adapt_input_conv` takes no more."""
+    """Return whether inputs are the colours of neighbouring pixels: timm's `adapt_input_conv` adds no channels to
+    these."""
     pixels = stored // 3
     return wanted > stored == 3 * pixels and pixels > 1 and is_square(pixels) and wanted % pixels == 0
 
 
 def _is_input(shape: Shape, target: Target) -> bool:
-    """Return whether a weight has the shape of the model's first convolution: others of its shape are beside it."""
+    """Return whether a weight has the shape of the model's first convolution; parallel ones have it too."""
     weights = (slot.shape for key, slot in target.slots.items() if key.endswith("weight") and slot.shape is not None)
     return next((each for each in weights if len(each) >= 3), None) == shape
 

@@ -18,9 +18,9 @@ The state follows the weights: it moves to the new position or group, is reshape
 and is dropped with them. These parameters start without a state, and are listed:
 
 - new ones, and those whose values did not come from this training;
-- those whose state cannot be split exactly: factored (Adafactor), blockwise (8-bit), or with unequal step counts; - a
-  few layers that KEY106 renamed only by shape, to entirely different names. Use `--rename OLD=NEW` or `--rename-layers`
-  to say that they are the same layers.
+- those whose state cannot be split exactly: factored (Adafactor), blockwise (8-bit), or with unequal step counts;
+- a few layers that KEY106 renamed only by shape, to entirely different names. Use `--rename OLD=NEW` or
+  `--rename-layers` to say that they are the same layers.
 
 Safe if the file has the names: `param_names` (torch 2.6, an optimizer made of `named_parameters()`), or names in the
 place of numbers (FSDP, `torch.distributed.checkpoint`).
@@ -31,14 +31,15 @@ optimizers or two groups), or a script of your own that groups them by parts of 
 both. The sizes of all groups and the shapes of all moments confirm a recipe. For equal shapes, ckptfix assumes the
 order of the model, and the finding names any rare order (reversed, biases last) that would fit as well.
 
-Nothing is touched if
+Nothing is touched if:
 
-- two recipes fit and lead to different states, unless one belongs to a trainer that left its own file or option; -
-  groups of equal shapes could be swapped, or could list their parameters by name, reversed, or with the head first;
+- two recipes fit and lead to different states, unless one belongs to a trainer that left its own file or option;
+- groups of equal shapes could be swapped, or could list their parameters by name, reversed, or with the head first;
 - the names fit both at the top and under a prefix;
 - another state_dict of the file fits too, and the optimizer's name does not say whose it is (`optG` of `G`);
-- a parameter is new, and nothing shows its group, or its place in your own order; - the state covers all parameters
-  together (L-BFGS), or a separate list has a copy of each (the float32 weights of apex and Megatron).
+- a parameter is new, and nothing shows its group, or its place in your own order;
+- the state covers all parameters together (L-BFGS), or a separate list has a copy of each (the float32 weights
+  of apex and Megatron).
 
 `ckptfix.load(model, file, optimizer=optimizer)` in the training script knows groups and order, and an optimizer with
 names (`AdamW(model.named_parameters())`) has none of these doubts. If positions move, the state_dict is put into model
@@ -80,10 +81,10 @@ KEEP = Remedy.of("keeps it as it is", keep_optimizer=True)
 
 
 def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Bring the optimizers in step with the edits, or say which one cannot be.
+    """Update the optimizers to match the edits, or report which one cannot follow.
 
-    The last of five steps: ``optimizer_states`` has what the state is, ``origins`` what the plan changes, ``evidence``
-    which name each position has, ``following`` what that does to the state; here it is a finding."""
+    The last of five steps: ``optimizer_states`` reads the state, ``origins`` finds what the plan changes, ``evidence``
+    the name of each position, and ``following`` what becomes of the state; this makes the finding."""
     optimizers = list(optimizers_in(context.checkpoint.root))
     if context.settings.drop_optimizer:
         yield from _left_out(rule, optimizers)
@@ -91,11 +92,11 @@ def stale_optimizer(rule: Rule, context: Context) -> Iterator[Finding]:
     if context.before is None:
         return
     if context.settings.format == "safetensors":
-        optimizers = []  # that format has no place for one, as FIL104 says
+        optimizers = []  # safetensors cannot hold an optimizer: FIL104
     optimizers += optimizers_in(context.checkpoint.beside)
     before, plan = context.before, context.plan
     if any(isinstance(edit, (Regroup, Moments)) for edit in plan.edits):
-        before, plan = context.checkpoint, Plan()  # what is left to find is found in the result itself
+        before, plan = context.checkpoint, Plan()  # compare only the result with itself
     change = Change.of(before, context.checkpoint, plan, context.target, context.settings.rename_layers)
     if not plan.edits and change.target is None:
         return
@@ -129,7 +130,8 @@ def _left_out(rule: Rule, optimizers: list[Optimizer]) -> Iterator[Finding]:
 def _out_of_step(
     rule: Rule, context: Context, optimizer: Optimizer, change: Change, plan: Plan, sets: list[str]
 ) -> Iterator[Finding]:
-    """Yield what an optimizer needs; ``sets`` are the state_dicts that it may be of, if not that which is repaired."""
+    """Yield the finding for an optimizer that no longer matches; ``sets`` are the state_dicts that it may belong to if
+    not the repaired one."""
     found = ways(optimizer, change)
     is_moved = is_listed_anew(optimizer, change)
     if found and all(way.is_unchanged for way in found) and not is_moved:
@@ -207,7 +209,7 @@ def _brought_in_step(rule: Rule, context: Context, change: Change, way: Followed
 
 
 def _is_of_result(optimizer: Optimizer, change: Change, context: Context) -> bool:
-    """Return whether an optimizer that cannot be of the file's parameters fits those of the result as it is."""
+    """Return whether an optimizer that cannot belong to the file's parameters already fits the result's."""
     after = Change.of(context.checkpoint, context.checkpoint, Plan(), context.target)
     is_settled = any(way.is_unchanged and not way.naming.is_certain for way in ways(optimizer, after))
     return is_settled and len(optimizer.ids) == len(after.result) and not _may_be_of(optimizer, change)
@@ -225,30 +227,30 @@ def _in_unknown_order(rule: Rule, optimizer: Optimizer, change: Change, has_name
 
 
 def _is_touched(optimizer: Optimizer, change: Change, plan: Plan, found: list[Followed]) -> bool:
-    """Return whether edits, or the order of the model, change what the positions of an optimizer mean."""
+    """Return whether edits, or the model's order, change what an optimizer's positions mean."""
     if not plan.edits:
         return bool(found) or change.reorders
     is_lost = change.model is not None and not change.is_ordered and not change.model_orders
-    # What is only named like a buffer is a parameter if the optimizer has more than there are otherwise.
+    # A tensor that is only named like a buffer is a parameter if the optimizer has more parameters than the rest.
     is_wide = bool(found) or len(optimizer.ids) > len(change.parameters)
     is_tied = len(optimizer.ids) == len(change.result)
     return is_lost or replace(change, is_wide=is_wide, is_tied=is_tied).touches
 
 
 def _may_be_of(optimizer: Optimizer, change: Change) -> bool:
-    """Return whether the file has a parameter for each row of the state, in whatever order they may be."""
+    """Return whether the file has a parameter for each row of the state, in any order."""
     shapes = Counter(spec.shape for spec in change.parameters.values())
     largest = (max(map(logical_shape, optimizer.row(number).values()), key=len, default=()) for number in optimizer.ids)
     return len(optimizer.ids) == shapes.total() and not Counter(filter(None, largest)) - shapes
 
 
 def _is_named(known: list[Naming]) -> bool:
-    """Return whether the parameters have names, and one each, so that only the groups of the result are in doubt."""
+    """Return whether every position has one certain name, so that only the result's groups are in doubt."""
     return bool(known) and all(naming.names == known[0].names for naming in known)
 
 
 def _reason(optimizer: Optimizer, found: list[Followed], known: list[Naming]) -> str:
-    """Return why an optimizer cannot be brought in step."""
+    """Return why an optimizer cannot follow."""
     if len(found) == 1:
         return "the shapes allow that the script lists parameters by name, and the new names sort differently"
     if found:
@@ -263,7 +265,7 @@ def _reason(optimizer: Optimizer, found: list[Followed], known: list[Naming]) ->
 
 
 def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change) -> Iterator[Finding]:
-    """Say that an optimizer will have to follow once the keys are dropped, filled or replaced that do not fit yet."""
+    """Warn that an optimizer will have to follow once the keys that do not fit are dropped, filled or replaced."""
     target, specs = context.target, context.checkpoint.specs
     misfits = set(obstacles(context.checkpoint, target)) if target is not None else ()
     if target is None or not misfits:
@@ -294,7 +296,7 @@ def _foreseen(rule: Rule, context: Context, optimizer: Optimizer, change: Change
 
 
 def _frozen(rule: Rule, context: Context, way: Followed) -> Iterator[Finding]:
-    """Say that parameters which the optimizer has trained are frozen in the model."""
+    """Note parameters with an optimizer state that are frozen in the model."""
     frozen = context.target.frozen if context.target is not None else ()
     steps = [step for group in way.groups for step in group]
     keys = tuple(step.key for step in steps if step.key in frozen and way.optimizer.row(step.source))
@@ -319,7 +321,7 @@ def _with_model(context: Context, found: list[Followed], is_named: bool) -> tupl
 
 
 def _what(way: Followed) -> str:
-    """Return in words what is to change."""
+    """Return in words what changes."""
     words = [
         f"{counted(len(keys), 'parameter')} {what}"
         for keys, what in (

@@ -37,13 +37,13 @@ from ckptfix.rules.opt101_stale_optimizer import DROP, KEEP
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.writing.plain import has_plain_form
 
-# What only groups of torch's own optimizers, and those made like them, have, and what they keep beside `step`.
+# Options that only torch's own optimizers (and their imitations) have, and the averages that they keep with `step`.
 _OF_TORCH = {"amsgrad", "differentiable"}
 _AVERAGES = {"exp_avg_sq", "exp_inf", "square_avg", "sum", "prev", "ax"}
 
 
 def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the classes in the state of optimizers that the file has now, and had when it was opened."""
+    """Report the classes in the state of optimizers, in the file now and when it was opened."""
     was = {} if context.before is None else {one.name: one for one in optimizers_of(context.before)}
     for optimizer in optimizers_of(context.checkpoint):
         classes = dict.fromkeys((*_classes(was.get(optimizer.name, optimizer)), *_classes(optimizer)))
@@ -56,7 +56,7 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
                 f"them with weights_only=True after `import {carried[0].partition('.subclass_')[0]}`",
             )
         if context.settings.format == "safetensors":
-            continue  # which leaves the optimizer out
+            continue  # safetensors omits the optimizer
         options = _options(was.get(optimizer.name, optimizer))
         for what, named, where, outcome in (
             ("state", others, counted(len(optimizer.ids), "parameter"), "it will not load into an optimizer"),
@@ -88,13 +88,13 @@ def unreadable_optimizer_state(rule: Rule, context: Context) -> Iterator[Finding
 
 
 def _options(optimizer: Optimizer) -> dict[str, str]:
-    """Return the options of groups that have no plain form of their own, with their classes."""
+    """Return the groups' options that have no plain form, with their classes."""
     options = ((name, value) for group in optimizer.groups for name, value in group.items())
     return {name: str(getattr(value, "cls", value)) for name, value in options if not has_plain_form(value)}
 
 
 def _classes(optimizer: Optimizer) -> Iterator[str]:
-    """Yield the classes of the objects in the rows that have tensors in them."""
+    """Yield the classes of the objects with tensors in the optimizer's rows."""
     for number in optimizer.ids:
         for value in optimizer.row(number).values():
             if name := composed_class(value):
@@ -104,14 +104,14 @@ def _classes(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _without_step(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the parameters whose averages have no number of steps, where torch's optimizers need one."""
+    """Yield the parameters whose averages lack the step count that torch's optimizers need."""
     for group in optimizer.groups:
-        if "step" not in group and group.keys() & _OF_TORCH:  # apex has one for the whole group
+        if "step" not in group and group.keys() & _OF_TORCH:  # apex has one step per group
             rows = ((number, optimizer.row(number)) for number in group["params"])
             yield from (number for number, row in rows if "step" not in row and row.keys() & _AVERAGES)
 
 
 def _is_taken_apart(optimizer: Optimizer) -> bool:
-    """Return whether the objects were made plain data when the file was written."""
+    """Return whether the objects became plain data when the file was written."""
     rows = (optimizer.row(number) for number in optimizer.ids)
     return any(isinstance(value, dict) and composed_class(value) for row in rows for value in row.values())

@@ -42,7 +42,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Read the moments of each optimizer, and leave out the state of those that are not finite."""
+    """Read the moments of each optimizer, and reset the state of parameters with non-finite ones."""
     if not context.settings.values or context.settings.format == "safetensors":
         return
     for optimizer in optimizers_of(context.checkpoint):
@@ -63,7 +63,7 @@ def non_finite_moments(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str, int]]:
-    """Return the ids whose state is not finite: how many values of each field."""
+    """Return the ids with non-finite state, and the number of such values in each field."""
     fields = {
         f"{place} {name}": (number, name, value)
         for place, number in enumerate(optimizer.ids)
@@ -80,7 +80,7 @@ def _non_finite(optimizer: Optimizer, context: Context) -> dict[object, dict[str
 
 
 def without(optimizer: Optimizer, bad: Container[object]) -> Fix | None:
-    """Return what starts the state of some parameters anew; None if they have to begin with one that is not known."""
+    """Return the fix that resets the state of some parameters; None if their initial state is unknown."""
     names = stored_names(optimizer) or {number: str(number) for number in optimizer.ids}
     for group in optimizer.groups:
         if (INITIAL in group or optimizer.is_flat) and beginning(optimizer, group) is None:

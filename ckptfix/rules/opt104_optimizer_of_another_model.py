@@ -2,8 +2,8 @@
 
 ## What it finds
 An optimizer most of whose moments of two and more dimensions have a shape that no tensor of the file has: the state
-of another model, or of this one before it was changed. Moments that one flat tensor holds together are left out, and
-those beside an object of a class, such as GaLore's, which are of fewer rows or columns than their weight (OPT102).
+of another model, or of this one before it was changed. Moments in one flat tensor do not
+count, nor do those next to an object, such as GaLore's, which have fewer rows or columns than their weight (OPT102).
 
 ## Why it matters
 `optimizer.load_state_dict` compares only the numbers of parameters. If these match, the load succeeds and the first
@@ -31,7 +31,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def optimizer_of_another_model(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Look for the shape of each moment among the weights, as the file was opened."""
+    """Look for the shape of each moment among the weights of the file as opened."""
     checkpoint = context.before or context.checkpoint
     now = {optimizer.name for optimizer in optimizers_of(context.checkpoint)}
     optimizers = [optimizer for optimizer in optimizers_of(checkpoint) if optimizer.name in now]

@@ -34,7 +34,7 @@ from ckptfix.rules.rule import Context, Rule
 
 
 def optimizer_positions(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Name the positions of each optimizer, if that is asked for."""
+    """Name the positions of each optimizer if the user asks for that."""
     if not context.settings.optimizer_positions:
         return
     checkpoint = context.checkpoint

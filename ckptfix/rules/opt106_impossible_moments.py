@@ -3,8 +3,8 @@
 ## What it finds
 - A warning: averages of squared gradients (`exp_avg_sq`, `square_avg`) that are negative.
 - A note: an `exp_avg` of Adam that is larger than the `exp_avg_sq` of the same parameter allows. With the betas b1 and
-  b2, its square is at most (1 - b1)² / ((1 - b2)(1 - b1² / b2)) times `exp_avg_sq`, by the inequality of Cauchy and
-  Schwarz. Only four times as much is reported, because betas may change during training.
+  b2, its square is at most (1 - b1)² / ((1 - b2)(1 - b1² / b2)) times `exp_avg_sq`, by the Cauchy-Schwarz
+  inequality. Only four times as much is reported, because betas may change during training.
 
 Of each tensor, the extremes, the means and a sample are compared. Optimizers that compute the averages otherwise (SOAP,
 LAMB, Adafactor), and averages in float16 or in quantised form, are left out of the second.
@@ -37,8 +37,8 @@ from ckptfix.rules.rule import Context, Rule
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-_SLACK = 4.0  # of the squares: a schedule may have changed the betas, and bfloat16 rounds
-_TINY = 1e-36  # squares below it may have vanished
+_SLACK = 4.0  # factor of the squares: a schedule may have changed the betas, and bfloat16 rounds
+_TINY = 1e-36  # squares below this may have underflowed
 
 
 def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -79,7 +79,7 @@ def impossible_moments(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _limit(group: Mapping[str, Any]) -> float | None:
-    """Return how many times ``exp_avg_sq`` the square of ``exp_avg`` may be; None if this is not known to be Adam."""
+    """Return the largest possible ratio of squared ``exp_avg`` to ``exp_avg_sq``; None if the group is not Adam's."""
     is_fused = "bias_correction" in group and not group.keys() & {"max_grad_norm", "grad_averaging"}
     betas = group.get("betas")
     if not ("amsgrad" in group or is_fused) or not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -91,7 +91,7 @@ def _limit(group: Mapping[str, Any]) -> float | None:
 
 
 def _are_alike(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is one of Adam, with numbers that can be compared one by one."""
+    """Return whether a row is Adam's, with averages that can be compared element by element."""
     one, two = row.get("exp_avg"), row.get("exp_avg_sq")
     if not isinstance(one, TensorSpec) or not isinstance(two, TensorSpec) or not row.keys() <= _ADAM:
         return False
@@ -100,7 +100,8 @@ def _are_alike(row: Mapping[str, Any]) -> bool:
 
 
 def _exceeds(one: TensorStatistics, two: TensorStatistics, limit: float) -> bool:
-    """Return whether the squares of the first, their mean, or the greatest are more than the second allow."""
+    """Return whether a squared value of the first average (of the sample, mean or extremes) is more than the second one
+    allows."""
     pairs = [*zip(array("f", one.sample), array("f", two.sample), strict=False)]
     pairs += [(one.rms, two.mean), (max(-one.minimum, one.maximum), two.maximum)]
     return any(each * each > limit * (square + _TINY) for each, square in pairs)

@@ -1,8 +1,8 @@
 """Second of five steps for an optimizer: what a plan changes of the parameters.
 
-In come the checkpoint before and after a plan, the plan, and the target. Out comes a ``Change``: the parameters before
-and after, where each tensor of the result comes from (``trace``), and in which orders an optimizer may have had them,
-as it knows parameters by their order only: that of the file, and that of the model."""
+Takes the checkpoint before and after a plan, the plan, and the target. Returns a ``Change``: the parameters before and
+after, where each tensor of the result comes from (``trace``), and the possible orders of an optimizer's parameters, the
+file's and the model's, because it knows them only by position."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NORM = re.compile(r"(^|\.|(?<!batch)_|layer)(ln|norm)[0-9]*(_\w+)?$", re.IGNORE
 
 
 class Origin(NamedTuple):
-    """What a tensor of the result comes from: the tensor ``key`` of the file, perhaps in another ``shape``, or the
+    """The origin of a tensor of the result: the tensor ``key`` of the file, perhaps in another ``shape``, or the
     ``parts`` of several; nothing if the file had no such tensor. ``is_trained`` is whether it has their values."""
 
     key: str = ""
@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
     @property
     def sources(self) -> list[str]:
-        """The tensors of the file that it comes from."""
+        """The tensors of the file from which it is made."""
         return [self.key] if self.key else list(dict.fromkeys(part.source for part in self.parts))
 
 
@@ -55,8 +55,10 @@ NEW = Origin(is_trained=False)
 
 
 def trace(plan: Plan, keys: Iterable[str], is_asked: bool = True) -> dict[str, Origin]:
-    """Return the origin of each key after a plan; ``keys`` are those before it. Unless the user has asked for the map
-    of layers, a few that have got names of nothing in common may be others, and count as new."""
+    """Return the origin of each key after a plan; ``keys`` are those before it.
+
+    Unless the user asked for the map of layers, a few layers whose new names have nothing in common with the old ones
+    may be others, and count as new."""
     origins = {key: Origin(key) for key in keys}
     dropped: dict[str, Origin] = {}
     for step in plan.steps:
@@ -87,23 +89,23 @@ def trace(plan: Plan, keys: Iterable[str], is_asked: bool = True) -> dict[str, O
 
 
 def _is_inferred(step: Step) -> bool:
-    """Return whether the edits of a step are a map of layers that was inferred."""
+    """Return whether a step applies an inferred map of layers."""
     return step.rule == RENAMED_LAYERS.code
 
 
 def _words(key: str) -> set[str]:
-    """Return the concepts that a key names, without what it is of its module."""
+    """Return the concepts in a key, without its role in its module (weight, bias)."""
     path = segments(key)
     return set(chain.from_iterable(map(concepts, path[: -1 if kind(path) else None])))
 
 
 def _is_negligible(edit: Edit) -> bool:
-    """Return whether an edit changes values by less than a step of training: those that are set to zero were 1e-38."""
+    """Return whether an edit changes values by less than a training step does, like zeroing subnormal values."""
     return isinstance(edit, Zero) and edit.which == "subnormal"
 
 
 def _assembled(edit: Assemble, origins: Mapping[str, Origin]) -> Origin:
-    """Return the origin of an assembled tensor. Parts of tensors that were put together before have no short form."""
+    """Return the origin of an assembled tensor. Parts of tensors that were assembled before have no short form."""
     before = {part.source: origins.get(part.source, NEW) for part in edit.parts}
     parts = tuple(part for part in edit.parts if before[part.source].key)
     parts = tuple(Part(before[part.source].key, part.box, part.place, part.view, part.axes) for part in parts)
@@ -112,25 +114,25 @@ def _assembled(edit: Assemble, origins: Mapping[str, Origin]) -> Origin:
 
 
 class Change(Struct, frozen=True, dict=True):
-    """The checkpoint before and after the edits of a plan, as an optimizer sees it: its parameters."""
+    """The parameters of a checkpoint before and after a plan, as an optimizer sees them."""
 
     before: Mapping[str, TensorSpec]
     after: Mapping[str, TensorSpec]
     origins: Mapping[str, Origin]
     target: Target | None = None
     kinds: Mapping[str, bool] = field(default_factory=dict)
-    """Which tensors of the file are parameters, as far as the model says so."""
+    """Which tensors of the file are parameters, where the model has them."""
     is_ordered: bool = True
-    """Whether the file has its tensors in the order of the model, which safetensors and sorting do not keep."""
-    is_by_name: bool = False  # whether its keys are in alphabetical order, be it that of the model or not
+    """Whether the file keeps model order, which safetensors and sorted files do not."""
+    is_by_name: bool = False  # whether its keys are in alphabetical order, which may also be model order
     live: Sequence[Sequence[str]] | None = None
     """The parameters of each group of the optimizer that is to load the state, if there is one."""
-    signs: Collection[str] = ()  # the files beside it that only one trainer leaves there
+    signs: Collection[str] = ()  # the entries and neighbouring files that only one trainer writes
     is_current: bool = False
-    """Whether the file is of the same release of transformers as the model, which only saves it under other names."""
-    is_wide: bool = False  # whether what is only named like a buffer (``masked_spec_embed``) counts as a parameter
+    """Whether the model's release of transformers wrote the file, so that only the saved names differ."""
+    is_wide: bool = False  # whether a tensor only named like a buffer (``masked_spec_embed``) counts
     is_tied: bool = False
-    """Whether copies of what the model has tied (``.cpu()`` of each tensor makes them) count as one parameter."""
+    """Whether copies of tied tensors (made by ``.cpu()`` on each tensor) count as one parameter."""
 
     @classmethod
     def of(
@@ -157,7 +159,7 @@ class Change(Struct, frozen=True, dict=True):
 
     @property
     def model(self) -> Target | None:
-        """The target if it is a model: only that knows the order of its parameters."""
+        """The target if it is a model: only a model knows the order of its parameters."""
         return self.target if self.target is not None and self.target.modules is not None else None
 
     @cached_property
@@ -175,14 +177,14 @@ class Change(Struct, frozen=True, dict=True):
 
     @cached_property
     def result(self) -> dict[str, TensorSpec]:
-        """The parameters after the edits, tied ones once, in the order of the model if there is one."""
+        """The parameters after the edits, tied ones once, in model order if there is a model."""
         found = {key: spec for key, spec in self.after.items() if may_learn(key, spec, self.target, self.is_wide)}
         if self.model is None or not found.keys() <= self.model.slots.keys():
-            return _once(found, ())  # only a model that has them all knows their order
+            return _once(found, ())  # only a model with all of them knows their order
         return _once({key: found[key] for key in self.model.slots if key in found}, self.model.ties, as_filed=False)
 
     def of_model(self, shapes: Mapping[str, Shape]) -> Layout:
-        """Return the layout of parameters of the result."""
+        """Return the layout of the result's parameters."""
         if self.model is None:
             return Layout(shapes)
         count = self.model.layers if self.layers is not None else None
@@ -190,7 +192,7 @@ class Change(Struct, frozen=True, dict=True):
 
     @property
     def new_order(self) -> tuple[str, ...]:
-        """The keys of the result in the order of the model, if it has its parameters in another one."""
+        """The result's keys in model order if its parameters are in another order."""
         parameters = self.result
         if self.model is None or [key for key in self.after if key in parameters] == list(parameters):
             return ()
@@ -199,15 +201,16 @@ class Change(Struct, frozen=True, dict=True):
 
     @property
     def modules(self) -> dict[str, str] | None:
-        """The classes of the file's modules, as the model has them under whatever name; None without a model. A module
-        that it does not have is of the class of those with other numbers, ``h.11.ln_1`` of ``h.0.ln_1``; one of no
-        other number that is named like a norm is a norm."""
+        """The classes of the file's modules, from the model's; None without a model.
+
+        A module that the model lacks has the class of those with other numbers, ``h.11.ln_1`` that of ``h.0.ln_1``;
+        without such a module, one that is named like a norm is a norm."""
         if self.model is None or self.model.modules is None:
             return None
         found = {
             source.rpartition(".")[0]: self.model.modules[module]
             for key, origin in self.origins.items()
-            if (module := key.rpartition(".")[0]) in self.model.modules  # what is to be dropped is in none
+            if (module := key.rpartition(".")[0]) in self.model.modules  # keys that are to be dropped have no module
             for source in origin.sources
             if (len(self.after[key].shape) < 2) == (len(self.before[source].shape) < 2)
         }
@@ -219,7 +222,7 @@ class Change(Struct, frozen=True, dict=True):
 
     @cached_property
     def layers(self) -> Mapping[str, int] | None:
-        """The layers of the file's parameters as timm counts those of the model; None unless it has all of them."""
+        """timm's layer number of each of the file's parameters; None unless the model has all of them."""
         if self.model is None or self.model.layers is None:
             return None
         numbers = self.model.layers()
@@ -230,11 +233,13 @@ class Change(Struct, frozen=True, dict=True):
 
     @cached_property
     def model_orders(self) -> list[list[str]]:
-        """The parameters of the file in the order of the model; none if that is not the order of the model that was
-        trained: layers of another implementation, or parts whose place was among others. Blocks that the model no
-        longer has were among those with other numbers; any other module may have been at each place of its parent."""
+        """The file's parameters in model order, once for each possible place of lost modules.
+
+        Empty if the trained model had another order: layers of another implementation, or modules that moved. Lost
+        blocks were among those with other numbers; any other lost module may have been at each place within its
+        parent."""
         if self.model is None or not self.result.keys() <= self.model.slots.keys():
-            return []  # the order of the result is not known either
+            return []  # the result's order is unknown too
         rank = {key: place for place, key in enumerate(self.model.slots)}
         places: dict[str, list[int]] = {}
         left: set[str] = set()
@@ -248,7 +253,7 @@ class Change(Struct, frozen=True, dict=True):
                 places.setdefault(source, []).append(place)
                 left.update({*modules_of(source)} - {*modules_of(key)})
         if left & kept:
-            return []  # one of several that were together has another place now
+            return []  # a module was split: some of its parameters moved
         parameters = self.parameters
         known = [key for key in parameters if key in places]
         order = sorted(known, key=lambda key: places[key][0])
@@ -263,20 +268,20 @@ class Change(Struct, frozen=True, dict=True):
 
     @property
     def aliases(self) -> set[str]:
-        """The tensors of the file that the model has under another name before, as tied to it."""
+        """The tensors of the file that the model has under an earlier name too, tied."""
         result = {source for key in self.result for source in self.origins[key].sources}
         tied = (key for group in (self.model.ties if self.model else ()) for key in group if key in self.origins)
         return {source for key in tied for source in self.origins[key].sources} - result
 
     @property
     def frozen(self) -> Collection[str]:
-        """The parameters of the result that ask for no gradient in the model."""
+        """The parameters of the result that require no gradient in the model."""
         return self.target.frozen if self.target is not None else ()
 
     @cached_property
     def cold(self) -> list[set[str]]:
-        """The parameters of the file that are frozen in the model, if there are any; then also with those that the
-        model no longer has, if all that is left around them is frozen."""
+        """The file's parameters that are frozen in the model, if any; and a second set with the lost parameters whose
+        remaining neighbours are all frozen."""
         kept = {source: key for key in self.result for source in self.origins[key].sources}
         cold = {source for source, key in kept.items() if key in self.frozen}
         if not cold:
@@ -294,13 +299,13 @@ class Change(Struct, frozen=True, dict=True):
 
     @property
     def touches(self) -> bool:
-        """Whether a parameter was dropped, added, reordered or changed: renaming moves no position."""
+        """Whether a parameter was dropped, added, reordered or changed: a rename moves no position."""
         result, parameters = [self.origins[key] for key in self.result], [Origin(key) for key in self.parameters]
         return result != parameters if self.is_ordered else set(result) != set(parameters)
 
     @property
     def reorders(self) -> bool:
-        """Whether the model has the parameters of the file in another order than the file, which has its own."""
+        """Whether the model orders the file's parameters unlike the file, if the file has an order of its own."""
         place = {key: number for number, key in enumerate(self.parameters)}
         found = [place[key] for result in self.result for key in self.origins[result].sources if key in place]
         return self.is_ordered and self.model is not None and found != sorted(found)
@@ -311,9 +316,8 @@ def _is_by_name(keys: list[str]) -> bool:
 
 
 def _is_sorted(checkpoint: Checkpoint) -> bool:
-    """Return whether keys in alphabetical order are in one that no model gives: biases before their weights, entries of
-    a module after those of the modules in it, ``10`` before ``2``, or the modules as ``_metadata`` does not have them.
-    """
+    """Return whether keys in alphabetical order cannot be in model order: biases come before weights, a module's own
+    entries after its submodules, ``10`` before ``2``, or modules in another order than in ``_metadata``."""
     rank = {module: place for place, module in enumerate(checkpoint.metadata or ())}
     seen: set[str] = set()
     around: set[str] = set()
@@ -339,7 +343,7 @@ def _is_sorted(checkpoint: Checkpoint) -> bool:
 def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:
     if target is None or target.converts is None:
         return False
-    from importlib.metadata import PackageNotFoundError, version  # it brings email, which a first answer does not need
+    from importlib.metadata import PackageNotFoundError, version  # imported late: it imports email
 
     with suppress(PackageNotFoundError):
         return model_config(checkpoint).get("transformers_version") == version("transformers")
@@ -347,7 +351,7 @@ def _is_current(checkpoint: Checkpoint, target: Target | None) -> bool:
 
 
 def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Put the parameters of lost blocks beside those of their siblings; return the order, and what is left."""
+    """Put the parameters of lost blocks next to those of their siblings; return the order and the rest."""
     rank = {key: (float(place), 0, 0, 0) for place, key in enumerate(order)}
     left: list[str] = []
     kept: dict[str, dict[int, dict[str, int]]] = {}
@@ -356,14 +360,14 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], 
         for head, text, tail in layers_of(key):
             (kept if key in rank else lost).setdefault(head, {}).setdefault(int(text), {})[tail] = place
     for key in gone:
-        for head, text, tail in reversed([*layers_of(key)]):  # of the innermost block first
+        for head, text, tail in reversed([*layers_of(key)]):  # the innermost block first
             number = int(text)
             siblings = kept.get(head, {})
             twin = next((block for block in siblings.values() if block.keys() >= lost[head][number].keys()), None)
             if number in siblings or twin is None:
                 continue
             before = max((n for n in siblings if n < number), default=None)
-            depth = head.count(".")  # what is in an inner block comes before the blocks after the outer one
+            depth = head.count(".")  # an inner block comes before the next outer block
             if before is None:
                 rank[key] = (min(siblings[min(siblings)].values()) - 0.5, depth, number, twin[tail])
             else:
@@ -374,11 +378,11 @@ def _with_blocks(order: Sequence[str], gone: Sequence[str]) -> tuple[list[str], 
     return sorted(rank, key=rank.__getitem__), left
 
 
-PLACEMENTS = 50_000  # how many names all orders that are tried may have together: two seconds of work
+PLACEMENTS = 50_000  # most names in all orders together: two seconds of work
 
 
 def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
-    """Return all orders with lost modules at each place among those of their parent; none if there are too many."""
+    """Return all orders with the lost modules at each place in their parent; none if there are too many."""
     parents = {parent for key in order for parent in modules_of(key)}
     modules: dict[str, list[str]] = {}
     for key in gone:
@@ -398,7 +402,7 @@ def _with_modules(order: list[str], gone: Sequence[str]) -> list[list[str]]:
 
 
 def _placed(order: list[str], roots: Sequence[str], tails: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the orders with modules, or with parameters, after each of their siblings and before all of them."""
+    """Yield the orders with lost modules or parameters after each of their siblings, and before all of them."""
     is_leaf = list(tails) == [""]
     parent = roots[0].rpartition(".")[0]
     members = dict(filter(None, (_below(key, parent) for key in order)))
@@ -420,7 +424,7 @@ def _placed(order: list[str], roots: Sequence[str], tails: Sequence[str]) -> Ite
 
 
 def _below(key: str, parent: str) -> tuple[str, bool] | None:
-    """Return which member of a module a key is in, and whether it is a parameter of the module itself."""
+    """Return the member of a module that a key belongs to, and whether it is the module's own parameter."""
     inside = key[len(parent) + 1 :] if parent else key
     if parent and not key.startswith(f"{parent}."):
         return None
@@ -429,7 +433,7 @@ def _below(key: str, parent: str) -> tuple[str, bool] | None:
 
 
 def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
-    """Yield the orders that a module's parameters may have, its own first, a weight before its bias."""
+    """Yield the possible orders of a module's parameters, its own first, a weight before its bias."""
     children: dict[str, list[str]] = {}
     for tail in tails:
         name, dot, rest = tail.removeprefix(".").partition(".")
@@ -439,7 +443,7 @@ def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
     firsts = [sorted(own, reverse=True)] if set(own) <= {"weight", "bias"} else permutations(own)
     nexts = [sorted(inner, key=int)] if all(map(str.isdecimal, inner)) else permutations(inner)
     of_children = {name: list(islice(_arranged(children[name], limit), limit)) for name in inner}
-    # A product keeps all of what it is given in memory.
+    # product() keeps its arguments in memory, so they are cut first.
     for first, then in product(islice(firsts, limit), islice(nexts, limit)):
         for parts in product(*(of_children[name] for name in then)):
             found = list(first)
@@ -448,7 +452,7 @@ def _arranged(tails: Iterable[str], limit: int) -> Iterator[list[str]]:
 
 
 def _is_renamed_alike(old: str, new: str) -> bool:
-    """Return whether a key has one or two other segments at most, as in a later release of the same model."""
+    """Return whether at most two segments of a key differ, as in a later release of the same model."""
     ours, theirs = old.split("."), new.split(".")
     while ours and theirs and ours[0] == theirs[0]:
         ours, theirs = ours[1:], theirs[1:]
@@ -458,7 +462,7 @@ def _is_renamed_alike(old: str, new: str) -> bool:
 
 
 def may_learn(key: str, spec: TensorSpec, target: Target | None, is_wide: bool = False) -> bool:
-    """Return whether a tensor is a parameter, as far as its name, its dtype and the target say."""
+    """Return whether a tensor is a parameter by its name, its dtype and the target."""
     from ckptfix.values.roles import is_buffer
 
     dtype = DTYPES[spec.dtype]
@@ -470,7 +474,7 @@ def may_learn(key: str, spec: TensorSpec, target: Target | None, is_wide: bool =
 def _once(
     specs: Mapping[str, TensorSpec], ties: Sequence[Sequence[str]], as_filed: bool = True
 ) -> dict[str, TensorSpec]:
-    """Leave out all names of a tensor but the first: those of these ties, and ``as_filed`` of those of the file."""
+    """Keep only the first name of each tensor: of these ties, and with ``as_filed`` also of those in the file."""
     tied = {key: tuple(group) for group in ties for key in group}
     seen: set[Hashable] = set()
     found: dict[str, TensorSpec] = {}

@@ -1,4 +1,4 @@
-"""Which of the state_dicts of a file each of its optimizers trains: by its name, and by the names that fit it."""
+"""Which of a file's state_dicts each optimizer trains, by its name and by the parameter names that fit it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ckptfix.rules.origins import may_learn
 
 
 def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator[tuple[Optimizer, list[str]]]:
-    """Yield the optimizers, each with the sets that it fits alike; the repaired one is not among them if it belongs to
-    another. Those of other sets are left out if the repaired one has its own."""
+    """Yield the optimizers, each with the sets that it fits equally well; without the repaired set if it belongs to
+    another one. Optimizers of other sets are left out if the repaired set has its own."""
     sets = _other_sets(checkpoint)
     own = path_name(checkpoint.container)
     owners = {optimizer.name: _owners(optimizer.name, [own, *sets]) for optimizer in optimizers}
@@ -33,7 +33,7 @@ def with_owners(checkpoint: Checkpoint, optimizers: list[Optimizer]) -> Iterator
 
 
 def _other_sets(checkpoint: Checkpoint) -> dict[str, Layout]:
-    """Return the state_dicts beside the one that is repaired, except for averages, which no optimizer trains."""
+    """Return the state_dicts besides the repaired one, except averages, which no optimizer trains."""
     found: dict[str, Layout] = {}
     for candidate in checkpoint.candidates:
         if candidate.path == checkpoint.container or is_averaged(candidate.name):
@@ -48,7 +48,7 @@ _COMMON = frozenset("opt optim optimizer optimizers optimiser state states dict 
 
 
 def _owners(name: str, sets: list[str]) -> list[str]:
-    """Return the state_dicts that the name of an optimizer speaks of: ``optG`` of ``G``, ``d_optim`` of ``netD``."""
+    """Return the state_dicts that an optimizer's name refers to: ``optG`` to ``G``, ``d_optim`` to ``netD``."""
     words = _words(name)
     return [
         one
@@ -58,6 +58,6 @@ def _owners(name: str, sets: list[str]) -> list[str]:
 
 
 def _words(name: str) -> set[str]:
-    """Return what a name has beside the words that any has."""
+    """Return the words of a name, without those that any optimizer or model may have."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
     return {word.lower() for word in words} - _COMMON

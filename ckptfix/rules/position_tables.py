@@ -1,5 +1,5 @@
-"""Tables of positions: whether they are those of an image or of a text, of which grids their rows are in the file and
-in the model, and which recipes of ``--adapt`` resample them."""
+"""Tables of positions: whether they are for images or texts, their grids in the file and in the model, and the recipes
+of ``--adapt`` that resample them."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ POSITIONS = re.compile(
     re.IGNORECASE,
 )
 
-# In one direction, from one end to the other, as in SAM, MViT and BoTNet.
+# Distances along one axis, as in SAM, MViT and BoTNet.
 _DISTANCES = re.compile(r"(?:^|[._])(?:rel_pos_[hwt]|(?:height|width)_rel)$")
 HEADS_FIRST = re.compile(r"(?:^|\.)attention_biases$")
 _IMAGES = re.compile(r"(?:^|[._])(?:visual|vision\w*|vit|image\w*|pos_embed|pos_embedding)(?:[._]|$)", re.IGNORECASE)
 
-# Of the rows or the columns of images, or of the moments of videos.
+# Positions of the rows or columns of images, or of the frames of videos.
 _ONE_AXIS = re.compile(r"(?:^|[._])(?:rows?|col(?:umn)?s?|temporal|time|frames?|mit)(?=[._])", re.IGNORECASE)
 
-# What classes around a table are called; that of a text is not named for images if its model is, as in GroupViT.
+# Words in the classes around a table. In GroupViT, a text class has the model's name with "ViT" in it.
 _OWNERS = re.compile("Vision|Image|ViT(?!.*(?:Text|Decoder))|Text|Decoder|Language")
 _OF_IMAGES = frozenset(("Vision", "Image", "ViT"))
 
-# Parameters of tokens that come before the patches, and may have positions of their own, in that order.
+# Parameters of tokens that come before the patches and may have positions too, in this order.
 _TOKENS = {
     "class": ("cls_token", "class_token", "class_embedding"),
     "distillation": ("dist_token", "distillation_token"),
     "register": ("reg_token", "reg_tokens", "register_tokens"),
 }
 
-_OF_TEXTS = ("linear", "cut")  # the recipes for positions in one direction
+_OF_TEXTS = ("linear", "cut")  # the recipes for positions along one axis
 
 _MOST_TOKENS = 16
 _BY_LIBRARY = {"timm": "timm", "torchvision": "torchvision", "open_clip": "timm", "transformers": "plain"}
-# Modules of transformers that resample their tables otherwise than most; none for those that no recipe is like.
+# Modules of transformers that resample their tables unlike most; an empty recipe if none matches.
 _BY_MODULE = (
     (re.compile("Dinov2Embeddings|PixioEmbeddings"), "dinov2"),
     (
@@ -63,17 +63,17 @@ _BY_MODULE = (
     (re.compile("(Muse|Inkling)\\w+|IdeficsVisionEmbeddings"), ""),
     (re.compile("(Beit|Data2VecVision)RelativePositionBias"), "bilinear"),
 )
-# The recipe for position embeddings of each library, by its package, or by the keys that it writes.
+# The recipe of a library, by the keys that it writes.
 _BY_NAME = (
     (re.compile(r"(?:^|\.)encoder\.pos_embedding$"), "torchvision"),
     (re.compile(r"(?:^|\.)position_embeddings?(?:\.weight)?$"), "plain"),
 )
-_PADDING, _UNIT = 2, 8  # rows before the positions, and of what the number of positions is a multiple
+_PADDING, _UNIT = 2, 8  # rows before the positions, and a divisor of the number of positions
 
 
 class Pairing(Struct, frozen=True):
-    """A model and a file for it: all ``tensors`` of the file, the grid ``stored`` in the configuration beside it, and
-    the keys of ``fixed`` tables of sinusoids, whose rows cannot stand for other positions."""
+    """A model and a file for it: all ``tensors`` of the file, the grid ``stored`` in the config.json next to it, and
+    the keys of ``fixed`` tables of sinusoids, whose rows mean fixed positions."""
 
     target: Target
     tensors: Mapping[str, Shape]
@@ -82,7 +82,7 @@ class Pairing(Struct, frozen=True):
 
 
 class PositionTable(Struct, frozen=True, dict=True):
-    """A table of positions, by its shapes in the file and in the model, with the ``pairing`` that it is of."""
+    """A table of positions, with its shapes in the file and in the model."""
 
     name: str
     key: str
@@ -117,7 +117,7 @@ class PositionTable(Struct, frozen=True, dict=True):
 
     @cached_property
     def own(self) -> str:
-        """The recipe that the model's own library has for the table; empty if it is not known to have one."""
+        """The recipe of the model's own library for the table; empty if none is known."""
         kinds = [(self.target.modules or {}).get(path, "") for path in self.around]
         known = (recipe for kind in kinds for pattern, recipe in _BY_MODULE if pattern.fullmatch(kind))
         if (recipe := next(known, None)) is not None:
@@ -132,31 +132,31 @@ class PositionTable(Struct, frozen=True, dict=True):
 
     @property
     def is_left(self) -> bool:
-        """Whether the model is one of transformers whose modules have no function that resizes the table."""
+        """Whether the model is from transformers and none of its modules has a function that resizes the table."""
         is_known = self.target.library == "transformers" and self.target.modules is not None
         return is_known and self.target.resizes.isdisjoint(self.around)
 
     @cached_property
     def around(self) -> tuple[str, str]:
-        """The paths of the module of the table and of that around it, which resizes an embedding."""
+        """The paths of the table's module and of its parent, which resizes an embedding."""
         path = self.key.rpartition(".")[0]
         return path, path.rpartition(".")[0]
 
     @property
     def is_of_videos(self) -> bool:
-        """Whether the model has a position for each patch of each moment, which no library resizes."""
+        """Whether the model has a position for each patch of each frame, which no library resizes."""
         return self.name == POS_EMBED and len(self.grid_of_model or ()) > 2
 
     @property
     def _may_be_of_videos(self) -> bool:
-        """Whether the patches beside the table are of several moments, and no model says of which grid it is."""
+        """Whether the patches next to the table span several frames, and no model gives the grid."""
         patches = (shape for key, shape in self.pairing.tensors.items() if key.startswith(self.around[0]))
         is_beside = any(len(shape) == 5 and shape[2] > 1 for shape in patches)
         return self.name == POS_EMBED and self.target.modules is None and is_beside
 
     @cached_property
     def is_of_images(self) -> bool:
-        """Whether the positions are those of patches of an image, and not of a text."""
+        """Whether the positions are those of image patches, not of a text."""
         if _DISTANCES.search(self.key) or (self.name == POS_EMBED and _ONE_AXIS.search(self.key)):
             return False
         if self.name == WINDOW_BIAS or len(self.old) == 4 or self.grid_of_model is not None:
@@ -165,13 +165,13 @@ class PositionTable(Struct, frozen=True, dict=True):
         modules = reversed([*(self.target.modules or {}).items()])
         kinds = (kind for path, kind in modules if not path or self.key.startswith(f"{path}."))
         sides = ({word in _OF_IMAGES for word in _OWNERS.findall(kind)} for kind in kinds)
-        is_class = next((True in side for side in sides if len(side) == 1), False)  # one of both says nothing
-        # A model that takes images for a grid says so.
+        is_class = next((True in side for side in sides if len(side) == 1), False)  # names with both do not count
+        # A model with a grid of patches would give it.
         return is_named or is_class or (self.target.modules is None and bool(self.tokens))
 
     @cached_property
     def tokens(self) -> dict[str, int]:
-        """How many tokens of each kind are beside the table, in its module or in the one around it."""
+        """The number of tokens of each kind in the table's module or its parent."""
         path = self.key.split(".")[:-1]
         found: dict[str, int] = {}
         for around in (path, path[:-1]):
@@ -184,7 +184,7 @@ class PositionTable(Struct, frozen=True, dict=True):
 
     @cached_property
     def grid_of_model(self) -> Grid | None:
-        """The grid of patches that the model takes an image for, if its table has a position for each."""
+        """The grid of patches that the model makes of an image, if its table has a position for each patch."""
         rows, path = math.prod(self.new[:-1]), self.key.rpartition(".")[0]
         others = [name for name in self.target.slots if name != self.key and POSITIONS.search(name)]
         while True:
@@ -194,7 +194,7 @@ class PositionTable(Struct, frozen=True, dict=True):
                 for place, grid in self.target.grids.items()
                 if (place == path or place.startswith(below))
                 and 0 <= rows - math.prod(grid) <= _MOST_TOKENS
-                # That of an image encoder with a table of its own is not for the positions of a text beside it.
+                # An image encoder with its own table does not give the grid of a text encoder next to it.
                 and not (place and any(name.startswith(f"{place}.") for name in others))
             }
             if grids or not path:
@@ -202,7 +202,7 @@ class PositionTable(Struct, frozen=True, dict=True):
             path = path.rpartition(".")[0]
 
     def words(self, old: Grid, new: Grid) -> str:
-        """Return what the shapes mean."""
+        """Return what the shapes mean, in words."""
         remark = "; transformers has no function to resize them" * (self.is_left and not self.own)
         if self.name == WINDOW_BIAS and len(old) == len(new) == 2 and self.old[-1] == math.prod(old):
             return f"distances in a window of {size(old)} in the file and of {size(new)} in the model"
@@ -215,12 +215,12 @@ class PositionTable(Struct, frozen=True, dict=True):
         return f"a grid of {size(old)} in the file{beside}, of {size(new)} in the model{remark}"
 
     def grids(self, given: Adaptation | None) -> tuple[Grid, Grid] | str:
-        """Return the grid of the file and that of the model, or why they are not known."""
+        """Return the grids of the file and of the model, or the reason why they are unknown."""
         if is_of_blocks(self.old, self.new):
             sides = [math.isqrt(shape[1] * shape[2]) for shape in (self.old, self.new)]
             return (sides[0], sides[0]), (sides[1], sides[1])
         if len(self.old) == 4:
-            first = 1 if self.old[3] == self.new[3] else 2  # the channels are last, or before the grid
+            first = 1 if self.old[3] == self.new[3] else 2  # channels last, or channels before the grid
             return self.old[first : first + 2], self.new[first : first + 2]
         if self.name == WINDOW_BIAS and len(self.old) == 3:
             return self.old[1:], self.new[1:]
@@ -228,7 +228,7 @@ class PositionTable(Struct, frozen=True, dict=True):
         rows, wanted = (shape[-1] if is_last else math.prod(shape[:-1]) for shape in (self.old, self.new))
         hand, goal = (given.old, given.new) if given else (None, None)
         if not self.is_of_images:
-            # RoBERTa, BART and OPT have two rows before those of the positions: 514 of them are for 512.
+            # RoBERTa, BART and OPT have two rows before the positions: 514 rows for 512.
             first = _PADDING if rows % _UNIT == wanted % _UNIT == _PADDING and not is_last else 0
             old, new = hand or (rows - first,), goal or (wanted - first,)
             if len(old) > 1 or len(new) > 1:
@@ -267,7 +267,7 @@ class PositionTable(Struct, frozen=True, dict=True):
         return self._with_tokens(rows, fits[0], (math.isqrt(wanted - fits[0]),) * 2, hand)
 
     def _with_tokens(self, rows: int, tokens: int, goal: Grid, hand: Grid | None) -> tuple[Grid, Grid] | str:
-        """Return the grids, where the file's table has the tokens of the model's."""
+        """Return the grids if both tables have this number of tokens, or the reason why they are unknown."""
         points = rows - tokens
         beside = f" and {counted(tokens, 'token')}" if tokens else ""
         square = (math.isqrt(points),) * 2 if is_square(points) else None
@@ -285,12 +285,12 @@ class PositionTable(Struct, frozen=True, dict=True):
         return old, goal
 
     def shown(self, grid: Grid) -> Grid:
-        """Return a grid as the user gives it."""
+        """Return a grid in the form in which the user gives it."""
         return window(grid) if self.name == WINDOW_BIAS else grid
 
 
 def _grid_like(goal: Grid, points: int) -> Grid | None:
-    """Return the grid with that many points and the aspect ratio of another grid."""
+    """Return the grid with this many points and the aspect ratio of ``goal``."""
     unit = [side // math.gcd(*goal) for side in goal]
     factor = math.isqrt(points // math.prod(unit))
     return tuple(side * factor for side in unit) if len(goal) == 2 and factor**2 * math.prod(unit) == points else None
@@ -306,5 +306,5 @@ def size(grid: Sequence[int]) -> str:
 
 
 def window(table: Grid) -> Grid:
-    """Return the window that a table of relative positions is for."""
+    """Return the window for which a table of relative positions is made."""
     return tuple((side + 1) // 2 for side in table)

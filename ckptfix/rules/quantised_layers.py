@@ -1,4 +1,5 @@
-"""Which layers of a file are quantised: by what libraries keep beside the codes of weights, or in their place."""
+"""Which layers of a file are quantised, by the tensors that libraries store next to the codes or instead of the
+weight."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ckptfix.core.spec import TensorSpec
 from ckptfix.core.target import Target
 from ckptfix.values.dequantising import are_codes, unpacked_shape
 
-# What libraries put beside the codes, or in their place.
+# The tensors that libraries store next to the codes, or instead of the weight.
 _BESIDE = re.compile(
     r"(?P<path>(.*\.)?)(?P<part>SCB|weight_format|[qQ]weight|qzeros|scales|g_idx|W_q|weight_packed|weight_shape"
     r"|weight_zero_point|_weight_(qdata|scale|zero_point|scale_and_zero|tensor_impl_\w+)|comfy_quant"
@@ -22,7 +23,7 @@ _BESIDE = re.compile(
     r"|\w*scale\w*)"
 )
 
-# The part that only one format has, and its name.
+# A part that only one format has, and the name of the format.
 _NAMES = (
     ("SCB", INT8),
     ("weight.absmax", FOUR_BITS),
@@ -45,31 +46,31 @@ CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
 _OTHER = "codes with scales of another format"
 _APART = "codes whose scales are under other names"
 
-_PACKED = re.compile(r"(.+)_blocks")  # of MXFP4, in the place of a parameter without a suffix
+_PACKED = re.compile(r"(.+)_blocks")  # MXFP4, for a parameter without a suffix
 
 DEQUANTISE = "load the file with the library that wrote it, dequantise the model, and save it again"
 
 
 class QuantisedLayer(Struct):
-    """The keys of a quantised layer by their part of the name, and the format."""
+    """The keys of a quantised layer by their part of the name, and its format."""
 
     parts: dict[str, str] = field(default_factory=dict)
     scheme: str = ""
 
 
 def wanted_layers(specs: Mapping[str, TensorSpec], target: Target | None) -> dict[str, QuantisedLayer]:
-    """Return the quantised layers of which the target wants plain floats, by path; all without a target."""
+    """Return the quantised layers, by path, that the target wants as plain floats; all without a target."""
     return {path: layer for path, layer in _layers(specs).items() if _is_wanted(path, layer, target)}
 
 
 def keys_of_codes(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys that only quantised weights have beside them or in their place."""
+    """Return the keys that occur only in quantised layers."""
     parts = {part for part, _ in _NAMES}
     return tuple(key for key in keys if (found := _BESIDE.fullmatch(key)) and found["part"] in parts)
 
 
 def beside_codes(module: str, keys: Container[str]) -> str | None:
-    """Return the key that only a module with quantised weights has; None if it is not one."""
+    """Return the key that shows that a module is quantised; None if it is not."""
     names = (f"{module}.{part}" for part, _ in _NAMES)
     return next((name for name in names if name in keys), None)
 
@@ -89,14 +90,14 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
             is_scaled = codes.dtype in CODES and any("scale" in part for part in layer.parts)
             layer.scheme = layer.scheme or _OTHER * is_scaled
         elif layer.scheme in MULTIPLIED:
-            layer.scheme = ""  # their codes are the weight itself
+            layer.scheme = ""  # without codes: a plain weight
     for key, codes in specs.items():
         found = _PACKED.fullmatch(key)
         scales = specs.get(f"{found[1]}_scales") if found else None
         if found and scales and unpacked_shape(codes, scales):
             layers[found[1]] = QuantisedLayer({"blocks": key, "scales": f"{found[1]}_scales"}, MXFP4)
     quantised = {path: layer for path, layer in layers.items() if layer.scheme}
-    # Renamed without their scales, codes would pass for weights.
+    # Codes that were renamed without their scales would pass for weights.
     if any(f"{path}weight" not in specs for path, layer in layers.items() if not layer.parts.keys().isdisjoint(SCALES)):
         known = {key for layer in quantised.values() for key in layer.parts.values()}
         alone = [key for key, spec in specs.items() if spec.dtype in CODES and key not in known]
@@ -105,7 +106,7 @@ def _layers(specs: Mapping[str, TensorSpec]) -> dict[str, QuantisedLayer]:
 
 
 def companions(new: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Return the renames of what is beside codes that get new names: it is known as theirs by its own name."""
+    """Return the renames of the tensors next to renamed codes, which are recognised by their own names."""
     made: dict[str, str] = {}
     for path, layer in _layers(specs).items():
         name = new.get(f"{path}weight", "")
@@ -118,7 +119,7 @@ def companions(new: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[
 
 
 def _is_wanted(path: str, layer: QuantisedLayer, target: Target | None) -> bool:
-    """Return whether the model wants the plain weight, and has no place for what is beside the codes."""
+    """Return whether the model wants the plain weight, and has no place for the tensors next to the codes."""
     if target is None:
         return True
     slot = target.slots.get(path if layer.scheme == MXFP4 else layer.parts.get("weight", f"{path}weight"))

@@ -1,5 +1,5 @@
-"""What takes the place of broken values where the user's flags ask for it: ``--replace`` with ``--fill``,
-``--recalibrate``, and ``--reset-running-stats``."""
+"""Replacements for broken values if the user asks for them: ``--replace`` with ``--fill``, ``--recalibrate``, and
+``--reset-running-stats``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ckptfix.values.twins import Twin, twin_sets, twins_beside
 
 DATA = Placeholder("data.npy")
 
-# What the statistics of a new norm are.
+# The statistics of a fresh norm.
 FRESH = {"running_mean": "zeros", "running_var": "ones", NUM_BATCHES_TRACKED: "zeros"}
 
 
 def from_elsewhere(rule: Rule) -> tuple[Remedy, ...]:
-    """Return what can be done about layers whose trained values are lost."""
+    """Return the remedies for layers whose trained values are lost."""
     return (
         Remedy.of("takes these layers from another checkpoint", replace=(rule.code,), fill=FILE),
         Remedy.of("train them again, if the model uses them"),
@@ -35,7 +35,7 @@ def from_elsewhere(rule: Rule) -> tuple[Remedy, ...]:
 
 
 def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
-    """Return what can be done about broken statistics of norms."""
+    """Return the remedies for broken statistics of norms."""
     return (
         Remedy.of("measures them again on a few hundred training samples (needs the model)", recalibrate=DATA),
         Remedy.of("takes them from another copy", replace=(rule.code,), fill=FILE),
@@ -44,7 +44,7 @@ def for_running_statistics(rule: Rule) -> tuple[Remedy, ...]:
 
 
 def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> Iterator[tuple[list[str], Fix | None]]:
-    """Yield the keys that have a cure, with the fix that the user asked for, and then those that have none."""
+    """Yield the keys that have a cure, with the requested fix, and then those that have none."""
     for is_cured in (True, False):
         if keys := [key for key in found if bool(cures[key]) is is_cured]:
             edits = tuple(dict.fromkeys(edit for key in keys for edit in cures[key]))
@@ -54,32 +54,33 @@ def cured_apart(found: Iterable[str], cures: Mapping[str, Sequence[Edit]]) -> It
 def replaced_apart(
     rule: Rule, context: Context, found: Collection[str], is_sound: Callable[[str, TensorStatistics], bool]
 ) -> Iterator[tuple[list[str], Fix | None]]:
-    """Yield the same for keys whose cure are other values; ``is_sound`` is what the rule thinks of them for a key."""
+    """Yield the keys that ``--replace`` can cure with the fix, then the others; ``is_sound`` judges the new values of a
+    key."""
     replacements = Replacements(context)
     return cured_apart(found, {key: replacements.of(rule.code, key, partial(is_sound, key)) for key in found})
 
 
-OF_TWINS = "VAL301"  # the code for all that a sound twin can cure, whichever rule found it broken
+OF_TWINS = "VAL301"  # with --fill twin, this code selects what any rule found broken
 
 
 def replaces(settings: Settings, code: str, key: str) -> bool:
-    """Return whether the values of this key, which the rule of this code found broken, are to be replaced."""
+    """Return whether the user asked to replace a key that the rule of this code found broken."""
     codes = (code, OF_TWINS) if settings.fill == "twin" else (code,)
     return any(fnmatchcase(key, name) or any(one.startswith(name) for one in codes) for name in settings.replace)
 
 
 class Replacements(Struct, frozen=True, dict=True):
-    """The values that ``--fill`` offers for the broken tensors of a checkpoint."""
+    """The values that ``--fill`` offers for a checkpoint's broken tensors."""
 
     context: Context
 
     def of(self, code: str, key: str, is_sound: Callable[[TensorStatistics], bool]) -> tuple[Replace, ...]:
-        """Return what replaces the values of a key that a rule found broken; nothing if that was not asked for, or
-        nothing sound is there. ``is_sound`` is what the rule thinks of the new figures."""
+        """Return the edits that replace a broken key's values; none if the user did not ask, or if nothing sound is
+        available. ``is_sound`` judges the new values' statistics."""
         return self.beside(key, is_sound) if replaces(self.context.settings, code, key) else ()
 
     def beside(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> tuple[Replace, ...]:
-        """Return the same for a key that has to go with one that is replaced, whether it was named or not."""
+        """Return the same for a key that must be replaced together with another one, whether it was named or not."""
         spec = self.context.checkpoint.specs[key]
         edit, found = self._offer(key, spec, is_sound)
         if found is None or found.shape != spec.shape or not is_sound(_figures(found, spec.dtype)):
@@ -88,7 +89,7 @@ class Replacements(Struct, frozen=True, dict=True):
 
     @cached_property
     def twins(self) -> Mapping[str, tuple[Twin, ...]]:
-        """The other copies of each key, those of other sets first."""
+        """The other copies of each key, those in other sets first."""
         found: dict[str, tuple[Twin, ...]] = {}
         for _, twins in twin_sets(self.context.checkpoint):
             for key, twin in twins.items():
@@ -98,7 +99,7 @@ class Replacements(Struct, frozen=True, dict=True):
         return found
 
     def sound_twin(self, key: str, is_sound: Callable[[TensorStatistics], bool]) -> Twin | None:
-        """Return the first other copy of a key that is sound."""
+        """Return the first other copy of a key that is sound; None if there is none."""
         dtype = self.context.checkpoint.specs[key].dtype
         twins = (twin for twin in self.twins.get(key, ()) if is_plain(twin.spec))
         return next((twin for twin in twins if is_sound(_figures(twin.spec, dtype))), None)
@@ -120,7 +121,8 @@ class Replacements(Struct, frozen=True, dict=True):
 
 
 def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
-    """Return new statistics for the norm of ``key``, measured or those of a fresh layer; nothing unless asked for."""
+    """Return the edits that reset the statistics of ``key``'s norm, to measured or to fresh ones; none unless asked
+    for."""
     module, _ = split_key(key)
     settings, specs = context.settings, context.checkpoint.specs
     if not (settings.recalibrate or settings.reset_running_stats):
@@ -135,7 +137,7 @@ def reset_edits(key: str, context: Context) -> tuple[Replace, ...]:
 
 
 def _figures(spec: TensorSpec, dtype: str) -> TensorStatistics:
-    """Return the figures of a tensor in the dtype of the one whose place it takes."""
+    """Return the statistics of a tensor after a cast to the dtype of the tensor that it replaces."""
     if spec.dtype != dtype:
         from ckptfix.values.casting import cast_spec
 

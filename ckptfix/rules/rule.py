@@ -1,4 +1,4 @@
-"""What a rule is, and what it sees."""
+"""What a rule is, and the context that it sees."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ StatisticsByKey = Mapping[str, TensorStatistics]
 
 
 class SourceModel(Struct, frozen=True):
-    """The model that the file belongs to (``--source-model``): the shapes of its tensors in its own order, and what
-    runs it beside the target. ``prove`` takes the checkpoint, and a plan for each map that is possible. ``converts``
-    and ``ties`` are those of ``Target``."""
+    """The model that the file belongs to (``--source-model``): the shapes of its tensors in model order, and a function
+    that runs it next to the target.
+
+    ``prove`` takes the checkpoint, and a plan for each possible map. ``converts`` and ``ties`` are like those of
+    ``Target``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     prove: Callable[[Checkpoint, Sequence[Plan]], Equivalence]
@@ -42,11 +44,11 @@ class SourceModel(Struct, frozen=True):
 
 
 class Context(Struct, frozen=True, dict=True):
-    """What a rule sees: the checkpoint after the edits of earlier rules, and what it has to fit, where that is known.
+    """What a rule sees: the checkpoint after the edits of earlier rules, and the target if there is one.
 
-    ``statistics`` gives the figures of the values by key, computed in one pass when first asked for; none under
-    ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``. ``before`` is the checkpoint as it was opened, and
-    ``plan`` what was done to it since."""
+    ``statistics`` has the statistics of the values by key, computed in one pass on first use; it is empty under
+    ``--no-values``. ``donor`` is the checkpoint of ``--fill FILE``. ``before`` is the checkpoint as opened, and
+    ``plan`` has the edits since."""
 
     checkpoint: Checkpoint
     target: Target | None
@@ -59,11 +61,11 @@ class Context(Struct, frozen=True, dict=True):
 
     @cached_property
     def initial(self) -> Mapping[str, torch.Tensor]:
-        """The values that a model begins with; none without one, or if they are not known."""
+        """The model's initial values; empty without a model, or if they are unknown."""
         return self.target.initial() if self.target is not None and self.target.initial is not None else {}
 
     def start(self, key: str) -> TensorStatistics | None:
-        """Return the figures of a tensor as the model begins with it, if they are known."""
+        """Return the statistics of a tensor's initial values; None if they are unknown."""
         from ckptfix.reading.tensors import spec_of_tensor
         from ckptfix.values.statistics import tensor_statistics
 
@@ -71,31 +73,30 @@ class Context(Struct, frozen=True, dict=True):
 
     @cached_property
     def matrices(self) -> StatisticsByKey:
-        """The figures of weight matrices and kernels."""
+        """The statistics of weight matrices and kernels."""
         from ckptfix.values.roles import is_matrix
 
         specs, target = self.checkpoint.specs, self.target
         return {key: each for key, each in self.statistics.items() if is_matrix(key, specs[key], target)}
 
     def figures_of(self, specs: Mapping[str, TensorSpec]) -> StatisticsByKey:
-        """Return the figures of tensors that lie beside the state_dict, as far as they are whole; each storage is read
-        once."""
+        """Return the statistics of tensors outside the state_dict that are whole; each storage is read once."""
         from ckptfix.values.statistics import Statistics
 
         view = replace(self.checkpoint, entries={key: spec for key, spec in specs.items() if not is_torn(spec)})
         return self.statistics.of(view) if isinstance(self.statistics, Statistics) else Statistics(view)
 
 
-SHOWN = 8  # how many channels are named
+SHOWN = 8  # channels that the evidence lists
 
 
 def affected(channels: Sequence[int], spec: TensorSpec, name: str = "affected") -> dict[str, Any]:
-    """Return the evidence of a defect of some channels of a tensor; nothing if it has no such channels."""
+    """Return the evidence of a defect in some channels of a tensor; empty without such channels."""
     return {name: len(channels), "of": spec.shape[0], "channels": list(channels[:SHOWN])} if channels else {}
 
 
 class Needs(Enum):
-    """What a rule cannot say anything without."""
+    """What a rule needs in order to run."""
 
     NAMES = "names"
     TARGET = "target"
@@ -105,7 +106,7 @@ class Needs(Enum):
     FORWARD_TEST = "forward test"
 
     def are_met(self, context: Context) -> bool:
-        """Return whether it is there. The forward test comes after the rules, and makes its findings itself."""
+        """Return whether the context has it. The forward test runs after the rules, and makes its findings itself."""
         if self is Needs.TARGET:
             return context.target is not None
         if self is Needs.VALUES:
@@ -117,7 +118,7 @@ class Needs(Enum):
         return self is Needs.NAMES
 
 
-# What the rules of each family are about.
+# The subject of each family's findings.
 _SUBJECTS = {
     "FIL2": Subject.VALUES,
     "FIL": Subject.FILE,
@@ -133,21 +134,19 @@ class Rule(Struct, frozen=True, dict=True):
     """A rule: KEY106 renamed-layers is the generator ``renamed_layers`` of the module ``key106_renamed_layers``, whose
     docstring is its manual.
 
-    The generator takes the rule and the context, and with ``Needs.TARGET`` the target. A module without one is the
-    manual of findings that another room makes, when a file is run or hashed. It is imported when the rule has something
-    to look at, or when its manual is read: half of the rules need values, and most of the others a target."""
+    The generator takes the rule and the context, and with ``Needs.TARGET`` also the target. A module without a
+    generator is the manual of findings that another room makes. A module is imported only when the rule runs or its
+    manual is read, because half of the rules need values, and most of the others a target."""
 
     code: str
     name: str
     needs: Needs = Needs.NAMES
-    wanted_by: str | None = None  # the setting that asks for what this rule does, even if `select` leaves the rule out
-
-    # A pattern of which the rule cannot say anything if it is found in no key, unless the rule is wanted.
-    keys: str = ""
+    wanted_by: str | None = None  # the setting that runs this rule even if `select` omits it
+    keys: str = ""  # a pattern that some key has to match for the rule to run, unless the rule is wanted
 
     @property
     def family(self) -> str:
-        """The first letters of the code, which its kind of defect has."""
+        """The letters of the code, which stand for a family of defects."""
         return self.code[:3]
 
     @property
@@ -169,7 +168,7 @@ class Rule(Struct, frozen=True, dict=True):
         return (self._module.__doc__ or "").strip()
 
     def is_wanted(self, settings: Settings) -> bool:
-        """Return whether the rule's fixes are asked for, whichever rules were selected."""
+        """Return whether the user asked for the rule's fixes, whichever rules were selected."""
         return self.wanted_by is not None and bool(getattr(settings, self.wanted_by))
 
     def propose(self, context: Context) -> Iterator[Finding]:

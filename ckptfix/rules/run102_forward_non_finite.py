@@ -6,11 +6,12 @@ output, how many of each, and the first module that turned finite values into su
 its input and the statistics of its weights. If that module's weights are finite, the cause is an overflow or an
 unsuitable input. The report also says what else is known:
 
-- a float16 or bfloat16 pass is repeated in float32: if that is finite, the dtype is at fault (a warning); - with
-  `--train-mode`, if training mode gives finite values, the running statistics are at fault; - if no weight shows a
-  defect, the model runs with its own initial weights: if these give such values too, the input or the code is at fault
-  (a warning), and -Inf without NaN is then a mask of the model and not reported; - a derived input of normal random
-  numbers is replaced by numbers from 0 to 1 if only the former fail, as in a model that takes a root of its input.
+- a float16 or bfloat16 pass is repeated in float32: if that is finite, the dtype is at fault (a warning);
+- with `--train-mode`, if training mode gives finite values, the running statistics are at fault;
+- if no weight shows a defect, the model runs with its own initial weights: if these give such values too, the input or
+  the code is at fault (a warning), and -Inf without NaN is then a mask of the model and not reported;
+- a derived input of normal random numbers is replaced by numbers from 0 to 1 if only the former fail, as in a model
+  that takes a root of its input.
 
 ## Why it matters
 A file can load strictly and still be worthless: NaN in one `running_var` makes every output NaN in eval mode, although

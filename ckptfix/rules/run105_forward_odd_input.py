@@ -3,10 +3,10 @@
 ## What it finds
 Two problems of an input given by the user (a derived one is random noise anyway):
 
-- A constant channel while others vary: scaled with the wrong numbers, or never filled. - Values on another scale than
-  in training. The mean square of the first BatchNorm's input is compared with its running statistics, and reported if
-  it is 20 times too large or too small, as for an image of 0 … 255 in a model that was trained on 0 … 1. A model
-  without a trained BatchNorm does not show this.
+- A constant channel while others vary: scaled with the wrong numbers, or never filled.
+- Values on another scale than in training. The mean square of the first BatchNorm's input is compared with its running
+  statistics, and reported if it is 20 times too large or too small, as for an image of 0 … 255 in a model that was
+  trained on 0 … 1. A model without a trained BatchNorm does not show this.
 
 NaN and infinities in the input stop the test before it judges the model, and so does a channel that is NaN throughout,
 as after a division by a range of 0. -Inf among zeros is a mask, and allowed.

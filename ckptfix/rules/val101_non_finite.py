@@ -54,12 +54,12 @@ from ckptfix.values.casting import can_be_zeroed
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with
 
-# The last segment of the names of tables whose entries are added to a path's score: of a CRF, of the energies of RNA.
+# Last segments of tables whose entries are added to a path's score, as in a CRF or for RNA energies.
 _SCORES = re.compile(r"(^|_)(scores?|transitions?|log_?(probs?|priors?))(_|$)")
 
 
 def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report the tensors that are not finite, errors apart from warnings, and those that a flag cures apart."""
+    """Report the tensors that are not finite: errors, then warnings, each with those that a flag cures first."""
     bad: dict[str, Level] = {}
     for key, figures in context.statistics.items():
         level = _level(key, figures, context)
@@ -92,10 +92,9 @@ def non_finite(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Yield a finding for each other part of the file with values that are not finite, except for optimizers.
+    """Report every other part of the file with NaN or +Inf, except optimizers. -Inf may be a mask.
 
-    An infinity below zero is that of a mask. A warning for weights of which the user has not said that others are
-    meant: anything else in a file may be a log."""
+    It is a warning for weights if the user has not said which ones are meant; any other part may be a log."""
     checkpoint = context.checkpoint
     for place, specs, is_optimizer in parts_beside(checkpoint):
         if is_optimizer:
@@ -112,7 +111,7 @@ def _beside(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _not_finite_in(specs: Sequence[TensorSpec], context: Context) -> dict[str, TensorStatistics]:
-    """Return the figures of the tensors with NaN or +Inf, by number."""
+    """Return the statistics of the tensors with NaN or +Inf, by number."""
     wanted = {str(number): spec for number, spec in enumerate(specs) if spec.numel > 1}
     found = context.figures_of(wanted) if wanted else {}
     return {number: figures for number, figures in found.items() if figures.nan or figures.pos_inf}
@@ -132,7 +131,7 @@ def _level(key: str, figures: TensorStatistics, context: Context) -> Level | Non
 
 
 def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
-    """Return whether a buffer is NaN throughout, as the model itself begins with it."""
+    """Return whether a buffer is NaN throughout, as in a fresh model."""
     if figures.nan != figures.numel or is_running_statistic(key):
         return False
     start = context.start(key) if is_buffer(key, context.checkpoint.specs[key], context.target) else None
@@ -140,7 +139,7 @@ def _is_unset(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
-    """Return what the user's flags make of a broken tensor: other values, a fresh norm, or at last zeros."""
+    """Return the edits that the user's flags ask for: other values, a fresh norm, or, last of all, zeros."""
     if replaced := replacements.of(rule.code, key, _is_finite):
         return replaced
     if is_running_statistic(key):
@@ -200,6 +199,6 @@ _ZERO = (Remedy.of("sets these values to zero, as a last resort", zero_non_finit
 
 
 def _are_few(figures: TensorStatistics) -> bool:
-    """Return whether a tensor is still mostly itself with zeros in these places."""
-    is_noise = figures.absmax > 1e15  # then the rest is not weights either
+    """Return whether a tensor stays mostly intact with zeros in place of these values."""
+    is_noise = figures.absmax > 1e15  # then the other values are not weights either
     return figures.nonfinite <= max(8, figures.numel // 20) and not is_noise

@@ -37,10 +37,10 @@ from ckptfix.rules.quantised_layers import wanted_layers
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_float32_in_t5, is_matrix
 
-MOST = 0.5  # share of the values that are not zero from which on a tensor that loses them keeps its dtype
-SATURATES = "float8_e4m3fn"  # it has no infinity: one that is in the file becomes a NaN or a number
+MOST = 0.5  # a tensor that would lose at least this share of its non-zero values keeps its dtype
+SATURATES = "float8_e4m3fn"  # a dtype without infinity: one in the file becomes NaN or a number
 
-# What can hold every number of a dtype.
+# The dtypes that hold every value of a dtype.
 _LOSSLESS = {
     "float16": {"float32"},
     "bfloat16": {"float32"},
@@ -50,7 +50,7 @@ _LOSSLESS = {
 
 
 def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Cast what was asked for, and keep what would be lost."""
+    """Cast the tensors that the user asked for, except those that would lose values."""
     dtype = context.settings.cast_dtype
     if dtype is None:
         return
@@ -115,13 +115,13 @@ def half_overflow(rule: Rule, context: Context) -> Iterator[Finding]:
 def _castable(context: Context, dtype: str) -> Iterator[str]:
     is_small = DTYPES[dtype].itemsize == 1
     layers = wanted_layers(context.checkpoint.specs, None).values()
-    codes = {key for layer in layers for key in layer.parts.values()}  # cast, they would pass for weights
+    codes = {key for layer in layers for key in layer.parts.values()}  # after a cast they would pass for weights
     for key in context.statistics:
         spec = context.checkpoint.specs[key]
         if key in codes:
             continue
         is_plain = spec.storage is not None and not (spec.parts or spec.math_bits)
         is_other = DTYPES[spec.dtype].is_float and spec.dtype != dtype and spec.numel > 0
-        is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # BUF103 handles counters, whose dtype is fixed
+        is_weight = split_key(key)[1] != NUM_BATCHES_TRACKED  # counters have a fixed dtype: BUF103
         if is_plain and is_other and is_weight and (not is_small or is_matrix(key, spec, context.target)):
             yield key

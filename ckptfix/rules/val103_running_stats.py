@@ -44,7 +44,7 @@ from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 
 _VARIANCE = "running_var"
 
-# What may be wrong with the statistics of a norm, in the order of the findings.
+# The possible defects of a norm's statistics, in the order of the findings.
 _SWAPPED = "negative running_var but no negative running_mean: they look swapped"
 _NEGATIVE = "negative running_var: NaN in eval mode"
 _ZERO = "running_var of zero in every channel"
@@ -62,7 +62,7 @@ _LEVELS = {
 
 
 def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report the norms by what is wrong with them; reset or replace their statistics where that was asked for."""
+    """Report the norms by defect; reset or replace their statistics if asked to."""
     statistics = context.statistics
     norms = [key for key in statistics if key.rpartition(".")[2] == _VARIANCE]
     counts_batches = any(_batches(key, statistics) for key in norms)
@@ -72,7 +72,7 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
     filled = set(fills) if context.settings.recalibrate else set()
     for what, level in _LEVELS.items():
         wrong = [key for key in norms if what in defects[key]]
-        is_note = level is Level.NOTE  # left alone, unless the plan itself put fresh statistics in
+        is_note = level is Level.NOTE  # not cured, unless the plan itself added fresh statistics
         cures = {key: () if is_note and key not in filled else _cure(rule, key, context, replacements) for key in wrong}
         for keys, fix in cured_apart(wrong, cures):
             yield rule.finding(
@@ -86,13 +86,13 @@ def running_stats(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _cure(rule: Rule, key: str, context: Context, replacements: Replacements) -> tuple[Edit, ...]:
-    """Return both statistics from elsewhere, or those of a fresh norm: a mean without its variance is of no use."""
+    """Return edits that replace both statistics or make them fresh: a mean without its variance is of no use."""
     if replaces(context.settings, rule.code, key):
         mean_key = _beside(key, "running_mean")
         variance = replacements.of(rule.code, key, _is_variance)
         if mean_key not in context.checkpoint.specs:
             return variance or reset_edits(key, context)
-        # The mean goes with its variance, whether it was named or not.
+        # Replace the mean along with its variance, whether it was named or not.
         mean = replacements.beside(mean_key, lambda figures: not figures.nonfinite)
         if variance and mean:
             return (*variance, *mean)
@@ -104,12 +104,12 @@ def _is_variance(figures: TensorStatistics) -> bool:
 
 
 def _beside(key: str, name: str) -> str:
-    """Return the key of another tensor of the norm of this ``running_var``."""
+    """Return the key of another tensor of the norm with this ``running_var``."""
     return key.removesuffix(_VARIANCE) + name
 
 
 def _batches(key: str, statistics: StatisticsByKey) -> int | None:
-    """Return how many batches were counted; None if the file does not say (before torch 0.4.1)."""
+    """Return the number of batches that a norm counted; None if the file does not say (before torch 0.4.1)."""
     counter = statistics.get(_beside(key, NUM_BATCHES_TRACKED))
     return None if counter is None or counter.numel != 1 else int(counter.maximum)
 
@@ -121,13 +121,13 @@ def _evidence(key: str, statistics: StatisticsByKey) -> dict[str, float | int | 
 
 
 def _defects(key: str, statistics: StatisticsByKey, counts_batches: bool) -> Iterator[str]:
-    """Yield what is wrong with the statistics of one norm; ``counts_batches`` is whether any norm of the file has."""
+    """Yield the defects of one norm's statistics; ``counts_batches`` is whether any norm of the file counted."""
     variance, mean = statistics[key], statistics.get(_beside(key, "running_mean"))
     batches = _batches(key, statistics)
     # The BatchNorm of nflows starts with a variance of zero; its weight has another name.
     is_zero = variance.all_zero and _beside(key, "unconstrained_weight") not in statistics
     is_one = variance.numel > 0 and not variance.nonfinite and variance.minimum == variance.maximum == 1.0
-    if variance.minimum < 0:  # the mean is what a variance has to be, in more channels than chance would give
+    if variance.minimum < 0:  # the mean is positive throughout, like a variance, in too many channels for chance
         yield _SWAPPED if mean is not None and mean.numel >= 8 and mean.minimum > 0 else _NEGATIVE
     if is_zero:
         weight = statistics.get(_beside(key, "weight"))

@@ -7,14 +7,15 @@ of the model's own initialisation or, without a model, `1/sqrt(3 fan_in)`, torch
 (`head`, `classifier`, `fc`) the limit is a ten-thousandth, for an embedding a hundred-thousandth. Vectors that shrank
 with the matrix (its bias, the norm after it) are listed too. VAL202 finds exact zeros.
 
-Not reported are
+Not reported are:
 
 - a kernel before a batch norm with a `running_var` above its eps and small enough for this kernel: the norm compensates
-  the scale; - matrices of weight_norm and spectral_norm, and those that start at zero by their name (LoRA's B), as long
-  as a millionth of the scale is left; - a matrix whose largest value is more than 50 times its RMS: decay would keep
-  the shape of the initial values, so some weights are alive. It is reported if less than a millionth is left, or if
-  most values are subnormal; - matrices that were initialised small: their RMS or largest value is closer to a power of
-  ten than by chance.
+  the scale;
+- matrices of weight_norm and spectral_norm, and those that start at zero by their name (LoRA's B), as long as a
+  millionth of the scale is left;
+- a matrix whose largest value is more than 50 times its RMS: decay would keep the shape of the initial values, so some
+  weights are alive. It is reported if less than a millionth is left, or if most values are subnormal;
+- matrices that were initialised small: their RMS or largest value is closer to a power of ten than by chance.
 
 A last layer that a few steps moved from zero is a note: its rows point in few directions, unlike random initial ones.
 
@@ -23,10 +24,10 @@ the momentum is parallel to the weight (then only decay moves it), and what `wei
 predict. The message says whether they agree.
 
 - A matrix without a gradient that is predicted to shrink to less than half is a note, even if its size is not unusual
-  yet. It is a warning if less than a tenth is predicted, and no more than that is left. - A tiny matrix that got
-  gradients, and whose size decay does not explain, started small: a note. - Without moments (plain SGD) or an
-  optimizer, a tiny matrix is a note too if it is not called a weight or kernel (a hash grid, a gate), or if the
-  optimizer had no weight decay.
+  yet. It is a warning if less than a tenth is predicted, and no more than that is left.
+- A tiny matrix that got gradients, and whose size decay does not explain, started small: a note.
+- Without moments (plain SGD) or an optimizer, a tiny matrix is a note too if it is not called a weight or kernel (a
+  hash grid, a gate), or if the optimizer had no weight decay.
 
 ## Why it matters
 Weight decay shrinks every weight that gets no gradient: 90 epochs of SGD with momentum leave an unused layer at 6e-8 of
@@ -75,47 +76,43 @@ from ckptfix.values.roles import (
 )
 from ckptfix.values.scan import first_numbers
 
-SMALLEST = 64  # elements below which an RMS says little
-OF_START = 1e-3  # share of the start's RMS below which a matrix counts as decayed
-OF_HEAD = 1e-4  # the same for the last layer, which some models start at a thousandth: BEiT by its `init_scale`.
+SMALLEST = 64  # elements; the RMS of a smaller matrix says little
+OF_START = 1e-3  # share of the initial RMS below which a matrix counts as decayed
+OF_HEAD = 1e-4  # the same for the last layer, which BEiT's `init_scale` initialises at a thousandth
 
-# Rows for each column from which on a matrix is a table: a classifier of 93,000 faces has 182.
-ROWS = 256
-
-# The same for embeddings and codebooks, which are looked up: some start at one over their number of rows.
+# The same for embeddings and codebooks, some of which start at one over their number of rows.
 OF_EMBEDDING = 1e-5
-OF_KIND = 1e-2  # share of its kind's median RMS below which it does
+ROWS = 256  # least rows per column of a table, whatever its name: a classifier of 93,000 faces has 182
+OF_KIND = 1e-2  # share of the median RMS of its kind below which a matrix counts as decayed
 
-# Share of the start's RMS below which no doubt is left: an error, even where there is nothing to compare with.
+# Share of the initial RMS below which there is no doubt: an error, even if there is nothing to compare with.
 NOTHING_LEFT = 1e-6
-PEAK = 50.0  # How often its RMS the largest value may be in what only shrank. A normal start of 10^9 values has 6.
+PEAK = 50.0  # largest ratio of the largest value to the RMS after mere decay. 10^9 normal initial values have 6.
 
-# How many sampling errors the RMS of what an initialiser drew may be from the power of ten that it was given, and how
-# likely that may be by chance for the matrices of one power together.
+# Standard errors by which an initialiser's RMS may miss the power of ten that it was given, and the largest probability
+# that all matrices of one power are that close by chance.
 ERRORS, CHANCE = 4.0, 0.02
 
-# The least power of ten that fewer than that many matrices are given: flows start at 1e-5, SAM as a whole at 1e-10.
+# The least power of ten for fewer than this many matrices: flows start at 1e-5, all of SAM at 1e-10.
 LEAST_POWER, FEW = -5, 8
 
-WIDEST = 1 << 18  # numbers of which the directions are looked at
+WIDEST = 1 << 18  # numbers whose directions are examined
 
-# The mean square of a kernel's inputs that a norm's variance may speak of. Pixels of 0 … 255 have 2e4.
+# The largest plausible mean square of a kernel's inputs. Pixels of 0 … 255 have 2e4.
 LARGEST_INPUT = 1e5
 
-# A matrix whose largest value is a power of ten, down to this share of it, was drawn from within it, if that is not
-# smaller than what anybody starts with.
+# If the largest value is this share of a power of ten or more, the values were drawn from within that power; no
+# initialisation is smaller than the second number.
 ROUND, TINIEST = 0.999, 1e-6
 
-BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # where the start's RMS comes from
+BY_FAN_IN, BY_MODEL = "fan-in", "the model's initialisation"  # the source of the initial RMS
 EPS = 1e-5  # the default eps of the norms; a running variance above it carries the scale
-LIGHT = 0.5  # share of the start below which a matrix is worth a look at its optimizer
-
-# Share below which it is a warning that no gradient arrived and that the optimizer's figures predict as little.
-PROVEN = 0.1
+LIGHT = 0.5  # share of the initial RMS below which a matrix's optimizer state is examined
+PROVEN = 0.1  # share below which it is a warning, if no gradient arrived and the optimizer predicts as little
 
 
 def decayed(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report the matrices that decayed, with the vectors that went with them; replace them where that was asked for."""
+    """Report the matrices that decayed, with the vectors that decayed too; replace them if asked to."""
     specs, witness = context.checkpoint.specs, Witness(context)
     large = {key: each for key, each in context.matrices.items() if specs[key].numel >= SMALLEST and each.rms > 0}
     suspects = {matrix.key: matrix for matrix in _decayed_matrices(witness, large)}
@@ -154,13 +151,14 @@ def _noted(rule: Rule, matrices: Sequence[_Matrix], what: str) -> Iterator[Findi
 
 
 def _have(found: Sized) -> str:
-    """Return the subject of a message, with its verb: ``2 weight matrices have``."""
+    """Return the subject and verb of a message: ``2 weight matrices have``."""
     return f"{counted(len(found), 'weight matrix')} {'has' if len(found) == 1 else 'have'}"
 
 
 def _started_so(matrix: _Matrix, spec: TensorSpec) -> bool:
-    """Return whether a matrix may have started as small as it is: gradients arrived and decay does not explain it. If
-    no moments say whether any arrived: it is not a layer's own weight (hash grids, gates), or there was no decay."""
+    """Return whether a matrix may have started this small: gradients arrived, and decay does not explain it.
+
+    Without moments: it is not a layer's own weight (hash grids, gates), or there was no weight decay."""
     said = matrix.said
     if said.saw_no_gradient is not None or said.alignment is not None:
         return not said.is_untouched and not said.agrees
@@ -170,8 +168,8 @@ def _started_so(matrix: _Matrix, spec: TensorSpec) -> bool:
 
 
 def _has_left_zero(key: str, spec: TensorSpec) -> bool:
-    """Return whether a last layer holds a few gradients and nothing else: one direction has far more of its squares
-    than any has of random numbers."""
+    """Return whether a last layer holds a few gradients and nothing else: one direction has a far larger share of the
+    squares than in a random matrix."""
     columns = math.prod(spec.shape[1:])
     rows = min(spec.shape[0], WIDEST // columns)
     if not is_head(key) or not spec.is_contiguous or min(rows, columns) < 2:
@@ -182,8 +180,8 @@ def _has_left_zero(key: str, spec: TensorSpec) -> bool:
 
 
 class _Matrix(Struct, frozen=True, eq=False, dict=True):
-    """A matrix whose scale is suspicious. ``start`` is the RMS to expect, ``peers`` the median RMS of its kind, and
-    ``least`` the share of the start that other values in its place have to have."""
+    """A matrix with a suspicious scale. ``start`` is the expected RMS, ``peers`` the median RMS of its kind, and
+    ``least`` the share of ``start`` that replacements must have."""
 
     key: str
     witness: Witness
@@ -196,7 +194,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def said(self) -> Corroboration:
-        """What the file says of it."""
+        """What the file's optimizer says about it."""
         return self.witness.on(self.key, self.share)
 
     @property
@@ -209,7 +207,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
 
     @property
     def is_proven(self) -> bool:
-        """Whether the optimizer's figures predict that little, and no more is left."""
+        """Whether the optimizer's figures predict as little as is left."""
         return max(self.share, self.said.predicted or 1.0) < PROVEN and bool(self.said.agrees)
 
     def is_cured_by(self, figures: TensorStatistics) -> bool:
@@ -218,7 +216,7 @@ class _Matrix(Struct, frozen=True, eq=False, dict=True):
 
     @property
     def companions(self) -> Iterator[str]:
-        """The vectors that shrank with it: its bias, and the weight and bias of the norm after it."""
+        """The vectors that decayed with it: its bias, and the weight and bias of the norm after it."""
         statistics = self.witness.context.statistics
         bias = self.key.removesuffix("weight") + "bias"
         if bias != self.key and bias in statistics and 0 < statistics[bias].rms < OF_START * self.start:
@@ -268,7 +266,7 @@ def _decayed_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]
         start, reference = usual_rms(specs[key]), BY_FAN_IN
         if (own := context.start(key)) is not None:
             start, reference = own.rms, BY_MODEL
-        shape = specs[key].shape  # with that many rows for so few columns, it is a table, whatever its name
+        shape = specs[key].shape  # with so many rows per column, it is a table, whatever its name
         is_looked_up = kind(key, specs[key]) == "embedding" or (len(shape) == 2 and shape[0] >= ROWS * shape[1])
         is_table = reference == BY_FAN_IN and is_looked_up
         matrix = _Matrix(key, witness, start, reference, peers, norms.get(key), is_table)
@@ -277,8 +275,8 @@ def _decayed_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]
 
 
 def _started_tiny(matrices: Mapping[str, TensorStatistics]) -> set[str]:
-    """Return the matrices that were never larger: their RMS is a power of ten, as an initialiser is given it, more
-    closely than chance would have it."""
+    """Return the matrices that were never larger: their RMS is closer to a power of ten, which an initialiser is given,
+    than by chance."""
     of_power: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for key, figures in matrices.items():
         power = round(math.log10(figures.rms))
@@ -295,7 +293,7 @@ def _started_tiny(matrices: Mapping[str, TensorStatistics]) -> set[str]:
 
 
 def _is_shrunk(figures: TensorStatistics) -> bool:
-    """Return whether the matrix is small throughout: hardly an exact zero, or only the last subnormal steps."""
+    """Return whether a matrix is small throughout: hardly any exact zeros, or only zeros and subnormal values."""
     return not figures.nonfinite and (
         figures.zeros < 0.01 * figures.numel or figures.zeros + figures.subnormals == figures.numel
     )
@@ -309,7 +307,7 @@ def _is_drawn_tiny(figures: TensorStatistics) -> bool:
 
 
 def _is_decayed(matrix: _Matrix) -> bool:
-    """Return whether both thresholds are crossed. A start of zero, or as small as this, is by design."""
+    """Return whether a matrix is below both thresholds. If it starts at zero or this small, that is by design."""
     may_start_small = matrix.reference == BY_FAN_IN and is_head(matrix.key)
     least = OF_HEAD if may_start_small else OF_EMBEDDING if matrix.is_embedding else OF_START
     if matrix.start == 0 or matrix.share >= least:
@@ -317,7 +315,7 @@ def _is_decayed(matrix: _Matrix) -> bool:
     if matrix.share < NOTHING_LEFT:
         return matrix.peers is None or matrix.figures.rms < OF_KIND * matrix.peers
     if matrix.peers is None or (matrix.reference == BY_FAN_IN and is_zero_by_design(matrix.key)):
-        return False  # nothing to compare with, or a matrix that may have hardly left zero
+        return False  # nothing to compare with, or it may have started at zero
     lives_on = (
         matrix.figures.absmax >= PEAK * matrix.figures.rms and 2 * matrix.figures.subnormals < matrix.figures.numel
     )
@@ -325,27 +323,28 @@ def _is_decayed(matrix: _Matrix) -> bool:
 
 
 def _norm_carries_scale(matrix: _Matrix, spec: TensorSpec, statistics: StatisticsByKey) -> bool:
-    """Return whether the norm after the matrix was updated and divides by the matrix's result, not just by its eps."""
+    """Return whether the norm after a matrix was updated and divides by the matrix's scale, not just by its eps."""
     variance = matrix.norm.figures("running_var", statistics) if matrix.norm else None
     batches = matrix.norm.figures("num_batches_tracked", statistics) if matrix.norm else None
     if variance is None or (batches is not None and batches.maximum == 0):
         return False
     fresh = variance.minimum == variance.maximum == 1.0
-    # The matrix may have shrunk since, or be another: such statistics are not of what it gives. By Cauchy and Schwarz,
-    # the mean of the outputs' squares is at most the sum of a row's squares times that of the inputs'.
+    # If the matrix shrank later, or was replaced, the statistics are not those of its outputs. By the Cauchy-Schwarz
+    # inequality, the mean square of the outputs is at most the row's sum of squares times that of the inputs.
     fan_in = math.prod(spec.shape[1:])
     is_its_own = variance.mean < LARGEST_INPUT * (matrix.figures.rms * fan_in) ** 2
     return not fresh and variance.rms > EPS and is_its_own
 
 
-PARALLEL = 0.99  # cosine from which on a momentum is parallel to its weight
-AGREES = (0.5, 2.0)  # between these the logarithms of two shares are of one order
+PARALLEL = 0.99  # least cosine of a momentum that is parallel to its weight
+AGREES = (0.5, 2.0)  # range of the ratio of two shares' logarithms that agree
 
 
 class Corroboration(Struct, frozen=True):
-    """What is known of one matrix. None, or an empty text, is what the file does not say.
+    """What the file shows about one matrix; None or an empty text if it does not show it.
 
-    ``predicted`` is the share of the start that is left without any gradient, ``observed`` the one that was found."""
+    ``predicted`` is the share of the initial RMS that decay without gradients leaves, and ``observed`` the actual
+    one."""
 
     observed: float
     predicted: float | None = None
@@ -356,7 +355,7 @@ class Corroboration(Struct, frozen=True):
 
     @property
     def agrees(self) -> bool | None:
-        """Whether prediction and finding are of one order; None without a prediction."""
+        """Whether prediction and observation are of the same order; None without a prediction."""
         if self.predicted is None:
             return None
         if self.predicted <= 0 or self.observed <= 0:
@@ -366,12 +365,12 @@ class Corroboration(Struct, frozen=True):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the moments say that only decay moved the matrix."""
+        """Whether the moments show that only decay moved the matrix."""
         return bool(self.saw_no_gradient) or (self.alignment is not None and self.alignment > PARALLEL)
 
     @property
     def evidence(self) -> dict[str, Any]:
-        """The figures, without those that the file does not have."""
+        """The known figures."""
         figures = {
             "predicted_share": self.predicted,
             "prediction_agrees": self.agrees,
@@ -407,26 +406,26 @@ class Witness(Struct, frozen=True, dict=True):
 
     @cached_property
     def strongest(self) -> dict[str, float] | None:
-        """The hyperparameters of the group with the most decay, if there is an optimizer."""
+        """The hyperparameters of the group with the most decay; None without an optimizer."""
         return strongest_decay(self.context.checkpoint.root)
 
     @cached_property
     def trainings(self) -> Mapping[str, Training]:
-        """What an optimizer whose moments fit the parameters says of each."""
+        """The training of each parameter, from an optimizer whose moments fit."""
         if self.strongest is None:
-            return {}  # no optimizer knows any parameter, and there may be very many
+            return {}  # no optimizer: skip the parameters, of which there may be many
         return trainings(self.context.checkpoint, self.context.target)
 
     @cached_property
     def _steps(self) -> int | None:
-        """The steps of the whole run: what the trainer counted, else the most batches that a norm saw."""
+        """The steps of the whole run: the trainer's count, or the most batches that a norm counted."""
         statistics = self.context.statistics
         counters = [key for key in statistics if key.rpartition(".")[2] == NUM_BATCHES_TRACKED]
         batches = max((int(statistics[key].maximum) for key in counters if statistics[key].numel == 1), default=0)
         return counted_steps(self.context.checkpoint.root) or batches or None
 
     def on(self, key: str, share: float) -> Corroboration:
-        """Return what the file says of a matrix of which this share of its start is left."""
+        """Return what the file shows about a matrix of which this share of the initial RMS is left."""
         training = self.trainings.get(key)
         if training is None:
             decay = (self.strongest or {}).get("weight_decay")
@@ -450,7 +449,7 @@ class Witness(Struct, frozen=True, dict=True):
 
 
 def _light_matrices(witness: Witness, matrices: Mapping[str, TensorStatistics]) -> Iterator[_Matrix]:
-    """Yield those of which the optimizer says that only decay moved them, and that are no larger than that."""
+    """Yield the matrices that only decay moved according to the optimizer, and that are as small as it predicts."""
     specs = witness.context.checkpoint.specs
     for key, figures in matrices.items() if witness.trainings else ():
         matrix = _Matrix(key, witness, usual_rms(specs[key]), least=PROVEN)

@@ -10,7 +10,8 @@ the file was trained:
 
 - a last layer by name, or with a zero bias;
 - a matrix that is zero in every block (`conv4.weight` or `mlp.2.weight` of all blocks), which may be most of the file;
-- a matrix in a block with a scalar scale, as in Fixup; - one of several tables in a file of only tables (word2vec).
+- a matrix in a block with a scalar scale, as in Fixup;
+- one of several tables in a file of only tables (word2vec).
 
 Always a note: without a model, a matrix that is not called a weight or kernel (`latent_avg`, `confusion`), because it
 may be a buffer, and one that starts at zero by its name, if the same layer of another block is not zero; norms with
@@ -46,14 +47,14 @@ from ckptfix.rules.rule import Context, Rule, StatisticsByKey
 from ckptfix.values.optimizer import was_stepped
 from ckptfix.values.roles import Norm, is_embedding, is_head, is_layers_own, is_zero_by_design, norms_after
 
-MOST = 0.5  # share of the matrices beyond which not a layer but the file is empty
-MOST_AT_START = 0.72  # the same if each is zero in every block, and the file says of no step: RWKV has 5 of 7
-# The last layer of a network that makes images or numbers.
+MOST = 0.5  # share of zero matrices above which the whole file counts as empty
+MOST_AT_START = 0.72  # the same in an untrained file if each is zero in every block: RWKV has 5 of 7
+# Names of the last layer of a network that outputs images or numbers.
 _LAST = r"(^|[._])(out|outputs?|final|last|pred|predict(or|ion)?)([._]|$)"
 
 
 def all_zero(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose nothing; report the matrices that are zero and should not be."""
+    """Report the matrices that are zero and should not be; replace them if asked to."""
     specs, statistics = context.checkpoint.specs, context.statistics
     matrices = list(context.matrices)
     zero = [key for key in matrices if statistics[key].all_zero]
@@ -112,19 +113,19 @@ def _is_sound(key: str, figures: TensorStatistics) -> bool:
 
 
 def _not_by_design(zero: list[str], context: Context, *, use_names: bool) -> list[str]:
-    """Return those that neither start at zero in the model nor, without a model, have a name that says so."""
+    """Return the matrices that do not start at zero, in the model or, without one, by their names."""
     if zero and context.initial:
         return [key for key in zero if (start := context.start(key)) is None or not start.all_zero]
     return [key for key in zero if not (use_names and is_zero_by_design(key))]
 
 
 def _excused(suspects: list[str], matrices: list[str], context: Context, is_trained: bool) -> list[str]:
-    """Return those that may be buffers, or zero because nothing was trained yet. With a model it is known already."""
+    """Return the suspects that may be buffers or untrained. With a model, that is already known."""
     if not suspects or context.initial:
         return []
     excused = {key for key in suspects if not is_layers_own(key)}
     if not is_trained:
-        tables_only = all(map(is_embedding, matrices))  # word2vec: the vectors of the contexts start at zero
+        tables_only = all(map(is_embedding, matrices))  # word2vec: context vectors start at zero
         excused |= {key for key in suspects if is_head(key) or (is_embedding(key) and split_key(key)[1] != "weight")}
         excused |= set(suspects) if tables_only and len(suspects) < len(matrices) else set()
         last = [key for key in matrices[-1:] if key in suspects]
@@ -135,7 +136,7 @@ def _excused(suspects: list[str], matrices: list[str], context: Context, is_trai
 
 
 def _closed_branches(zero: list[str], context: Context) -> frozenset[str]:
-    """Return the zero matrices of blocks with a scale of one number that is not zero, as Fixup has them."""
+    """Return the zero matrices of blocks with a scalar scale that is not zero, as in Fixup."""
     specs = context.checkpoint.specs
     scaled = {
         split_key(key)[0]
@@ -146,7 +147,7 @@ def _closed_branches(zero: list[str], context: Context) -> frozenset[str]:
 
 
 def _in_every_block(zero: set[str], matrices: list[str]) -> set[str]:
-    """Return the zero matrices that are zero in each of the blocks, of which there are two at least."""
+    """Return the matrices that are zero in every block, if there are at least two blocks."""
     members: dict[str, set[str]] = defaultdict(set)
     for key in matrices:
         for name in (_role(key), _role(key, 3), _place(key)):
@@ -161,18 +162,18 @@ def _unlike_others(designed: set[str], matrices: list[str]) -> list[str]:
 
 
 def _role(key: str, names: int = 2) -> str:
-    """Return what a matrix is in each of the blocks that have one: its last names, without numbers."""
+    """Return a matrix's role in its block: its last names, without numbers."""
     return ".".join([segment for segment in key.split(".") if not segment.isdigit()][-names:])
 
 
 def _place(key: str) -> str:
-    """Return the same by the whole path without numbers, except for that of the layer itself: one of a Sequential."""
+    """Return a matrix's path without numbers, except the number of the layer itself in a Sequential."""
     *blocks, layer, leaf = ["", *key.split(".")]
     return ".".join(("*", *(segment for segment in blocks if not segment.isdigit()), layer, leaf))
 
 
 def _is_at_start(zero: list[str], matrices: list[str], is_trained: bool) -> bool:
-    """Return whether most matrices may well start at zero: an adapter without its base, or blocks as of RWKV."""
+    """Return whether most matrices may start at zero: an adapter without its base, or blocks like RWKV's."""
     if all(key.startswith("base_model.model.") for key in matrices) and all(map(is_zero_by_design, zero)):
         return True
     return (
@@ -181,7 +182,7 @@ def _is_at_start(zero: list[str], matrices: list[str], is_trained: bool) -> bool
 
 
 def _is_trained(context: Context) -> bool:
-    """Return whether the file says that steps were made: then a last layer that started at zero has left it."""
+    """Return whether the file shows that steps were made, so that a last layer has left an initial zero."""
     counted = any(
         figures.maximum > 0 for key, figures in context.statistics.items() if split_key(key)[1] == NUM_BATCHES_TRACKED
     )
@@ -189,7 +190,7 @@ def _is_trained(context: Context) -> bool:
 
 
 def _zero_companions(norm: Norm | None, statistics: StatisticsByKey) -> Iterator[str]:
-    """Yield the weight and bias of the norm after a matrix where both are zero."""
+    """Yield the weight and bias of the norm after a matrix if both are zero."""
     found = [key for key in norm.vectors if key in statistics] if norm else []
     if all(statistics[key].all_zero for key in found):
         yield from found

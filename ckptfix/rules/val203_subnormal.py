@@ -29,13 +29,13 @@ from ckptfix.core.finding import Finding, Fix, Level, Remedy, counted
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.casting import can_be_zeroed
 
-MANY = 0.01  # share of a weight matrix from which on its subnormal values are worth a warning
-HUGE = 1e15  # a value beside which subnormal ones are no remains of decay: the bytes are others than were written
-SLOW = ("float32", "float64")  # the dtypes that processors compute in
+MANY = 0.01  # least share of subnormal values in a weight matrix for a warning
+HUGE = 1e15  # with a value above this, subnormal ones are not from decay: the bytes are damaged
+SLOW = ("float32", "float64")  # the dtypes in which CPUs compute
 
 
 def subnormal(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report the tensors with subnormal values, many apart from few; flush them where that was asked for."""
+    """Report the tensors with subnormal values, those with many first; flush them if asked to."""
     specs, found = context.checkpoint.specs, context.statistics
     slow = [
         key

@@ -31,12 +31,12 @@ from ckptfix.rules.rule import Context, Rule, affected
 from ckptfix.values.roles import kind
 from ckptfix.values.scan import channels_with
 
-MANY = 16  # rows of zeros between others from which on an embedding has lost them, or never trained them
-FEWEST = 4  # numbers of a channel below which a row of zeros may be chance
+MANY = 16  # least run of zero rows between others that an embedding lost or never trained
+FEWEST = 4  # numbers of a channel; in a smaller one, zeros may be chance
 
 
 def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Propose nothing; note the layers with channels of zeros."""
+    """Note the layers with channels of zeros; propose nothing."""
     specs = context.checkpoint.specs
     found = {key: channels for key in context.statistics if (channels := _dead(key, context))}
     tables = {key for key in found if key in context.matrices and kind(key, specs[key]) == "embedding"}
@@ -52,7 +52,7 @@ def dead_channels(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _dead(key: str, context: Context) -> tuple[int, ...]:
-    """Return the dead channels of a matrix or a norm. The second look is only for zeros or faint rows."""
+    """Return the dead channels of a matrix or norm. Only tensors with zeros or faint rows are read again."""
     statistics = context.statistics
     spec, figures = context.checkpoint.specs[key], statistics[key]
     if not (figures.zeros or figures.has_faint_rows) or figures.all_zero or figures.numel != spec.numel:
@@ -68,7 +68,7 @@ def _dead(key: str, context: Context) -> tuple[int, ...]:
             runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
             inside = (run for run in runs if len(run) >= MANY and run[0] > 0 and run[-1] < spec.shape[0] - 1)
             return tuple(int(row) for run in inside for row in run)
-        # An embedding of another name. A row of padding is never trained, and so it is exactly zero.
+        # An embedding with another name. A padding row is never trained, so it is exactly zero.
         is_padding = len(found) == 1 and len(spec.shape) == 2 and not figures.has_faint_rows
         return () if is_padding else found
     bias = key.removesuffix("weight") + "bias"

@@ -30,13 +30,13 @@ from ckptfix.core.spec import TensorStatistics
 from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule
 
-SMALLEST = 64  # elements below which a matrix of one value may be meant so
+SMALLEST = 64  # elements; a smaller matrix of one value may be intended
 _WEIGHT = r"weight(_[ih]h_l\d+(_reverse)?)?$"
 _SCALE = r"(?i)(norm|ln|bn|scale|gamma|blur|pool|mean|avg|filter|upsample)[^.]*\.weight$"
 
 
 def constant(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report the matrices of one value; replace them where that was asked for."""
+    """Report the matrices of one value; replace them if asked to."""
     statistics = context.matrices
     found = [key for key, figures in statistics.items() if _is_constant(key, figures, context)]
     for keys, fix in replaced_apart(rule, context, found, _is_sound):
@@ -63,7 +63,7 @@ def _is_constant(key: str, figures: TensorStatistics, context: Context) -> bool:
         return False
     if (start := context.start(key)) is not None:
         return not start.is_constant
-    # 1 or a mean is by design, as precise as the dtype is.
+    # 1 or a mean is by design, to the precision of the dtype.
     usual = (1.0, 1 / math.prod(spec.shape[1:]), 1 / math.prod(spec.shape[2:]), 1 / spec.shape[0])
     is_usual = any(math.isclose(abs(figures.maximum), value, rel_tol=1e-2) for value in usual)
     return not is_usual and not re.search(_SCALE, key)

@@ -30,15 +30,15 @@ from ckptfix.rules.replacing import from_elsewhere, replaced_apart
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_scale_free, kind, median, usual_rms
 
-SMALLEST = 64  # elements below which an RMS says little
+SMALLEST = 64  # elements; the RMS of a smaller matrix says little
 
-# How often the median of its kind and the start a matrix has to be, and how many others there have to be.
+# Least ratios of the RMS to the median of its kind and to the initial RMS, and the number of others of its kind.
 OF_KIND, OF_START, PEERS = 500.0, 100.0, 4
-OF_START_ALONE = 1000.0  # the same as `OF_START` for a layer with too few of its kind
+OF_START_ALONE = 1000.0  # `OF_START` for a layer with too few others of its kind
 
 
 def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report the matrices of another order of magnitude; replace them where that was asked for."""
+    """Report the matrices of another order of magnitude; replace them if asked to."""
     statistics, specs = context.statistics, context.checkpoint.specs
     scales = {
         key: figures.rms / usual_rms(specs[key])
@@ -84,7 +84,7 @@ def outlier_scale(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _medians(scales: Mapping[str, float], specs: Mapping[str, TensorSpec]) -> Mapping[str, float]:
-    """Return the median scale of the others of its kind for every matrix that has enough of them."""
+    """Return, for every matrix with enough others to compare, the median scale of its kind, or else of all others."""
     kinds: dict[str, dict[str, float]] = {}
     for key, scale in scales.items():
         kinds.setdefault(kind(key, specs[key]), {})[key] = scale

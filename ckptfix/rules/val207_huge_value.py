@@ -41,15 +41,15 @@ from ckptfix.rules.rule import Context, Rule, affected
 from ckptfix.values.roles import is_buffer, is_running_statistic, may_be_infinite
 from ckptfix.values.scan import channels_with, first_numbers
 
-MOST, MOST_VARIANCE = 1e6, 1e9  # the largest absolute value that is believed, of a `running_var` the second
-ABSURD = 1e15  # from here on no scale of any data explains it
-# Statistics by which a model scales its data, in whatever unit that is.
+MOST, MOST_VARIANCE = 1e6, 1e9  # largest plausible absolute values, the second for a `running_var`
+ABSURD = 1e15  # no unit of any data explains larger values
+# Statistics by which a model scales its data, in any unit.
 _OF_DATA = re.compile(r"(?!running_)(?!.*(?:weight|bias))(?:\w*_)?(?:mean|std|stddev|var|min|max)_?$|scale_$")
 _PARTNER = {"running_mean": "running_var", "running_var": "running_mean"}
-LARGE = 1e3  # a mean or variance from which on its channel has data in a large unit
-FAR = 1e3  # how many times the median a value is that data in a large unit does not explain
-LOOK = 1 << 14  # values of which the median is taken
-MANY, ALONE = 4096, 0.9  # numbers of a matrix, and the share of their squares that one has which is damaged
+LARGE = 1e3  # least mean or variance of a channel with data in a large unit
+FAR = 1e3  # least ratio to the median that a large unit does not explain
+LOOK = 1 << 14  # values from which the median is computed
+MANY, ALONE = 4096, 0.9  # least numbers of a matrix, and least share of the squares that a damaged one has
 
 
 def huge_value(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -94,13 +94,13 @@ def _is_huge(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 
 def _is_alone(figures: TensorStatistics) -> bool:
-    """Return whether one number of a dense matrix is larger than all others together."""
+    """Return whether one number of a dense matrix outweighs all others together."""
     squares = figures.rms**2 * figures.finite
     return figures.finite >= MANY and 2 * figures.zeros < figures.numel and figures.absmax**2 > ALONE * squares
 
 
 def _level(key: str, figures: TensorStatistics, context: Context) -> Level:
-    """Return how sure it is that a value is wrong, and not data in a large unit."""
+    """Return how certain it is that a value is wrong rather than data in a large unit."""
     if figures.absmax >= ABSURD:
         return Level.ERROR
     specs, (module, leaf) = context.checkpoint.specs, split_key(key)

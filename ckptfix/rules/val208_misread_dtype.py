@@ -4,12 +4,13 @@
 Matrices of at least 256 values, named like a layer's, with values that no training gives:
 
 - a gap around zero: nearly all values are between half and twice their RMS, many different ones and with both signs.
-  bfloat16 read as float16 looks like this; the gain of a norm, with all values near one, does not; - values over twenty
-  orders of magnitude, most at most a thousandth of the RMS, which become an ordinary matrix if their bits are read as
-  float16. float16 read as bfloat16 looks like this; - NaN or values in the hundreds and more, which become an ordinary
-  matrix if the bytes of each value are reversed: a big-endian machine wrote them; - only integers up to 255: the codes
-  of a quantised matrix without their scale. int8 and uint8 matrices are such codes too, unless a model is given or a
-  tensor in the file is named like a scale.
+  bfloat16 read as float16 looks like this; the gain of a norm, with all values near one, does not;
+- values over twenty orders of magnitude, most at most a thousandth of the RMS, which become an ordinary matrix if their
+  bits are read as float16. float16 read as bfloat16 looks like this;
+- NaN or values in the hundreds and more, which become an ordinary matrix if the bytes of each value are reversed: a
+  big-endian machine wrote them;
+- only integers up to 255: the codes of a quantised matrix without their scale. int8 and uint8 matrices are such codes
+  too, unless a model is given or a tensor in the file is named like a scale.
 
 ## Why it matters
 The shapes fit and the file loads; the layer gives noise.
@@ -38,21 +39,21 @@ from ckptfix.values.decode import Array, encoding
 from ckptfix.values.roles import is_layers_own, usual_rms
 from ckptfix.values.scan import first_numbers, first_units
 
-SMALLEST = 256  # values of a matrix below which its figures may be chance
-LOOK = 1 << 14  # values of a suspect that are looked at
-DISTINCT = 16  # a binary or ternary network has fewer different values than that
+SMALLEST = 256  # values; the statistics of a smaller matrix may be chance
+LOOK = 1 << 14  # values of a suspect that are examined
+DISTINCT = 16  # least number of different values; a binary or ternary network has fewer
 
-# The share of the RMS below which hardly any value is (that share of them): of a normal matrix every fifth is.
+# Below this share of the RMS there is at most this share of the values; in a normal matrix, a fifth.
 HOLE, OUTSIDE = 0.25, 0.005
-SIGN = 0.1  # the least share of either sign in a matrix
-LARGE = 100  # an RMS that no matrix has, from which on its bytes are looked at in the other order
-LARGEST_CODE = 255  # of unsigned bytes
+SIGN = 0.1  # least share of either sign in a matrix
+LARGE = 100  # no matrix has a larger RMS: try its bytes in reverse order
+LARGEST_CODE = 255  # of an unsigned byte
 CODES = "only integers, like codes without their scale"
 _SCALE = re.compile(r"scal(e|ing)|SCB|absmax|zero_?point|(^|[._])(qweight|zeros|alpha|a|b)$", re.IGNORECASE)
 
 
 def misread_dtype(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report matrices whose figures are those of other bytes; propose nothing."""
+    """Report the matrices whose statistics are those of misread bytes; propose nothing."""
     found: dict[str, list[str]] = {}
     may_be_codes = context.target is None and not any(_SCALE.search(key) for key in context.checkpoint.specs)
     for key, figures in context.statistics.items():
@@ -84,7 +85,7 @@ def _starts_so(key: str, figures: TensorStatistics, context: Context) -> bool:
 
 
 def _what(spec: TensorSpec, figures: TensorStatistics) -> str:
-    """Return what the figures of a matrix are those of; an empty text for an ordinary one."""
+    """Return how a matrix seems to have been misread; empty for an ordinary one."""
     if (figures.nonfinite or figures.rms > LARGE) and _is_reversed(spec):
         return "bytes in the wrong order, as on a big-endian machine"
     if not figures.rms or figures.nonfinite:
@@ -112,14 +113,15 @@ def _has_hole(spec: TensorSpec, figures: TensorStatistics) -> bool:
 
 
 def _is_float16(spec: TensorSpec, figures: TensorStatistics) -> bool:
-    """Return whether most values are next to nothing beside the largest, and the same bits are an ordinary matrix."""
+    """Return whether most values are negligible next to the largest, and the same bits read as float16 are an ordinary
+    matrix."""
     if figures.zeros > 0.01 * spec.numel or np.median(np.abs(first_numbers(spec, LOOK))) > 1e-3 * figures.rms:
         return False
     return _is_ordinary(first_units(spec, LOOK).view(np.float16).astype(np.float64))
 
 
 def _is_reversed(spec: TensorSpec) -> bool:
-    """Return whether the values make an ordinary matrix once the bytes of each are reversed."""
+    """Return whether the values become an ordinary matrix if the bytes of each are reversed."""
     stored = encoding(spec.dtype)
     assert stored is not None, "the values of a matrix are floats"
     with np.errstate(all="ignore"):
@@ -127,7 +129,7 @@ def _is_reversed(spec: TensorSpec) -> bool:
 
 
 def _is_ordinary(numbers: Array) -> bool:
-    """Return whether numbers have the figures of a trained matrix."""
+    """Return whether the numbers look like a trained matrix."""
     if not np.isfinite(numbers).all():
         return False
     rms = float(np.sqrt(np.mean(numbers**2)))

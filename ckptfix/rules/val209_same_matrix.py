@@ -30,7 +30,7 @@ from ckptfix.reading.weights.prefixed_sets import copied_under, sets_of
 from ckptfix.rules.rule import Context, Rule
 from ckptfix.values.roles import is_layers_own
 
-SMALLEST = 64  # values of a matrix below which equal ones may be chance, or meant
+SMALLEST = 64  # values; smaller matrices may be equal by chance or design
 
 
 def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
@@ -41,7 +41,7 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
         spec = specs[key]
         is_distinctive = not figures.is_constant and figures.nonfinite < figures.numel
         if spec.numel >= SMALLEST and is_distinctive and is_layers_own(key):
-            # Equal bytes have an equal smallest and largest value, and other matrices hardly ever have.
+            # Matrices with equal bytes have equal extremes, and others hardly ever do.
             alike[spec.dtype, spec.shape, figures.zeros, figures.minimum, figures.maximum].append(key)
     groups = (_same(keys, context) for keys in alike.values() if len(keys) > 1)
     same = [group for group in groups if len(group) > 1]
@@ -55,7 +55,7 @@ def same_matrix(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _same(keys: list[str], context: Context) -> list[str]:
-    """Return those of the keys that hold the bytes of the first, and are stored apart from it."""
+    """Return the keys that hold the same bytes as the first one, in storages of their own."""
     specs, figures, path = context.checkpoint.specs, context.statistics, context.checkpoint.path
     first = specs[keys[0]]
 
@@ -64,7 +64,7 @@ def _same(keys: list[str], context: Context) -> list[str]:
         if first.storage is None or other.storage is None or other.view == first.view:
             return False
         if first.strides == other.strides and figures[keys[0]].sample != figures[key].sample:
-            return False  # without another look at the file
+            return False  # without reading the file again
         return have_same_bytes(first, other, path)
 
     return [keys[0], *filter(is_same, keys[1:])]

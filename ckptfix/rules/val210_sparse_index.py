@@ -29,7 +29,7 @@ from ckptfix.values.walk import Walk
 
 
 def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Report sparse tensors that no operation can use; propose nothing."""
+    """Report the sparse tensors with invalid indices; propose nothing."""
     keys = tuple(key for key, spec in context.checkpoint.specs.items() if spec.parts and not _is_sound(spec))
     if keys:
         yield rule.finding(
@@ -42,7 +42,7 @@ def sparse_index(rule: Rule, context: Context) -> Iterator[Finding]:
 
 
 def _is_sound(spec: TensorSpec) -> bool:
-    """Return whether each index is one of the shape. Blocks count as many rows and columns as their values have."""
+    """Return whether each index is inside the shape. A block counts with all its rows and columns."""
     values = spec.parts["values"]
     if "indices" in spec.parts:
         indices = spec.parts["indices"]

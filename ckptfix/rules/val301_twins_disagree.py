@@ -38,14 +38,14 @@ from ckptfix.values.roles import is_matrix, is_zero_by_design, may_be_infinite
 from ckptfix.values.statistics import tensor_statistics
 from ckptfix.values.twins import Twin, twin_sets, twins_beside
 
-# Share of the twin's RMS below which a matrix is broken. An average that was updated once has more.
+# Share of the twin's RMS below which a matrix is broken. Even an average after one update has more.
 NOTHING_LEFT = 1e-6
 
 
 def twins_disagree(rule: Rule, context: Context) -> Iterator[Finding]:
-    """Compare what was saved twice; take the sound twin where that was asked for.
+    """Compare tensors that were saved twice; take the sound twin if asked to.
 
-    Another set is read where this one is broken, only at these keys, or where no set was chosen."""
+    Another set is read only at the keys that are broken here, or at all keys if no set was chosen."""
     if beside := twins_beside(context.checkpoint, context.target):
         yield from _findings(rule, context, beside, reads_all=True)
     for _, twins in twin_sets(context.checkpoint):
@@ -81,7 +81,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
                     *((Remedy.of("uses the whole set", weights=place),) if place else ()),
                 ),
             )
-    # The other end of a pair in the same state_dict is found broken under its own name.
+    # In the same state_dict, a broken twin is reported under its own name.
     if worse and place:
         yield rule.finding(
             Level.WARNING,
@@ -93,7 +93,7 @@ def _findings(rule: Rule, context: Context, twins: Mapping[str, Twin], *, reads_
 
 
 def _is_suspect(figures: TensorStatistics) -> bool:
-    """Return whether a tensor may be broken, as far as its own figures say."""
+    """Return whether a tensor may be broken by its own statistics."""
     return bool(figures.nonfinite) or figures.all_zero or figures.rms < NOTHING_LEFT
 
 

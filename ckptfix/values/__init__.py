@@ -1,1 +1,1 @@
-"""One streaming pass over the weights: the figures that the value rules read. Needs numpy, never torch."""
+"""One streaming pass over the weights: the statistics that the value rules read. Needs numpy, never torch."""

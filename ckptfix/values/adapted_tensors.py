@@ -1,7 +1,7 @@
-"""Tensors of another shape, computed from the file's by the formula that a library is known for.
+"""Tensors of another shape, computed from the file's by a library's own formula.
 
-Each formula gives the same bits as the function that it names, in float32, float16 and bfloat16; that of patch
-embeddings, which takes a pseudoinverse, to a relative tolerance of 1e-4."""
+Each formula gives the same bits as the function that it cites, in float32, float16 and bfloat16; the one for patch
+embeddings, which takes a pseudoinverse, agrees to a relative tolerance of 1e-4."""
 
 from __future__ import annotations
 
@@ -56,19 +56,18 @@ def _adapted(spec: TensorSpec, edit: Adapt, path: str) -> Tensor:
     return made
 
 
-NORM = "norm"  # the recipe for the `weight_g` of a weight
+NORM = "norm"  # the recipe that computes a weight's `weight_g`
 
 
 def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path: str) -> TensorSpec:
-    """Return the weight of a reparametrised one, with the bits that torch gives it when it removes the
-    parametrization."""
+    """Return the weight computed from its parts, with the same bits as torch when it removes the parametrization."""
 
     def compute() -> Tensor:
         with computing(path, f"{edit.key} is not of the form {edit.form}"):
             weight, *others = (whole_tensor(each, path) for each in (spec, *beside))
             if edit.form == WEIGHT_NORM:
                 norms = [size if axis == edit.dim else 1 for axis, size in enumerate(edit.shape)]
-                # torch reads as many norms as there should be, whatever the shape is.
+                # torch reads the right number of norms, whatever their shape.
                 return torch._weight_norm(weight, others[0].reshape(norms if edit.dim >= 0 else ()), edit.dim)
             if edit.form == PRUNING:
                 return others[0].reshape(edit.shape).to(weight.dtype) * weight
@@ -80,7 +79,7 @@ def folded_spec(spec: TensorSpec, beside: Sequence[TensorSpec], edit: Fold, path
 
 
 def is_adaptable(spec: TensorSpec) -> bool:
-    """Return whether the tensor is a plain one of floats, one at least, which can be computed with."""
+    """Return whether a tensor is a plain, non-empty tensor of floats."""
     is_plain = spec.storage is not None and spec.numel > 0 and not (spec.parts or spec.quantizer or spec.math_bits)
     return is_plain and DTYPES[spec.dtype].is_float and DTYPES[spec.dtype].packed == 1
 
@@ -90,10 +89,10 @@ def _made(spec: TensorSpec, edit: Adapt, source: Any) -> TensorSpec:
 
 
 def _whole(spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> KeptBytes:
-    """Return the bytes of a tensor of this shape that a formula gives."""
+    """Return the bytes of a tensor of this shape, computed when they are first read."""
 
     def made(first: int, last: int) -> memoryview:
-        # A copy: one row that was expanded to one row counts as contiguous with a stride of 0.
+        # A copy, because a row expanded to one row counts as contiguous with a stride of 0.
         whole = compute().clone(memory_format=torch.contiguous_format)
         return bytes_of(whole.flatten().view(torch.uint8))
 
@@ -101,18 +100,18 @@ def _whole(spec: TensorSpec, shape: tuple[int, ...], compute: Callable[[], Tenso
     return KeptBytes(nbytes, max(nbytes, 1), made)
 
 
-# ---- rows that stay as they are
+# ---- rows that stay unchanged
 
 _NEW_ROWS = frozenset({"vocab=pad:mean", "vocab=pad:zeros", PAD_TARGET})
 _KEPT_ROWS = frozenset({"vocab=cut", "pos_embed=cut"})
-HEAD_ROWS, COPY = "head", "depth"  # the recipes of classes by a map, and of layers that are repeated
+HEAD_ROWS, COPY = "head", "depth"  # the recipes for classes by a map, and for repeated layers
 
-# Rows that are averaged at once: in float64 they stay in the processor's cache, which takes an eighth of the time.
+# Rows averaged at a time: in float64 they fit into the processor's cache, which takes an eighth of the time.
 _BLOCK = 64
 
 
 def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, refusal: PlanError) -> TensorSpec:
-    """Return a tensor of rows of ``spec``, which stay bit for bit, and of those that the recipe makes."""
+    """Return a tensor of rows of ``spec``, which keep every bit, and of rows that the recipe makes."""
     if spec.shape[:1] == edit.shape[:1] == (1,) and len(spec.shape) == len(edit.shape) == 2 and not edit.rows:
         words = None if fresh is None else fresh.at(0)
         made = _of_rows(spec.at(0), replace(edit, shape=edit.shape[1:]), path, words, refusal)
@@ -120,12 +119,12 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
     if not spec.shape or spec.shape[1:] != edit.shape[1:]:
         raise refusal
     old, new = spec.shape[0], edit.shape[0]
-    rows = edit.rows or tuple(range(new))  # past the last one: a row that the recipe makes
+    rows = edit.rows or tuple(range(new))  # an index past the last row: a row that the recipe makes
     has_new = any(row >= old for row in rows)
     if len(rows) != new or (has_new and edit.recipe in _KEPT_ROWS) or (edit.rows and max(rows) > old):
         raise refusal
     chunks: list[Any] = []
-    # Rows that follow each other are one chunk, and so are all that are new.
+    # Consecutive rows are one chunk, and so are all new ones.
     for (is_new, _), run in groupby(
         enumerate(rows), key=lambda at: (at[1] >= old, 0 if at[1] >= old else at[0] - at[1])
     ):
@@ -142,7 +141,7 @@ def _of_rows(spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None,
 def _new_rows(
     spec: TensorSpec, edit: Adapt, path: str, fresh: TensorSpec | None, place: int, shape: tuple[int, ...]
 ) -> Tensor:
-    """Return rows that the file does not have, from ``place`` on."""
+    """Return the rows from ``place`` on that the file does not have."""
     if edit.recipe == PAD_TARGET:
         assert fresh is not None, "checked when the edit was applied"
         rows = whole_tensor(fresh, path)[place : place + shape[0]]
@@ -181,8 +180,8 @@ _antialiased = _interpolated("bicubic", antialias=True)
 def _geometric(grid: Tensor, size: tuple[int, ...]) -> Tensor:
     """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/pos_embed_rel.py
 
-    The points of the file's grid are further and further apart away from the centre, and the values between them are
-    linear. BEiT's own code has cubic ones, by a function that SciPy removed in 1.14."""
+    The points of the file's grid move apart with their distance from the centre, and the values between them are
+    linear. BEiT's own code interpolates cubically, by a function that SciPy removed in 1.14."""
     places, weights = [], []
     for old, new in zip(grid.shape[2:], size, strict=True):
         points = torch.tensor(_progression(old // 2, new // 2))
@@ -219,10 +218,10 @@ def _progression(old: int, new: int) -> list[float]:
 
 
 def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_first: bool) -> Formula:
-    """Return the formula for a table whose rows are the points of a grid, and some more rows for tokens, which stay.
+    """Return the formula for a table whose rows are the points of a grid and some tokens, which stay unchanged.
 
-    A new grid with another axis before is over time, too. ``resize`` gets the grid as ``[1, channels, *sizes]``, and
-    the new sizes."""
+    A new grid with a leading extra axis also has time. ``resize`` gets the grid as ``[1, channels, *sizes]``, and the
+    new sizes."""
 
     def formula(table: Tensor, edit: Adapt) -> Tensor:
         axes = len(edit.grids) // 2
@@ -250,7 +249,7 @@ def _resized(resize: Callable[[Tensor, tuple[int, ...]], Tensor], *, tokens_firs
 
 
 def is_of_blocks(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Return whether the shapes are of positions in blocks of an image, as in NesT: [1, blocks, points, channels]."""
+    """Return whether the shapes are positions in blocks of an image, as in NesT: [1, blocks, points, channels]."""
     is_like = len(old) == len(new) == 4 and old[0] == 1 and (*old[:2], old[3]) == (*new[:2], new[3]) and old != new
     return is_like and all(math.isqrt(size) ** 2 == size for size in (old[1], old[2], new[2]))
 
@@ -262,9 +261,9 @@ def _heads_first(table: Tensor, edit: Adapt) -> Tensor:
 
 
 def patch(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sides of the patch that an embedding of patches is for; none if they are not known.
+    """Return the sides of the patch of a patch embedding; empty if they are unknown.
 
-    A linear layer has the three colours of each pixel side by side, as timm and transformers put them."""
+    A linear layer has the three colours of each pixel together, as in timm and transformers."""
     if len(shape) > 2:
         return shape[-2:]
     side = math.isqrt(shape[1] // 3)
@@ -274,7 +273,7 @@ def patch(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _patch_embed(weight: Tensor, edit: Adapt) -> Tensor:
     """https://github.com/huggingface/pytorch-image-models/blob/main/timm/layers/patch_embed.py
 
-    The new kernel answers to a resized patch as the old one does to the patch (FlexiViT, arXiv 2212.08013)."""
+    The new kernel gives for a resized patch what the old one gives for the patch (FlexiViT, arXiv 2212.08013)."""
     old, new = patch(tuple(weight.shape)), patch(edit.shape)
     basis = torch.eye(math.prod(old)).reshape(-1, 1, *old)
     resize = _antialiased(basis, new).reshape(math.prod(old), -1).T
@@ -289,11 +288,11 @@ def _patch_embed(weight: Tensor, edit: Adapt) -> Tensor:
 def _in_chans(weight: Tensor, edit: Adapt) -> Tensor:
     """https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/_manipulate.py (`adapt_input_conv`)
 
-    One channel gets the sum of all. More repeat those of the file, and are scaled so that the sum over channels stays;
-    timm does so for three channels in the file, and this for any number."""
+    A single channel gets the sum of all. More channels repeat the file's, scaled to keep the sum over channels; timm
+    does so for three channels in the file, and this for any number."""
     old, new = weight.shape[1], edit.shape[1]
     values = weight.float()
-    if new * 3 == old > 3:  # a stem that gathers neighbouring pixels has them as groups of three
+    if new * 3 == old > 3:  # a stem that merges neighbouring pixels has a group of three per pixel
         return values.reshape(len(weight), new, 3, *weight.shape[2:]).sum(2).to(weight.dtype)
     if new == 1:
         return values.sum(1, keepdim=True).to(weight.dtype)
@@ -323,7 +322,7 @@ Formula = Callable[["Tensor", Adapt], "Tensor"]
 
 
 def _norm(tensor: Tensor, edit: Adapt) -> Tensor:
-    """Return what `weight_norm` takes for `weight_g` when it is applied. A row of zeros has no direction."""
+    """Return the `weight_g` that `weight_norm` computes when it is applied. A row of zeros has no direction."""
     axes = [at for at, size in enumerate(edit.shape) if size > 1]
     norm = torch.norm_except_dim(tensor, 2, (axes or [0])[0] if edit.shape else -1)
     if not bool(norm.all()):
@@ -333,7 +332,7 @@ def _norm(tensor: Tensor, edit: Adapt) -> Tensor:
     return norm
 
 
-# What each recipe computes of the file's tensor.
+# The formula of each recipe.
 FORMULAS: Mapping[str, Formula] = {
     NORM: _norm,
     "pos_embed=timm": _resized(_antialiased, tokens_first=True),

@@ -1,8 +1,7 @@
-"""The strongest evidence for a map of names: values of the same training on both sides.
+"""The strongest evidence for a map of names: values from the same training on both sides.
 
-A file that was renamed, and perhaps fine-tuned since, has the values of its reference nearly everywhere. Some hundred
-elements of each tensor are compared: tensors of other layers, or of another training, do not correlate.
-"""
+A file that was renamed, and perhaps fine-tuned since, has nearly the values of its reference. Up to a thousand elements
+of each tensor are compared: tensors of other layers, or of another training, do not correlate."""
 
 from __future__ import annotations
 
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
     Values = Mapping[str, torch.Tensor]
 
 SAMPLES, FEWEST = 1024, 64
-"""How many elements of a tensor are compared, and how many it needs: fewer correlate by chance."""
+"""The elements of a tensor that are compared, and the least number: fewer correlate by chance."""
 
 ALIKE, APART = 0.8, 0.25
-"""The correlation of tensors that are one, and how much less any other one has to correlate with either."""
+"""The least correlation of a pair, and the least distance to the correlation of either with any other tensor."""
 
-SAME_TRAINING = 0.5  # the share of the target's elements from which on the two files are of one training
+SAME_TRAINING = 0.5  # least share of the target's elements in pairs if both files are from the same training
 
 
 def by_values(
     inference: Inference | None, source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values
 ) -> Inference | None:
-    """Return the map that the values of both sides say, with the inferred one for what they leave open; the inferred
-    one if they are not of one training."""
+    """Return the map that the values of both sides show, completed by the inferred one; only the inferred one if they
+    are not from the same training."""
     found = _pairs(source, target, ours, theirs)
-    for key in [key for key in target if key not in found]:  # a bias, or a counter, goes with the matrix of its layer
+    for key in [key for key in target if key not in found]:  # a bias or counter follows its layer's matrix
         front, _, end = key.rpartition(".")
         other = f"{found.get(f'{front}.weight', '').rpartition('.')[0]}.{end}"
         if source.get(other) == target[key] and other not in found.values():
@@ -61,7 +60,7 @@ def by_values(
 
 
 def _pairs(source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values) -> dict[str, str]:
-    """Return the keys of the target with the key of the source whose values they have, if there is only one."""
+    """Return, for each key of the target, the only key of the source with its values."""
     groups: dict[Shape, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side, shapes in enumerate((source, target)):
         for key, shape in shapes.items():
@@ -84,7 +83,7 @@ def _pairs(source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Value
 def _equal_ones(
     found: Mapping[str, str], source: Mapping[str, Shape], target: Mapping[str, Shape], ours: Values, theirs: Values
 ) -> dict[str, str]:
-    """Return the keys of tensors that are in both files several times, each in the block of its neighbours."""
+    """Return the pairs of tensors that occur several times on both sides, each in the block of its neighbours."""
     taken, blocks = set(found.values()), {_block(key): _block(other) for key, other in found.items()}
     spare: dict[tuple[Shape, str | None], list[str]] = defaultdict(list)
     for other in source.keys() - taken:
@@ -104,13 +103,13 @@ def _block(key: str) -> str:
 
 
 def _confirmed(key: str, match: Match, ours: Values, theirs: Values) -> Match:
-    """Return the inferred match as certain if the values agree; as ambiguous if a large tensor's do not."""
+    """Return the inferred match as certain if the values agree, and as ambiguous if a large tensor's do not."""
     wanted = theirs[key]
     if wanted.numel() < FEWEST:
         return match
     square = len(match.parts) == 1 and wanted.ndim == 2 and wanted.shape[0] == wanted.shape[1]
     first = match.parts[0]
-    view = () if first.axes or len(first.box) == wanted.ndim else tuple(wanted.shape)  # of a convolution of 1x1
+    view = () if first.axes or len(first.box) == wanted.ndim else tuple(wanted.shape)  # a 1x1 convolution
     turned = (replace(first, axes=() if first.axes else (1, 0), view=view),) if square else ()
     for parts in (match.parts, turned):
         if parts and _agree(parts, wanted, ours):
@@ -120,7 +119,7 @@ def _confirmed(key: str, match: Match, ours: Values, theirs: Values) -> Match:
 
 
 def _agree(parts: tuple[Part, ...], wanted: torch.Tensor, ours: Values) -> bool:
-    """Return whether each part of a tensor correlates with what it would be made of."""
+    """Return whether each part of a tensor correlates with its source."""
     for part in parts:
         box, place = (tuple(slice(*bounds) for bounds in each) for each in (part.box, part.place))
         mine, other = ours[part.source][box], wanted[place]
@@ -136,9 +135,9 @@ def _sampled(values: Values, keys: list[str]) -> torch.Tensor:
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor, with mean 0 and length 1; zeros if all are equal."""
+    """Return a sample of a tensor's elements, with mean 0 and length 1; zeros if all are equal."""
     at = torch.arange(tensor.numel())
-    if tensor.numel() > SAMPLES:  # in 16 places, as each costs a page of the file
+    if tensor.numel() > SAMPLES:  # only in 16 places, because each reads a page of the file
         at = (torch.arange(16)[:, None] * (tensor.numel() // 16) + torch.arange(SAMPLES // 16)).flatten()
     index = torch.unravel_index(at, tensor.shape)
     bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # torch 2.4 cannot index float8

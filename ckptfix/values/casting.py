@@ -1,4 +1,4 @@
-"""Tensors whose numbers are changed when they are read: cast to another dtype, or some of them set to zero."""
+"""Tensors whose numbers are changed when they are read: cast to another dtype, or some set to zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptfix.reading.tensors import bytes_of, torch_dtype
 from ckptfix.values.decode import encoding
 from ckptfix.values.tally import magnitudes
 
-_BLOCK = 1 << 18  # numbers that are compared at a time
+_BLOCK = 1 << 18  # numbers compared at a time
 
 
 def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
@@ -27,7 +27,7 @@ def whole_tensor(spec: TensorSpec, path: str) -> torch.Tensor:
 
 @contextmanager
 def computing(path: str, what: str) -> Iterator[None]:
-    """Raise ``PlanError`` for torch's words for shapes and dtypes that do not go together."""
+    """Turn torch's errors about shapes and dtypes into ``PlanError``."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
@@ -36,16 +36,15 @@ def computing(path: str, what: str) -> Iterator[None]:
 
 
 def _are_within(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether whole numbers of a dtype can stand for these floats: a conversion of others gives what the machine
-    likes.
+    """Return whether all floats are within the range of an integer dtype: others convert to undefined values.
 
-    Always true for a dtype of floats or complex numbers."""
+    Always true for float and complex dtypes."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     if dtype == torch.bool:
         return bool(values.isfinite().all())
     limits = torch.iinfo(dtype)
-    whole = values.double().trunc()  # as wide as this, the limits of every dtype are exact
+    whole = values.double().trunc()  # float64 has the exact limits of every dtype
     return bool(((whole >= float(limits.min)) & (whole < float(limits.max + 1))).all())
 
 
@@ -69,9 +68,10 @@ def cast_spec(spec: TensorSpec, dtype: str, path: str) -> TensorSpec:
 
 
 def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
-    """Return whether a copy in float16 or bfloat16 is its fp32 master rounded to it, bit for bit; in fp32, the same.
+    """Return whether a copy in float16 or bfloat16 is its fp32 master, rounded, bit for bit; in fp32, whether it is
+    equal.
 
-    True for pairs of other dtypes, of which nothing is known. All NaN are one."""
+    True for pairs of other dtypes, which are not compared. All NaN count as equal."""
     if (master.dtype, copy.dtype) not in (("float32", "bfloat16"), ("float32", "float16"), ("float32", "float32")):
         return True
     wide, narrow = row_major(master, path), row_major(copy, path)
@@ -95,24 +95,24 @@ def is_cast_of(master: TensorSpec, copy: TensorSpec, path: str) -> bool:
     return True
 
 
-WITHOUT_ZERO = "float8_e8m0fnu"  # the dtype in which no bits stand for zero, those that are all 0 for a small number
+WITHOUT_ZERO = "float8_e8m0fnu"  # a dtype without zero: an all-zero byte is a small number
 
 
 def can_be_zeroed(spec: TensorSpec) -> bool:
-    """Return whether the tensor is a plain one of floats."""
+    """Return whether a tensor is a plain tensor of floats with a zero."""
     is_plain = spec.storage is not None and not (spec.parts or spec.math_bits or spec.quantizer)
     stored = encoding(spec.dtype)
     return is_plain and stored is not None and stored.smallest_normal > 0 and spec.dtype != WITHOUT_ZERO
 
 
 def zeroed_spec(spec: TensorSpec, which: str, path: str) -> TensorSpec:
-    """Return the tensor with its non-finite or its subnormal numbers zero; they are changed when they are read."""
+    """Return the tensor with its non-finite or subnormal numbers set to zero when they are read."""
     form, stored = encoding(spec.dtype), row_major(spec, path)
     assert form is not None, f"{spec.dtype} holds no numbers"
 
     def zeroed(first: int, last: int) -> memoryview:
         units = np.frombuffer(stored.read(first * form.itemsize, last * form.itemsize), dtype=form.unit).copy()
-        with np.errstate(all="ignore"):  # NaN and infinities are what we look for
+        with np.errstate(all="ignore"):  # NaN and infinities are expected
             values = form.decode(units)
             magnitude = magnitudes(values)
             infinity, normal = (

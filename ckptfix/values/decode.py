@@ -1,11 +1,11 @@
-"""Stored numbers as numpy arrays that can be computed with.
+"""Stored numbers as numpy arrays.
 
-numpy has no bfloat16 and no 8-bit floats, and converts float16 slowly. Each of those values is a float32 too, so they
-are looked up in a table of all codes, and bfloat16 is shifted into the upper half of a float32.
+numpy has no bfloat16 and no 8-bit floats, and converts float16 slowly. All these values are also float32 values:
+bfloat16 is shifted into the upper half of a float32, and the others are looked up in a table of all codes.
 
 Sources: IEEE 754; "FP8 Formats for Deep Learning" (https://arxiv.org/abs/2209.05433) for e4m3fn and e5m2; "8-bit
-Numerical Formats for Deep Neural Networks" (https://arxiv.org/abs/2206.02915) for the fnuz forms; the OCP
-Microscaling specification for e8m0fnu."""
+Numerical Formats for Deep Neural Networks" (https://arxiv.org/abs/2206.02915) for the fnuz forms; the OCP Microscaling
+specification for e8m0fnu."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 else:
-    Array = Any  # numpy takes longer to import than a small file to read
+    Array = Any  # importing numpy takes longer than reading a small file
 
 
 class Encoding(Struct, frozen=True, dict=True):
-    """How the numbers of one element type are stored: an element has ``units`` of them (two if it is complex).
+    """How a dtype stores its numbers: an element has ``units`` of them (two if it is complex).
 
-    ``code`` is what numpy and ``struct`` call one stored number, and ``part`` the dtype that it has.
-    ``smallest_normal`` is the least positive number that is not subnormal, 0 for integers."""
+    ``code`` is the format of one number for numpy and ``struct``, and ``part`` its dtype. ``smallest_normal`` is the
+    least positive number that is not subnormal, 0 for integers."""
 
     code: str
     units: int
@@ -47,12 +47,12 @@ class Encoding(Struct, frozen=True, dict=True):
 
     @cached_property
     def unit(self) -> np.dtype[Any]:
-        """numpy's type of one stored number."""
+        """numpy's dtype of one stored number."""
         return np.dtype(self.code)
 
     @cached_property
     def decode(self) -> Callable[[Array], Array]:
-        """What makes an array of float32 or float64 of a 1-d array of units, without a copy if it can."""
+        """A function from a 1-d array of units to an array of float32 or float64, without a copy if possible."""
         if self.part in ("float64", "float32"):
             return lambda units: units
         if self.part == "bfloat16":
@@ -62,23 +62,23 @@ class Encoding(Struct, frozen=True, dict=True):
         if self.part in _INTEGERS:
             return lambda units: units.astype(np.float64)
         if self.part == "float16":
-            with np.errstate(invalid="ignore"):  # signalling NaNs among the codes
+            with np.errstate(invalid="ignore"):  # some codes are signalling NaNs
                 return _table(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
         return _table(np.array([_MINIFLOATS[self.part].value(code) for code in range(256)], dtype=np.float32))
 
     @cached_property
     def code_values(self) -> Array:
-        """The value of each code of a unit of 8 bits, as float64."""
+        """The value of each 8-bit code, as float64."""
         return self.decode(np.arange(256, dtype=np.uint8).view(self.unit)).astype(np.float64)
 
     @cached_property
     def finite_codes(self) -> Array:
-        """Which of these codes stand for finite numbers."""
+        """Which of the 8-bit codes are finite numbers."""
         return np.isfinite(self.code_values)
 
     @cached_property
     def code_kinds(self) -> Array:
-        """Which codes are NaN, infinite, negative infinite, zero, subnormal: a row of 0 and 1 for each."""
+        """Which codes are NaN, infinite, negative infinite, zero and subnormal: a row of 0 and 1 for each kind."""
         values = self.code_values
         is_small = (np.abs(values) < self.smallest_normal) & (values != 0)
         kinds = (np.isnan(values), values == np.inf, values == -np.inf, values == 0, is_small)
@@ -86,7 +86,7 @@ class Encoding(Struct, frozen=True, dict=True):
 
 
 class _Minifloat(Struct, frozen=True):
-    """A float of 8 bits: a sign, ``exponent`` bits, the rest mantissa; ``specials`` is how it spells NaN and Inf."""
+    """An 8-bit float: a sign, ``exponent`` bits, and the mantissa; ``specials`` is the encoding of NaN and Inf."""
 
     exponent: int
     bias: int
@@ -132,7 +132,7 @@ _COMPLEX = {"complex128": "float64", "complex64": "float32", "complex32": "float
 
 
 def is_plain(spec: TensorSpec) -> bool:
-    """Return whether the numbers of a tensor are in the file as they are, each an element."""
+    """Return whether each element of a tensor is a number stored as it is."""
     return spec.has_data and not spec.parts and spec.quantizer is None and encoding(spec.dtype) is not None
 
 
@@ -157,26 +157,25 @@ def _upper_half(units: Array) -> Array:
 
 def _table(values: Array) -> Callable[[Array], Array]:
     def look_up(units: Array) -> Array:
-        found: Array = values.take(units, mode="wrap")  # no unit is out of range, and "raise" would check each
+        found: Array = values.take(units, mode="wrap")  # all units are in range, and "raise" would check each
         return found
 
     return look_up
 
 
 class Narrowing(NamedTuple):
-    """What a cast to a narrower float loses: finite magnitudes above ``largest`` do not stay finite, and those up to
-    ``vanishing`` become zero.
+    """The values that a cast to a narrower float loses: finite magnitudes above ``largest`` become infinite (NaN in
+    float8_e4m3fn), and those up to ``vanishing`` become zero.
 
-    Casts round to the nearest number, ties to the even code (IEEE 754). What is half a step or more above the largest
-    finite number becomes infinite, in float8_e4m3fn NaN; half of the smallest subnormal or less becomes zero."""
+    Casts round to the nearest number, ties to the even code (IEEE 754): a magnitude overflows from half a step above
+    the largest finite number on, and vanishes at half of the smallest subnormal or less."""
 
     vanishing: float
     largest: float
 
 
-# What a cast to each dtype loses, in numbers that can be compared with what is cast: half of its smallest subnormal
-# number, and the last float32 (of a cast to float32 the last float64) that is less than half a step above the largest
-# finite number. Only float8_e4m3fn has an even largest: it gets the tie.
+# Half of the smallest subnormal number, and the largest float32 (float64 for a cast to float32) less than half a step
+# above the largest finite number. Only float8_e4m3fn has an even largest number, to which the tie rounds.
 NARROWINGS = {
     "float32": Narrowing(2.0**-150, 2.0**128 - 2.0**103 - 2.0**75),
     "float16": Narrowing(2.0**-25, 65520 - 2.0**-8),

@@ -1,8 +1,8 @@
-"""Quantised weights as floats: what formats keep beside the codes, and the numbers that they stand for.
+"""Quantised weights as floats: the tensors that formats store next to the codes, and the arithmetic.
 
-bitsandbytes packs two codes of four bits into each byte, the high half first. A code is a place in a table of numbers
-between -1 and 1, which are multiplied by the largest magnitude of their block (``absmax``). Those may be codes of eight
-bits themselves."""
+bitsandbytes packs two 4-bit codes into each byte, the high half first. A code is an index into a table of numbers
+between -1 and 1, which are multiplied by the largest magnitude of their block (``absmax``), itself possibly an 8-bit
+code."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ckptfix.reading.boxes import row_major, row_major_bytes
 from ckptfix.reading.tensors import bytes_of, torch_dtype
 from ckptfix.values.casting import computing, whole_tensor
 
-# The schemes that are known, and by what each scale is multiplied: bitsandbytes keeps 127 times the step of a row.
+# The factor of each scheme's scales: bitsandbytes stores 127 times the step of a row.
 FACTORS = {INT8: 7.874015718698502e-3, BLOCKS: 1.0}
-PACK = 16  # bytes of codes of MXFP4 that share a scale
-_ROWS = 256  # that are unpacked at a time
-SQUARE = 128  # rows and columns that share a scale, if there is one for each square
+PACK = 16  # bytes of MXFP4 codes per scale
+_ROWS = 256  # unpacked at a time
+SQUARE = 128  # rows and columns per scale, if scales are for squares
 # fmt: off
 _TABLES = {
     "nf4": (
@@ -40,13 +40,13 @@ _TABLES = {
 }
 # fmt: on
 _MXFP4 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-_LONGEST = 4096  # bytes of a quant_state
+_LONGEST = 4096  # most bytes of a quant_state
 
 BlockSize = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
 class QuantState(Struct, frozen=True):
-    """What a ``quant_state`` says, by the names that bitsandbytes gives it."""
+    """The fields of a ``quant_state``, as bitsandbytes names them."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: BlockSize
@@ -62,12 +62,12 @@ class QuantState(Struct, frozen=True):
 
 
 def are_codes(key: str, specs: Mapping[str, TensorSpec]) -> bool:
-    """Return whether a tensor holds codes, which may be stored as any dtype (``bnb_4bit_quant_storage``)."""
+    """Return whether a tensor holds 4-bit codes, which may be stored as any dtype (``bnb_4bit_quant_storage``)."""
     return specs[key].shape[1:] == (1,) and f"{key}.absmax" in specs
 
 
 def quant_state(key: str, specs: Mapping[str, TensorSpec], path: str) -> QuantState | str:
-    """Return what the ``quant_state`` of a weight says; the reason if floats cannot be made of the codes."""
+    """Return the ``quant_state`` of a weight, or the reason why it cannot be dequantised."""
     names = [f"{key}.quant_state.bitsandbytes__{kind}" for kind in _TABLES]
     stored = [specs[name] for name in names if name in specs]
     if len(stored) != 1 or stored[0].nbytes > _LONGEST:
@@ -119,8 +119,8 @@ def scale_steps(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, i
 def dequantised_spec(
     spec: TensorSpec, specs: Mapping[str, TensorSpec], edit: Dequantise, path: str
 ) -> TensorSpec | None:
-    """Return the tensor of codes times their scales, which are multiplied when it is read; None if what is beside the
-    codes, among ``specs``, does not fit them."""
+    """Return the tensor of codes times their scales, multiplied when it is read; None if the scales in ``specs`` do not
+    fit."""
     if not DTYPES[edit.dtype].is_float:
         return None
     if edit.scheme == FOUR_BITS:
@@ -145,14 +145,14 @@ def dequantised_spec(
 
 
 def unpacked_shape(codes: TensorSpec, scales: TensorSpec) -> tuple[int, ...]:
-    """Return how many experts, rows and columns codes of MXFP4 have; nothing if they are other codes."""
+    """Return the experts, rows and columns of codes of MXFP4; empty for any other codes."""
     if (codes.dtype, scales.dtype, codes.shape) != ("uint8", "uint8", (*scales.shape, PACK)) or len(scales.shape) != 3:
         return ()
     return (*scales.shape[:2], scales.shape[2] * 2 * PACK)
 
 
 def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, first: int, last: int) -> memoryview:
-    """Return rows of the product, worked out in float32 as the formats' own readers do."""
+    """Return the bytes of rows of the product, computed in float32 as the formats' own readers do."""
     rows, columns = spec.shape
     across, along = scale_steps(spec.shape, scales.shape) or (1, 1)
     part = replace(spec, shape=(last - first, columns), offset=spec.offset + spec.strides[0] * first)
@@ -165,7 +165,7 @@ def _scaled(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str, f
 
 
 def _unpacked(spec: TensorSpec, scales: TensorSpec, edit: Dequantise, path: str) -> memoryview:
-    """Return the matrix of an expert of MXFP4, the same as ``convert_moe_packed_tensors`` of transformers makes."""
+    """Return the bytes of one expert's MXFP4 matrix, equal to transformers' ``convert_moe_packed_tensors``."""
     with computing(path, f"{edit.key} cannot become {edit.dtype}"):
         codes, powers = (whole_tensor(each, path) for each in (spec, scales))
         dtype = torch_dtype(edit.dtype)
@@ -194,7 +194,7 @@ def _four_bit_spec(key: str, specs: Mapping[str, TensorSpec], dtype: str, path: 
 def _floats(
     key: str, specs: Mapping[str, TensorSpec], state: QuantState, dtype: str, path: str, first: int, last: int
 ) -> memoryview:
-    """Return the bytes of blocks of weights, the same as ``dequantize_4bit`` makes, in another dtype."""
+    """Return the bytes of blocks of weights, equal to ``dequantize_4bit`` followed by a cast."""
     start, stop = first * state.blocksize, min(last * state.blocksize, state.numel)
     codes = torch.frombuffer(bytearray(row_major(specs[key], path).read(start // 2, -(-stop // 2))), dtype=torch.uint8)
     numbers = _of_bytes(_TABLES[state.quant_type], torch.float32)[codes.int()].flatten()[: stop - start]
@@ -205,7 +205,7 @@ def _floats(
 
 
 def _of_bytes(table: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the two numbers of each byte, that of its high half first."""
+    """Return a table of the two numbers in each byte, that of the high half first."""
     numbers = torch.tensor(table, dtype=dtype)
     return torch.stack((numbers.repeat_interleave(16), numbers.repeat(16)), -1)
 
@@ -213,7 +213,7 @@ def _of_bytes(table: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
 def _largest(
     key: str, specs: Mapping[str, TensorSpec], state: QuantState, path: str, first: int, last: int
 ) -> torch.Tensor:
-    """Return the largest magnitude of each of these blocks."""
+    """Return the largest magnitude of each block from ``first`` to ``last``."""
     stored = specs[f"{key}.absmax"]
     raw = bytearray(row_major(stored, path).read(first * stored.itemsize, last * stored.itemsize))
     absmax = torch.frombuffer(raw, dtype=torch_dtype(stored.dtype))

@@ -1,8 +1,8 @@
-"""Tensors with an adapter merged into them: computed when they are read, some rows at a time, with the operations of
-peft in their order, so that the result has the same bits as its ``merge_and_unload()``.
+"""Tensors with an adapter merged into them, computed when they are read, some rows at a time, with peft's operations in
+their order: the result has the same bits as ``merge_and_unload()``.
 
-The compiled kernel adds products of two matrices: with torch, a merge of 0.9 GB takes 5.0 s of processor time and not
-1.9, and 290 MB of memory and not 52. All else is computed by torch."""
+The compiled kernel adds products of two matrices: with torch instead, a merge of 0.9 GB takes 5.0 s of processor time
+rather than 1.9, and 290 MB of memory rather than 52. Everything else is computed by torch."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ from ckptfix.values.casting import computing
 from ckptfix.values.decode import Array, encoding
 from ckptfix.values.scan import KINDS, kernel, strips
 
-# Bytes of a block in float32. A quarter of it, and a merge of 4 GB takes 4.7 s of user time and not 3.7, for all that
-# Python does between blocks; with more, torch works in memory and not in the processor's cache.
+# Bytes of a block in float32. With a quarter of it, a merge of 4 GB takes 4.7 s of user time instead of 3.7, because of
+# the Python code between blocks; with more, torch works in memory rather than in the processor's cache.
 BLOCK = 1 << 21
-MOST = 1 << 25  # bytes in float32 of the columns that may be in memory as a whole
-FEWEST = 16  # rows of a block, at least: a matrix product of fewer may be summed in another order than one of all rows
-HIGHEST = 128  # rank up to which the kernel adds products: MKL sums those of 256 in another order
-# Blocks to use again: the pages of fresh memory for each of them take as long as all products of a small rank.
+MOST = 1 << 25  # bytes in float32 of the columns that are in memory at a time
+FEWEST = 16  # least rows of a block: a product of fewer rows may be summed in another order than that of all rows
+HIGHEST = 128  # highest rank of the kernel's products: MKL sums those of rank 256 in another order
+# Blocks to reuse: page faults in fresh memory take as long as all products of a small rank.
 _BUFFERS: deque[Any] = deque(maxlen=AHEAD + THREADS)
 Factors = Sequence[TensorSpec]
 
 
 def merged_spec(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> TensorSpec:
-    """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` are those of each delta."""
+    """Return the spec of a tensor with the deltas of ``edit`` merged into it; ``factors`` has the matrices of each
+    delta."""
     used = (storage for each in factors for factor in each for storage in factor.storages)
     source = MergedBytes(spec, edit, factors, path)
     return computed(spec, edit.key, source, (*spec.storages, *used), shape=source.spec.shape)
 
 
 def is_merged(checkpoint: Checkpoint) -> bool:
-    """Return whether an adapter was merged into a tensor of this view of a checkpoint."""
+    """Return whether any tensor of a checkpoint has an adapter merged into it."""
     storages = [storage for spec in checkpoint.specs.values() for storage in spec.storages]
     while storages:
         storage = storages.pop()
@@ -57,7 +58,7 @@ def is_merged(checkpoint: Checkpoint) -> bool:
 
 
 def sampled_change(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> tuple[float, float]:
-    """Return the sums of squares of a change and of what it changes, in the first rows and some of the middle."""
+    """Return the sums of squares of the change and of the original, from the first rows and some in the middle."""
     source, stored = MergedBytes(spec, edit, factors, path), encoding(spec.dtype)
     assert stored is not None, "the weights of a merge are floats"
     change, whole = 0.0, 0.0
@@ -67,29 +68,29 @@ def sampled_change(spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Facto
             stored.decode(np.frombuffer(rows, stored.unit)).astype(np.float64)
             for rows in (_stored(source.stored, path, *place), source.read(*place))
         )
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite makes the figure so
+        with np.errstate(invalid="ignore", over="ignore"):  # non-finite values give a non-finite result
             change, whole = change + float(np.square(after - before).sum()), whole + float(np.square(before).sum())
     return change, whole
 
 
 class MergedBytes:
-    """The bytes of a tensor in row-major order, with an adapter merged into it or taken off again."""
+    """The bytes of a tensor in row-major order with an adapter merged into it, or removed again."""
 
     def __init__(self, spec: TensorSpec, edit: MergeAdapter, factors: Sequence[Factors], path: str) -> None:
-        # What an adapter has whole takes the place of the tensor, and of what was merged into it.
+        # A tensor that an adapter holds in full replaces the base's, with all that was merged into it.
         first = max((at for at, delta in enumerate(edit.deltas) if delta.form == "whole"), default=-1) + 1
         self.stored = factors[first - 1][0] if first else spec
         spec = replace(spec, shape=self.stored.shape)
         self.spec, self.edit, self.path = spec, edit, path
         self.deltas, self.factors = edit.deltas[first:], factors[first:]
         self.nbytes = spec.nbytes
-        # Rows of experts are those of all experts, one after another.
+        # The rows of stacked experts are concatenated.
         self.shape = spec.shape if len(spec.shape) > 1 else (*spec.shape, 1)[-2:] if spec.shape else (1, 1)
         if len(spec.shape) == 3 and any(delta.form == "experts" or delta.within for delta in self.deltas):
             self.shape = (self.shape[0] * self.shape[1], *self.shape[2:])
         self.row = math.prod(self.shape[1:]) * spec.itemsize
         self.height = max(FEWEST, BLOCK // max(math.prod(self.shape[1:]) * 4, 1) // FEWEST * FEWEST)
-        # Is given the number and the bytes of each block that is worked out.
+        # Called with the number and the bytes of each block that was computed.
         self.watch: Callable[[int, memoryview], None] | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -100,7 +101,7 @@ class MergedBytes:
         return memoryview(whole)
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the same in pieces, computed side by side; each is valid until the next one is taken."""
+        """Yield these bytes in pieces, computed in parallel; each is valid until the next one."""
 
         def piece(number: int) -> memoryview:
             first, last = self.bounds(number)
@@ -111,12 +112,12 @@ class MergedBytes:
 
         if start < stop:
             products = _products(self)
-            # The last block takes the rows that are too few for one of their own.
+            # Rows that are too few for a block belong to the last one.
             ends = (min(row // self.height, self.blocks - 1) for row in (start // self.row, (stop - 1) // self.row))
             what = f"{self.edit.key} has another shape than the adapter is for"
             with one_thread() if products is None else nullcontext(), computing(self.path, what):
                 if products is None:
-                    _layers(self)  # once, before two threads would each work out the norms
+                    _layers(self)  # computed once, before several threads would each compute the norms
                 for block in side_by_side(piece, range(next(ends), next(ends) + 1)):
                     yield block
                     if products is not None:
@@ -139,29 +140,29 @@ class MergedBytes:
 
     @property
     def blocks(self) -> int:
-        """How many blocks the rows are cut into."""
+        """The number of blocks of rows."""
         whole, rest = divmod(self.shape[0], self.height)
         return max(whole + (rest >= FEWEST), 1)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Return the first and one past the last row of a block."""
+        """Return the first row of a block, and one past its last."""
         first = number * self.height
         return first, self.shape[0] if number == self.blocks - 1 else first + self.height
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """The first and one past the last element of each block."""
+        """The first element of each block, and one past its last."""
         width = self.row // self.spec.itemsize
         return [(first * width, last * width) for first, last in map(self.bounds, range(self.blocks))]
 
     def weight(self, first: int, last: int) -> torch.Tensor:
-        """Return rows of the tensor as they are in the file."""
+        """Return rows of the tensor as stored in the file."""
         row = self.row // self.spec.itemsize * self.stored.itemsize
         rows = _numbers(self.stored, self.path, first * row, last * row)
         return rows.view(last - first, *self.shape[1:]).to(torch_dtype(self.spec.dtype))
 
     def merged(self, first: int, last: int) -> torch.Tensor:
-        """Return rows of the tensor as they are after the merge."""
+        """Return rows of the tensor after the merge."""
         weight, layers = self.weight(first, last), _layers(self)
         for layer in reversed(layers) if self.edit.undo else layers:
             start, stop = layer.delta.within or (0, self.shape[0])
@@ -177,7 +178,7 @@ class MergedBytes:
 
 @lru_cache(maxsize=2)
 def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
-    """Return the two matrices of each delta as the kernel takes them; None if it cannot add all of them."""
+    """Return the two matrices of each delta for the kernel; None if it cannot add all of them."""
     library, dtype = kernel(), source.spec.dtype
     height, width = source.shape[0], source.row // source.spec.itemsize
     if library is None or dtype not in KINDS or source.stored.dtype != dtype or min(height, width) < FEWEST:
@@ -196,13 +197,13 @@ def _products(source: MergedBytes) -> list[tuple[Array, Array]] | None:
             two = two[delta.expert[2] : delta.expert[3]]
         start, stop = delta.within or (0, height)
         if (len(two), len(one), *one.shape[1:]) != (stop - start, two.shape[1], width):
-            return None  # the kernel looks at no shape, and torch refuses it
+            return None  # the kernel checks no shapes; torch raises
         found.append((np.ascontiguousarray(two), strips(one)))
     return found
 
 
 def matrix(spec: TensorSpec, path: str) -> Array:
-    """Return a floating tensor as a matrix of its rows, in float32 or float64."""
+    """Return a float tensor as a matrix of its rows, in float32 or float64."""
     stored = encoding(spec.dtype)
     assert stored is not None, "the dtypes were compared"
     numbers = stored.decode(np.frombuffer(row_major_bytes(spec, path), stored.unit))
@@ -217,9 +218,9 @@ def _layers(source: MergedBytes) -> list[_Layer]:
     ]
 
 
-@lru_cache(maxsize=4)  # the matrices of stacked experts are those of many tensors, one after another
+@lru_cache(maxsize=4)  # many consecutive tensors share the matrices of stacked experts
 def _factor(spec: TensorSpec, path: str, base: str, is_narrow: bool) -> torch.Tensor:
-    """Return a factor in the precision in which peft computes: that of an adapter that it has loaded."""
+    """Return a factor in the precision in which peft computes with a loaded adapter."""
     values, dtype = _numbers(spec, path, 0, spec.nbytes).view(spec.shape), torch_dtype(base)
     if is_narrow:
         values = values.to(dtype)
@@ -231,7 +232,7 @@ def _numbers(spec: TensorSpec, path: str, start: int, stop: int) -> torch.Tensor
 
 
 def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
-    """Return bytes of a tensor in the file, to be changed."""
+    """Return bytes of a tensor in the file, in a writable buffer."""
     place = located(spec.storage.source) if spec.storage is not None and is_range(spec) else None
     if place is None:
         return memoryview(bytearray(row_major(spec, path).read(start, stop)))
@@ -240,13 +241,13 @@ def _stored(spec: TensorSpec, path: str, start: int, stop: int) -> memoryview:
     except IndexError:
         found = memoryview(b"")
     if found.nbytes < stop - start:
-        found = np.empty(stop - start, np.uint8).data  # a bytearray would be filled with zeros first
+        found = np.empty(stop - start, np.uint8).data  # a bytearray would first be zeroed
     place.file.fill(found, place.offset + spec.extent[0] + start)
     return found
 
 
 class _Layer:
-    """A layer of an adapter, with its factors, beside the tensor that it changes."""
+    """A layer of an adapter with its factors, for the tensor that it changes."""
 
     def __init__(self, source: MergedBytes, delta: Delta, factors: list[torch.Tensor]) -> None:
         if delta.expert:
@@ -280,7 +281,7 @@ class _Layer:
         return weight
 
     def take_off(self, weight: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Return these rows without the layer, to the rounding of the sum that was stored."""
+        """Return these rows without the layer, up to the rounding of the stored sum."""
         dtype = weight.dtype
         if self.delta.form == "scale":
             return (weight / self._scales(weight, first, last)).to(dtype)
@@ -288,9 +289,9 @@ class _Layer:
         return weight
 
     def change(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what these rows change by."""
+        """Return the change of these rows."""
         change = self._product(first, last).mul_(self.delta.scaling)
-        if change.shape != (last - first, *self.source.shape[1:]):  # else torch would repeat what is too small
+        if change.shape != (last - first, *self.source.shape[1:]):  # torch would broadcast a smaller one
             raise ValueError(f"{list(change.shape)} for {last - first} rows of {list(self.source.shape)}")
         return change.to(dtype) if self.delta.rounds else change
 
@@ -319,7 +320,7 @@ class _Layer:
         if form == "conv":
             convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[one.ndim - 3]
             return convolve(one.transpose(0, 1), two[first:last]).transpose(0, 1)
-        if one.ndim > 2:  # of a convolution with one pixel
+        if one.ndim > 2:  # a 1x1 convolution
             return (two[first:last].flatten(1) @ one.flatten(1)).view(last - first, *one.shape[1:])
         return _rows(two, one, first, last, self.delta.transposed)
 
@@ -340,7 +341,7 @@ class _Layer:
         return scales[first:last] if scales.shape[0] > 1 else scales
 
     def _ratio(self, first: int, last: int) -> torch.Tensor:
-        """Return DoRA's magnitude divided by the norm of each output in the file's tensor with this layer merged."""
+        """Return DoRA's magnitude divided by the norm of each output, of the file's tensor with this layer merged."""
         if self._norms is not None:
             return (self.magnitude.flatten() / self._norms).view(1, -1, *(1,) * (len(self.source.shape) - 2))
         whole = self._whole(first, last)
@@ -352,8 +353,8 @@ class _Layer:
 
     @property
     def _is_by_columns(self) -> bool:
-        """Whether DoRA's outputs are the columns: LyCORIS may have a magnitude for each input, [1, inputs, 1, 1], where
-        peft has [1, outputs, 1, 1]."""
+        """Whether DoRA's outputs are columns: LyCORIS may have a magnitude per input, [1, inputs, 1, 1], while peft has
+        [1, outputs, 1, 1]."""
         is_for_inputs = self.delta.has_dora_scale and self.magnitude.shape[0] == 1 < self.source.shape[0]
         return self.delta.transposed or is_for_inputs
 
@@ -362,8 +363,10 @@ class _Layer:
         return weight + self.change(first, last, weight.dtype)
 
     def _norms_of_columns(self) -> torch.Tensor:
-        """Return the norms over all rows with the bits of torch. It sums the squares of a matrix's columns row by row,
-        so a matrix is read once; those of a kernel in another order, so that is read some columns at a time."""
+        """Return the norms over all rows with the same bits as torch.
+
+        torch sums the squares of a matrix's columns row by row, so a matrix is read once. It sums those of a kernel in
+        another order, so a kernel is read some columns at a time."""
         source = self.source
         blocks = [source.bounds(number) for number in range(source.blocks)]
         columns = source.shape[1]
@@ -382,18 +385,18 @@ class _Layer:
 
 
 def _around(core: torch.Tensor, two: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """Return the weight of a convolution from those of three, of which the core has the kernel."""
+    """Return the kernel of a convolution from a core with the kernel's size and two matrices."""
     return torch.einsum("ij...,ip,jr->pr...", core, two, one)
 
 
 def _blocks(first: int, last: int, height: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each block of ``height`` rows that some rows are in, and the first and last of them there."""
+    """Yield the number of each block of ``height`` rows that the rows touch, with the first and last row inside it."""
     for number in range(first // height, -(-last // height)):
         yield number, max(first - number * height, 0), min(last - number * height, height)
 
 
 def _rows(two: torch.Tensor, one: torch.Tensor, first: int, last: int, transposed: bool) -> torch.Tensor:
-    """Return rows of a product, or of its transpose, as those of the whole product are."""
+    """Return rows of a product, or of its transpose, with the same bits as in the whole product."""
     begin = max(0, min(first, last - FEWEST))
     end = max(last, begin + FEWEST)
     product = (two @ one[:, begin:end]).T if transposed else two[begin:end] @ one

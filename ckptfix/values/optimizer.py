@@ -1,4 +1,4 @@
-"""What the optimizer saved beside the weights says about how they were trained."""
+"""What a saved optimizer shows about the training of the weights."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ckptfix.values.walk import Walk
 
 HYPERPARAMETERS = ("lr", "momentum", "weight_decay")
 
-# Names under which trainers save how many steps they made.
+# Names under which trainers save the number of steps.
 COUNTERS = ("global_step", "step", "steps", "iteration", "iter", "num_steps", "num_updates")
 
-# Share of the learning rate below which no gradient of a loss leaves a weight: a step of Adam is about the rate.
+# Share of the learning rate below which no loss leaves a weight: a step of Adam is about as large as the rate.
 OF_A_STEP = 0.1
 
 
 class Training(Struct, frozen=True):
-    """What the optimizer did to one parameter.
+    """The optimizer's effect on one parameter.
 
-    ``second_moments`` are Adam's averages of the squared gradient, ``momentum`` the buffer of SGD. ``initial_lr`` is
-    what a scheduler started from. ``decoupled`` weight decay is known not to be in the gradients, as of AdamW."""
+    ``second_moments`` is Adam's average of the squared gradient, ``momentum`` SGD's buffer. ``initial_lr`` is where a
+    scheduler started. With ``decoupled`` weight decay, as in AdamW, the decay is not part of the gradients."""
 
     lr: float
     weight_decay: float
@@ -45,22 +45,22 @@ class Training(Struct, frozen=True):
 
     @property
     def saw_no_gradient(self) -> bool | None:
-        """Whether the second moments are zero throughout; None for an optimizer that has none."""
+        """Whether the second moments are zero throughout; None for an optimizer without them."""
         return None if self.second_moments is None else tensor_statistics(self.second_moments).all_zero
 
     def saw_decay_only(self, rms: float, start: float) -> bool:
-        """Return whether the gradients of a parameter that shrank from ``start`` to ``rms`` were those that the weight
-        decay of Adam adds itself: they are no larger, and the weights are less than what one step for a loss makes."""
+        """Return whether a parameter that shrank from ``start`` to ``rms`` got only the gradients that Adam's own
+        weight decay adds: the moments are no larger, and the weights are smaller than one step on a loss would make
+        them."""
         if self.second_moments is None or self.decoupled or rms >= OF_A_STEP * max(self.lr, self.initial_lr or 0.0):
             return False
         return tensor_statistics(self.second_moments).mean <= (self.weight_decay * start) ** 2
 
     def predicted_share(self, steps: int | None) -> float | None:
-        """Return which share of its start a parameter without any gradient still has after that many steps; None if
+        """Return the share of its initial size that a parameter without gradients keeps after these steps; None if
         unknown.
 
-        A scheduler is taken to have lowered the rate evenly, so
-        that half of what it started from is the mean."""
+        A scheduler is assumed to lower the rate evenly, so the mean rate is half of the initial one."""
         if steps is None or self.weight_decay <= 0 or (self.second_moments is not None and not self.saw_no_gradient):
             return None
         is_scheduled = self.initial_lr is not None and self.initial_lr != self.lr
@@ -80,21 +80,20 @@ def strongest_decay(root: object) -> dict[str, float] | None:
 
 
 def counted_steps(root: object) -> int | None:
-    """Return how many steps the trainer says that it made; None if it does not."""
+    """Return the number of steps that the trainer saved; None if it saved none."""
     counts = [root.get(name) for name in COUNTERS] if isinstance(root, Mapping) else []
     return max((count for count in counts if type(count) is int and count > 0), default=None)
 
 
 def was_stepped(root: object) -> bool:
-    """Return whether the optimizer or the trainer says that training has begun."""
+    """Return whether the optimizer or the trainer shows that training has begun."""
     return counted_steps(root) is not None or any(optimizer.state for optimizer in optimizers_in(root))
 
 
 def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Training]:
-    """Return what the file's optimizer says of each parameter, by key; empty if nothing tells which of its numbers is
-    which.
+    """Return the training of each parameter, by key; empty if nothing shows which parameter is at which position.
 
-    Names by a recipe count only if the file has moments to confirm them, and all recipes that fit agree."""
+    Names by a recipe count only if the file has moments to confirm them, and all fitting recipes agree."""
     parameters = {key: spec for key, spec in checkpoint.specs.items() if not is_buffer(key, spec, target)}
     layout = Layout({key: spec.shape for key, spec in parameters.items()})
     for optimizer in optimizers_in(checkpoint.root):
@@ -106,12 +105,12 @@ def trainings(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Tra
 
 
 def alignment(weight: TensorSpec, other: TensorSpec) -> float | None:
-    """Return the cosine between a tensor and its momentum, in blocks; None if they are not stored alike."""
+    """Return the cosine between a tensor and its momentum; None if they are stored differently."""
     if not all(spec.storage is not None and encoding(spec.dtype) and spec.is_contiguous for spec in (weight, other)):
         return None
     if weight.dtype != other.dtype or weight.shape != other.shape or not weight.numel:
         return None
-    scales = [tensor_statistics(spec).absmax or 1.0 for spec in (weight, other)]  # squares of what decayed vanish
+    scales = [tensor_statistics(spec).absmax or 1.0 for spec in (weight, other)]  # or squares underflow
     sums = np.zeros(3)
     for mine, theirs in zip(_numbers_of(weight), _numbers_of(other), strict=True):
         mine, theirs = mine / scales[0], theirs / scales[1]
@@ -127,9 +126,9 @@ def _numbers_of(spec: TensorSpec) -> Iterator[Array]:
 
 
 def _factor(rate: float, momentum: float) -> float:
-    """Return what a step of SGD leaves of a weight that only decays, in the long run.
+    """Return the factor by which a step of SGD shrinks a weight that only decays, in the long run.
 
-    With momentum m and decay r that is the larger root of z² - (1 + m - r) z + m, about 1 - r / (1 - m)."""
+    With momentum m and decay r, it is the larger root of z² - (1 + m - r) z + m, about 1 - r / (1 - m)."""
     middle = (1 + momentum - rate) / 2
     below = middle**2 - momentum
     return middle + math.sqrt(below) if below > 0 else math.sqrt(momentum)
@@ -151,7 +150,7 @@ def _training(group: Mapping[str, object], row: Mapping[str, object]) -> Trainin
 
 
 def _count(step: object) -> int | None:
-    """Return a step count, an int before torch 1.12 and a 0-d tensor since."""
+    """Return a step count, which is an int before torch 1.12 and a 0-d tensor since."""
     if isinstance(step, TensorSpec) and step.numel == 1 and step.has_data:
         return int(tensor_statistics(step).maximum)
     return int(step) if isinstance(step, (int, float)) and math.isfinite(step) else None

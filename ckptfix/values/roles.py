@@ -1,7 +1,6 @@
-"""What a tensor is to its model: recognised by the target if there is one, else by its name.
+"""The role of a tensor in its model: from the target if there is one, else from its name.
 
-Names are read by segments. The tables below hold names that are in use; where a name says nothing, a tensor counts as
-a parameter."""
+Names are matched by segment, with tables of names in use; without a match, a tensor counts as a parameter."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from ckptfix.core.checkpoint import Checkpoint
 from ckptfix.core.spec import TensorSpec, TensorStatistics
 from ckptfix.core.target import BUFFER, Target
 
-# In the names of buffers that stay from release to release, which is why `core.buffers` does not list them.
+# Parts of the names of buffers that every release saves, so that `core.buffers` does not list them.
 _SCRATCH = re.compile(r"(mask(?!_token)|cache|freqs|anchors|embed_avg|cluster_size|_integer)")
 
 _MASK = r"(^|\.)[^.]*(mask|causal|tril|triu|alibi|attn_bias|attention_bias|relative_bias)[^.]*$"
 
-# Observers of torch.ao.quantization start at +Inf and -Inf; so do torchmetrics' MinMetric and MaxMetric, and the best
-# result so far. The constraints of GPyTorch have bounds that are infinite for good.
+# Observers of torch.ao.quantization start at +Inf and -Inf, and so do torchmetrics' MinMetric and MaxMetric and a best
+# result so far. GPyTorch's constraints may keep infinite bounds.
 _RANGE = r"(^|[._])((min|max)(_vals?|_values?)?|value|best(_[^.]*)?|(lower|upper)_bound)$"
 
 # Tables of diffusion models; 1 / alpha is +Inf at the last step of a schedule that ends in pure noise.
@@ -31,7 +30,7 @@ _SCHEDULE = r"(^|[._])(alphas|snr)(_|$)"
 
 _EMBEDDING = r"(?i)(^|[._])(\w*emb(ed)?(ding)?s?|wte|wpe|tokens?|codebook|lut|pos|shared(?=\.weight))(_|\.|$)"
 
-# Layers that start at zero so that a block starts as the identity, and what else is filled with zeros at first.
+# Layers that start at zero so that a block starts as the identity, and other tensors that start at zero.
 _ZERO_BY_DESIGN = r"""(?ix)(?<![a-z])(
       \w*lora_(embedding_)?b | lora_up | hada_w2 | lokr_w\d      # adapters: arXiv:2106.09685, LyCORIS, peft
     | b?oft_r | miss_block | \w*_lambda
@@ -54,34 +53,35 @@ _HEAD = r"(?i)(?<![a-z_])(heads?|classifier|logits|score|fc)(?![a-z_])|(^|\.)(\w
 # The direction of weight_norm and the matrix of spectral_norm: both are divided by their own norm before use.
 _SCALE_FREE = r"(^|\.)(weight_v|weight_orig|parametrizations\.\w+\.original1?)$"
 
-# The last segment of a matrix that torch's own layers, or such as are written like them, have as a parameter.
+# The last segment of a matrix that is a parameter of torch's own layers, or of layers like them.
 _LAYERS_OWN = re.compile(r"(^|_)(weights?|kernel)(_(ih|hh|hr|v|orig|raw))?(_l\d+)?(_reverse)?$|^original\d?$")
 
-# In such a segment: what is drawn for each pass, or the prior of a Bayesian layer.
+# Parts of such a segment: noise that is drawn for each pass, or the prior of a Bayesian layer.
 _NOISE = re.compile(r"(^|_)(eps|epsilon|noise|prior)(_|$)")
-_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})  # the dtypes that weights are trained in
+_FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})  # the dtypes in which weights are trained
 _OF_NORM = RUNNING_STATISTICS | {"weight", "bias"}
 
 
 def is_float32_in_t5(key: str) -> bool:
-    """Return whether a weight is one that transformers loads as float32 if float16 is wanted, in T5 and its kin."""
+    """Return whether transformers loads a weight of T5 and its variants as float32 even for float16."""
     return key.endswith("DenseReluDense.wo.weight")
 
 
 def is_buffer(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Return whether the tensor is a buffer of its model. Only a module knows; for a file it is a guess."""
+    """Return whether a tensor is a buffer of its model. Only a module knows for certain; for a file, the name
+    decides."""
     if target and target.modules is not None and key in target.slots:
         return target.slots[key].kind == BUFFER
     return is_buffer_name(key, spec.shape) or bool(_SCRATCH.search(split_key(key)[1]))
 
 
 def is_running_statistic(key: str) -> bool:
-    """Return whether the key names a statistic of batch or instance norm."""
+    """Return whether a key names a running statistic of a batch or instance norm."""
     return split_key(key)[1] in RUNNING_STATISTICS
 
 
 def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Return whether infinities belong there: attention masks hold -Inf, unused range observers hold both."""
+    """Return whether infinities are legitimate: attention masks hold -Inf, and unused range observers hold both."""
     if is_running_statistic(key):
         return False
     if target and target.modules is not None and key in target.slots:
@@ -93,28 +93,28 @@ def may_be_infinite(key: str, spec: TensorSpec, target: Target | None) -> bool:
 
 
 def is_zero_by_design(key: str) -> bool:
-    """Return whether matrices of this name are commonly initialised with zeros."""
+    """Return whether matrices with this name are commonly initialised with zeros."""
     return bool(re.search(_ZERO_BY_DESIGN, key))
 
 
 def is_head(key: str) -> bool:
-    """Return whether the name is that of a last layer."""
+    """Return whether a key is named like a last layer."""
     return bool(re.search(_HEAD, key))
 
 
 def is_scale_free(key: str) -> bool:
-    """Return whether the layer divides this matrix by its norm, so that its scale means nothing."""
+    """Return whether the layer divides this matrix by its norm, so that its scale does not matter."""
     return bool(re.search(_SCALE_FREE, key))
 
 
 def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
-    """Return whether the tensor is a weight matrix or a kernel: a floating parameter with two or more dimensions above
-    1, or the weight of a layer with one output or one input."""
+    """Return whether a tensor is a weight matrix or kernel: a float parameter with at least two dimensions above 1, or
+    the weight of a layer with one output or one input."""
     shape = spec.shape
     if len(shape) < 2 or spec.numel < 2:
         return False
     if len([size for size in shape if size > 1]) < 2:
-        is_column = shape[0] > 1 and "bias" not in key  # the biases of users and items are tables of one column
+        is_column = shape[0] > 1 and "bias" not in key  # biases of users and items are tables of one column
         if not is_layers_own(key) or not (is_column or shape[1] > 1):
             return False
     if spec.layout != "strided" or spec.dtype not in _FLOATING or "bias" in split_key(key)[1]:
@@ -123,13 +123,13 @@ def is_matrix(key: str, spec: TensorSpec, target: Target | None) -> bool:
 
 
 def is_layers_own(key: str) -> bool:
-    """Return whether the name is that of a layer's weight; any other may be a buffer as well as a parameter."""
+    """Return whether a key is named like a layer's weight; any other may be a buffer or a parameter."""
     leaf = split_key(key)[1]
     return bool(_LAYERS_OWN.search(leaf)) and not _NOISE.search(leaf)
 
 
 def is_embedding(key: str) -> bool:
-    """Return whether the name is that of an embedding, a codebook, or learned positions."""
+    """Return whether a key is named like an embedding, a codebook, or learned positions."""
     return bool(re.search(_EMBEDDING, key))
 
 
@@ -139,7 +139,7 @@ def usual_rms(spec: TensorSpec) -> float:
 
 
 def kind(key: str, spec: TensorSpec) -> str:
-    """Return the family whose magnitudes can be compared: ``convolution``, ``embedding`` or ``linear``."""
+    """Return the family within which magnitudes are comparable: ``convolution``, ``embedding`` or ``linear``."""
     if len(spec.shape) > 2:
         return "convolution"
     return "embedding" if is_embedding(key) else "linear"
@@ -151,20 +151,20 @@ class Norm(Struct, frozen=True):
     keys: Mapping[str, str]
 
     def figures(self, name: str, statistics: Mapping[str, TensorStatistics]) -> TensorStatistics | None:
-        """Return the statistics of its ``weight``, ``bias``, ``running_var`` …, where the file has it."""
+        """Return the statistics of its ``weight``, ``bias``, ``running_var`` …; None if the file lacks it."""
         return statistics.get(self.keys.get(name, ""))
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """The keys of its trained vectors, weight and bias, that the file has."""
+        """The keys of its weight and bias, if the file has them."""
         return tuple(self.keys[name] for name in ("weight", "bias") if name in self.keys)
 
 
 def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, Norm]:
-    """Return for each of these matrices the norm whose tensors come next in the file, if its vectors are as long as the
+    """Return, for each of these matrices, the norm that comes next in the file, if its vectors are as long as the
     matrix has outputs.
 
-    State_dicts list modules in the order of their definition, which nearly always is the order of their use."""
+    State_dicts list modules in the order of their definition, which is nearly always the order of their use."""
     specs, wanted = checkpoint.specs, set(keys)
     behind: dict[str, list[str]] = defaultdict(list)  # the keys of each module, from the end of the file to here
     norms: dict[str, Norm] = {}
@@ -180,8 +180,8 @@ def norms_after(checkpoint: Checkpoint, keys: Collection[str]) -> Mapping[str, N
 
 
 def _norm(specs: Mapping[str, TensorSpec], keys: list[str], shape: tuple[int, ...]) -> Norm | None:
-    """Return the keys of a module as a norm, if they are one's and all its vectors have this shape."""
-    if len(keys) > 2 * len(_OF_NORM):  # `weight` and `.weight` both are of the module without a name
+    """Return the keys of a module as a norm, if it is one and all its vectors have this shape."""
+    if len(keys) > 2 * len(_OF_NORM):  # `weight` and `.weight` both belong to the module without a name
         return None
     members = {key.rpartition(".")[2]: key for key in reversed(keys)}
     vectors = [specs[key].shape for name, key in members.items() if name != NUM_BATCHES_TRACKED]
@@ -190,6 +190,6 @@ def _norm(specs: Mapping[str, TensorSpec], keys: list[str], shape: tuple[int, ..
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of some numbers. To import ``statistics`` took a tenth of the time to the first answer."""
+    """Return the median of some numbers. Importing ``statistics`` took a tenth of the time to the first answer."""
     ordered = sorted(values)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -1,4 +1,4 @@
-"""The statistics of a checkpoint's tensors, each computed when it is first asked for."""
+"""The statistics of a checkpoint's tensors, each computed on first use."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ckptfix.values.tally import COUNTS, join
 from ckptfix.values.walk import Walk
 
 WriteDraft = Callable[[Checkpoint], None]
-"""Writes a checkpoint to where it will be delivered from, should nothing speak against it."""
+"""A function that writes a checkpoint to a temporary place, from which it may be delivered."""
 
-AT_ONCE = 1 << 12  # tensors that are looked at side by side: what is kept of each meanwhile takes more than its figures
+AT_ONCE = 1 << 12  # tensors scanned at a time: until a batch is done, each takes more memory than its statistics
 
 
 class Statistics(Mapping[str, TensorStatistics]):
-    """The statistics of every tensor whose values were saved and are numbers, by key, in the file's order; none of
-    packed codes, whatever the dtype that they are stored as.
+    """The statistics of every tensor with stored numbers, by key, in the file's order; packed codes have none, whatever
+    their dtype.
 
-    Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are
-    those of the stored bytes: a lazy conjugation or negation is not applied, and a quantised tensor counts by its
-    integers. Access raises ``UnreadableError`` where the bytes are not in the file. ``narrowing`` is the cast that was
-    asked for, whose losses are counted in the same pass."""
+    Computed on first access and kept; keys that are the same view of one storage are computed once. The numbers are the
+    stored ones: a lazy conjugation or negation is not applied, and a quantised tensor counts by its integers. Access
+    raises ``UnreadableError`` if the bytes are not in the file. ``narrowing`` is the requested cast, whose losses are
+    counted in the same pass."""
 
     def __init__(
         self, checkpoint: Checkpoint, narrowing: Narrowing | None = None, draft: WriteDraft | None = None
@@ -52,7 +52,7 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._is_whole = False
 
     def of(self, checkpoint: Checkpoint, draft: WriteDraft | None = None) -> Statistics:
-        """Return the statistics of an edited view of the checkpoint. What both share is not computed again."""
+        """Return the statistics of an edited view of the checkpoint. Tensors in both are not computed again."""
         other = Statistics(checkpoint, self._narrowing, draft)
         other._of_spec = self._of_spec
         other._task = self._task
@@ -67,17 +67,17 @@ class Statistics(Mapping[str, TensorStatistics]):
         return figures
 
     def items(self) -> ItemsView[str, TensorStatistics]:
-        """Return all of them, computed side by side."""
+        """Return all of them, computed in parallel."""
         self.compute()
         return self._of_key.items()
 
     def values(self) -> ValuesView[TensorStatistics]:
-        """Return all of them, computed side by side."""
+        """Return all of them, computed in parallel."""
         self.compute()
         return self._of_key.values()
 
     def compute(self) -> None:
-        """Compute all of them, side by side."""
+        """Compute all of them, in parallel."""
         if not self._is_whole:
             if self._draft is not None and is_merged(self._checkpoint):
                 self._watch_draft(self._draft)
@@ -87,7 +87,7 @@ class Statistics(Mapping[str, TensorStatistics]):
             self._is_whole = True
 
     def _compute(self, keys: Iterable[str]) -> None:
-        """Compute those of some keys, as far as they are not known yet."""
+        """Compute the statistics of some keys, except the known ones."""
         known, keys = self._of_spec, list(keys)
         wanted = iter(dict.fromkeys(spec for spec in map(self._specs.__getitem__, keys) if spec not in known))
         while some := list(islice(wanted, AT_ONCE)):
@@ -99,8 +99,8 @@ class Statistics(Mapping[str, TensorStatistics]):
         self._of_key.update((key, known[self._specs[key]]) for key in keys)
 
     def _watch_draft(self, draft: WriteDraft) -> None:
-        """Write a draft of the checkpoint, and gather the figures of merged tensors on the way: with their products
-        worked out once more for the figures, a merge of 4 GB takes 7.3 s of user time and not 4.7."""
+        """Write a draft of the checkpoint, and collect the statistics of merged tensors on the way: computing their
+        products again for the statistics, a merge of 4 GB takes 7.3 s of user time rather than 4.7."""
         watched: list[tuple[TensorSpec, list[ScanPart], dict[int, TensorStatistics], MergedBytes]] = []
         for spec in self._specs.values():
             source = spec.storage.source if spec.storage is not None else None
@@ -118,7 +118,7 @@ class Statistics(Mapping[str, TensorStatistics]):
 
     @property
     def known(self) -> Mapping[str, TensorStatistics]:
-        """Those that were asked for so far, by key; reads nothing."""
+        """The statistics that were asked for so far, by key; reads nothing."""
         return {key: self._of_key[key] for key in self._specs if key in self._asked}
 
     def __contains__(self, key: object) -> bool:
@@ -140,13 +140,13 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def histogram(figures: TensorStatistics) -> str:
-    """Return how a tensor's numbers are distributed: a digit of base 36 for each of ``BINS`` equal parts of the range
-    from the least to the greatest, as high as its share of the sample; the fullest is ``z``.
+    """Return the distribution of a tensor's numbers: a base-36 digit for each of ``BINS`` equal parts of its range,
+    proportional to the part's share of the sample; the fullest is ``z``.
 
-    Empty for a tensor without a sample, and for one of a single value."""
+    Empty for a tensor without a sample, or with a single value."""
     if not figures.sample or figures.minimum >= figures.maximum:
         return ""
-    low, high = figures.minimum / 2, figures.maximum / 2  # halves: the whole range may be no float64
+    low, high = figures.minimum / 2, figures.maximum / 2  # halved, because the range may overflow float64
     numbers = np.frombuffer(figures.sample, np.float32).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
     places = ((numbers / 2 - low) / (high - low) * BINS).astype(np.int64).clip(0, BINS - 1)
@@ -156,10 +156,10 @@ def histogram(figures: TensorStatistics) -> str:
 
 
 def _rarity(nbytes: int) -> int:
-    """Return the rarity of the marks of a checkpoint: one word in 2^8 up to 32 MiB, so that hardly a copy of 4 KiB is
-    missed, and one in 2^12 from 512 MiB on, so that hardly one of 64 KiB is.
+    """Return the rarity of a checkpoint's marks: one word in 2^8 up to 32 MiB, which hardly misses a copy of 4 KiB, and
+    one in 2^12 from 512 MiB on, which hardly misses one of 64 KiB.
 
-    More marks there would take more than a tenth of the time of a check; from 16 GiB on, their memory is bounded."""
+    More marks there would take more than a tenth of a check's time; from 16 GiB on, their memory is bounded."""
     return max(min(max((nbytes >> 17).bit_length(), 8), 12), (nbytes >> 23).bit_length())
 
 
@@ -178,7 +178,7 @@ def _values(spec: TensorSpec) -> TensorSpec | None:
 
 
 def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> TensorStatistics:
-    """Return the statistics of one tensor that has data of a numeric kind, in bounded memory whatever its size.
+    """Return the statistics of one numeric tensor that has data, in bounded memory whatever its size.
 
     Raises ``UnreadableError`` if the bytes are not in the file."""
     parts = _parts(spec, narrowing)
@@ -186,7 +186,7 @@ def tensor_statistics(spec: TensorSpec, narrowing: Narrowing | None = None) -> T
 
 
 def _parts(spec: TensorSpec, narrowing: Narrowing | None, rarity: int = 0) -> list[ScanPart]:
-    """Return what has to be looked at; nothing for a tensor without elements."""
+    """Return the parts of a tensor to scan; none for a tensor without elements."""
     values = _values(spec)
     assert values is not None, "a tensor without data has no statistics"
     return parts_of(values, narrowing, rarity=rarity) if values.numel else []
@@ -194,7 +194,7 @@ def _parts(spec: TensorSpec, narrowing: Narrowing | None, rarity: int = 0) -> li
 
 def _assemble(spec: TensorSpec, parts: Sequence[ScanPart], looks: Iterator[TensorStatistics]) -> TensorStatistics:
     figures = next(looks) if parts else TensorStatistics()
-    for _, found in zip(parts[1:], looks, strict=False):  # the rest is of other tensors
+    for _, found in zip(parts[1:], looks, strict=False):  # the rest belongs to other tensors
         join(figures, found)
     figures.minimum, figures.maximum = figures.minimum + 0.0, figures.maximum + 0.0  # -0.0 is 0.0
     figures = _repeated(figures, parts[0].walk) if parts else figures

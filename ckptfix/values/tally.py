@@ -1,9 +1,8 @@
-"""The figures of a run of numbers: how they are joined, and how numpy works them out.
+"""The statistics of a run of numbers: how two runs are joined, and how numpy computes them.
 
-numpy does it for the kinds of numbers that the kernel does not know, and if there is no kernel. A block that fits into
-the processor's cache is read some eight times while it is there; the detailed counts of NaN, infinities, zeros and
-subnormals are made only for the blocks that have any. Numbers of 8 bits are counted by code: what 256 codes stand for
-is known, so everything follows from how often each is there."""
+numpy is used for dtypes that the kernel does not support, and without a kernel. A block that fits into the processor's
+cache is read some eight times while it is there; NaN, infinities, zeros and subnormals are counted only in blocks that
+have any. 8-bit numbers are counted by code: everything follows from the frequencies of the 256 known values."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from ckptfix.core.lazy import np
 from ckptfix.core.spec import TensorStatistics
 from ckptfix.values.decode import Array, Encoding, Narrowing
 
-# Numbers that are looked at in one go: half a megabyte of float64, which stays in the second-level cache.
+# Numbers per block: half a megabyte of float64, which fits into the second-level cache.
 BLOCK = 1 << 16
 
-# Magnitudes whose squares, and sums of a block of them, neither vanish nor overflow in float64.
+# Magnitudes whose squares, summed over a block, neither underflow nor overflow in float64.
 SAFE_TO_SQUARE = (1e-140, 1e140)
 
 
@@ -25,7 +24,7 @@ COUNTS = "numel nan pos_inf neg_inf zeros subnormals overflowing vanishing".spli
 
 
 def join(whole: TensorStatistics, other: TensorStatistics) -> None:
-    """Add the figures of another run to those of one; indices count from one place."""
+    """Add the statistics of ``other`` to ``whole``; their indices have the same origin."""
     before, here = whole.finite, other.finite
     if not before:
         whole.minimum, whole.maximum, whole.mean, whole.rms = other.minimum, other.maximum, other.mean, other.rms
@@ -42,7 +41,7 @@ def join(whole: TensorStatistics, other: TensorStatistics) -> None:
 
 
 def tally_integers(numbers: Sequence[float]) -> TensorStatistics:
-    """Return the figures of a few integers."""
+    """Return the statistics of a few integers."""
     count = len(numbers)
     return TensorStatistics(
         count,
@@ -55,7 +54,7 @@ def tally_integers(numbers: Sequence[float]) -> TensorStatistics:
 
 
 def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
-    """Return the figures of a 1-d array of the encoding's unit, by numpy; ``first_nonfinite`` counts units."""
+    """Return the statistics of a 1-d array of the encoding's units, by numpy; ``first_nonfinite`` counts units."""
     if units.dtype.itemsize == 1:
         return tally_codes(units, np.bincount(units.view(np.uint8), minlength=256), encoding, narrowing)
     whole = TensorStatistics()
@@ -68,7 +67,7 @@ def tally_units(units: Array, encoding: Encoding, narrowing: Narrowing | None) -
 
 
 def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narrowing | None) -> TensorStatistics:
-    """Return the figures of numbers of 8 bits, of which it is known how often each code is there."""
+    """Return the statistics of 8-bit numbers, given the frequency of each code."""
     times = counts.astype(np.float64)  # exact up to 2^53
     values, codes = encoding.code_values, encoding.finite_codes
     nan, pos_inf, neg_inf, zeros, subnormals = map(int, encoding.code_kinds @ times)
@@ -89,7 +88,7 @@ def tally_codes(units: Array, counts: Array, encoding: Encoding, narrowing: Narr
 
 
 def nonfinite_units(units: Array, encoding: Encoding) -> Array:
-    """Return the places of the numbers that are NaN or infinite."""
+    """Return the indices of the units that are NaN or infinite."""
     places = [
         start + np.flatnonzero(~np.isfinite(encoding.decode(units[start : start + BLOCK])))
         for start in range(0, len(units), BLOCK)
@@ -98,9 +97,9 @@ def nonfinite_units(units: Array, encoding: Encoding) -> Array:
 
 
 def magnitudes(values: Array) -> Array:
-    """Return the bits of float32 or float64 without the sign, doubled: integers ordered as the magnitudes are.
+    """Return the bits of float32 or float64 values without the sign, doubled: integers in the order of the magnitudes.
 
-    No mode of the processor that flushes subnormals touches them."""
+    A processor mode that flushes subnormals does not affect them."""
     bits = np.uint32 if values.dtype.itemsize == 4 else np.uint64
     doubled: Array = values.view(bits) << bits(1)
     return doubled

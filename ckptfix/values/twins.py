@@ -1,7 +1,8 @@
-"""Where else the same tensor was saved: in another set of weights of the container, or under a second name beside it.
+"""Other copies of the same tensor: in another set of weights of the container, or under a second name in the
+state_dict.
 
-Trainers keep a moving average (EMA) of the weights beside the raw ones. Most write a second state_dict into the
-container; some write both into one, under other names. Writers that cannot store a tie write its tensor twice."""
+Trainers keep a moving average (EMA) of the weights. Most write it as a second state_dict into the container; some write
+both into one, under other names. Writers that cannot store a tie write its tensor twice."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from ckptfix.values.scan import first_numbers
 # First segments of the raw weights and of their average within one state_dict.
 _PREFIXES = (("online_model.", "ema_model."), ("model.", "model_ema."), ("", "ema_model."), ("student.", "teacher."))
 
-# How the names of averages begin that stand beside the raw weights.
+# Prefixes of averages next to the raw weights.
 _BESIDE = ("ema_", *(averaged for _, averaged in _PREFIXES))
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "tok_embeddings.weight")
@@ -30,13 +31,13 @@ _HEADS = ("lm_head.weight", "decoder.weight", "output.weight", "embed_out.weight
 
 _TIED = (*_EMBEDDINGS, *_HEADS)
 
-# Two networks of one architecture have the same keys, too, as two critics or the generators of a CycleGAN. Their values
-# do not correlate, and those of a moving average and of what it is made of do.
-ALIKE = 0.5  # the correlation of the first numbers of two matrices, from which on they are of one training
-SAMPLE, FEWEST = 1024, 64  # numbers of a matrix that are compared, and those that it needs: fewer correlate by chance
-COMPARED, LOOKED_AT = 8, 64  # matrices that are compared, and how many are read to find so many sound ones
+# Two networks of one architecture, such as two critics or the generators of a CycleGAN, have the same keys too, but
+# only the values of a moving average correlate with the raw ones.
+ALIKE = 0.5  # least correlation of the first numbers of two matrices from the same training
+SAMPLE, FEWEST = 1024, 64  # numbers of a matrix that are compared, and the least number: fewer correlate by chance
+COMPARED, LOOKED_AT = 8, 64  # matrices that are compared, and those that are read to find as many sound ones
 
-SHARED = 0.9  # share of the keys that two sets of weights have in common, from which on they are of one model
+SHARED = 0.9  # least share of common keys of two sets of weights of the same model
 
 
 class Twin(Struct, frozen=True):
@@ -53,7 +54,7 @@ class Twin(Struct, frozen=True):
 
 
 def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
-    """Return what the container holds under a key of one of its sets of weights; None if there is nothing."""
+    """Return the entry under a key in one of the container's sets of weights; None if there is none."""
     if not place:
         return checkpoint.entries.get(key)
     candidate = next((candidate for candidate in checkpoint.candidates if candidate.name == place), None)
@@ -61,7 +62,7 @@ def entry_at(checkpoint: Checkpoint, place: str, key: str) -> object:
 
 
 def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]]:
-    """Yield the other sets of weights of the same model, by name, each with the twins of the keys that it has."""
+    """Yield the other sets of weights of the same model, by name, each with the twins of the keys."""
     specs = checkpoint.specs
     for candidate in checkpoint.candidates:
         if candidate.path == checkpoint.container:
@@ -75,10 +76,10 @@ def twin_sets(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Twin]]
 
 
 def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, Twin]:
-    """Return the twins that lie in the state_dict itself: averages under other names, and the two ends of a tie.
+    """Return the twins inside the state_dict: averages under other names, and the two ends of a tie.
 
-    Two names of one stored tensor are not twins: what is broken under the one is broken under the other. Where only the
-    names say that the two are tied, what is sound of both has to say it as well: other models do not tie them."""
+    Two names of one stored tensor are not twins, because they are broken together. If only names suggest a tie, the
+    sound values of both have to correlate: other models do not tie them."""
     specs = checkpoint.specs
     averages = [key for key in specs if key.startswith(_BESIDE)]
     pairs = {key: other for key in specs for other in _average_names(key) if other in specs} if averages else {}
@@ -97,8 +98,8 @@ def twins_beside(checkpoint: Checkpoint, target: Target | None) -> Mapping[str, 
 
 
 def _are_copies(checkpoint: Checkpoint, candidate: Candidate, twins: Mapping[str, Twin]) -> bool:
-    """Return whether two sets of weights are of one training: half of their matrices correlate. If none can be
-    compared, one of the two has to have the name of an average."""
+    """Return whether two sets of weights are from the same training: at least half of their matrices correlate. If none
+    can be compared, one of the two has to have the name of an average."""
     pairs = [(checkpoint.specs[key], twin.spec) for key, twin in twins.items()]
     matrices = [pair for pair in pairs if all(map(_is_comparable, pair))]
     step = -(-len(matrices) // LOOKED_AT) or 1
@@ -117,7 +118,7 @@ def _is_comparable(spec: TensorSpec) -> bool:
 
 
 def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
-    """Return how far the first numbers of two matrices correlate; None if too many are broken, or one is constant."""
+    """Return the correlation of the first numbers of two matrices; None if too many are broken, or one is constant."""
     first, second = (first_numbers(spec, SAMPLE) for spec in (one, other))
     sound = np.isfinite(first) & np.isfinite(second)
     if np.count_nonzero(sound) < FEWEST:
@@ -128,9 +129,10 @@ def _correlation(one: TensorSpec, other: TensorSpec) -> float | None:
 
 
 def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -> dict[str, tuple[str, TensorSpec]]:
-    """Return for each key of one set the key and spec of the other with the same name, except for leading segments.
+    """Return, for each key of one set, the key and spec in the other set with the same name except for leading
+    segments.
 
-    One set may have been renamed already, and the other may have been saved from inside of a wrapper."""
+    One set may have been renamed already, and the other may have been saved inside a wrapper."""
     by_tail: dict[str, list[str]] = {}
     for name in other:
         parts = name.split(".")
@@ -146,15 +148,16 @@ def _matched(specs: Mapping[str, TensorSpec], other: Mapping[str, TensorSpec]) -
 
 
 def _average_names(key: str) -> Iterator[str]:
-    """Yield the names under which the average of a key may stand beside it."""
-    yield _BESIDE[0] + key.replace(".", "_")  # the hook of mmcv and mmengine registers buffers
+    """Yield the names that the average of a key may have in the same state_dict."""
+    yield _BESIDE[0] + key.replace(".", "_")  # mmcv and mmengine register averages as buffers
     for raw, averaged in _PREFIXES:
         if key.startswith(raw) and not key.startswith(averaged):
             yield averaged + key.removeprefix(raw)
 
 
 def _embedding_ties(specs: Mapping[str, TensorSpec]) -> tuple[tuple[str, ...], ...]:
-    """Return the input and output embedding of a language model if the file has one of each, in one shape and dtype."""
+    """Return the input and output embedding of a language model, if the file has one of each with the same shape and
+    dtype."""
     inputs = [key for key in specs if key.endswith(_EMBEDDINGS)]
     heads = [key for key in specs if key.endswith(_HEADS)]
     if len(inputs) != 1 or len(heads) != 1:

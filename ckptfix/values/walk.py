@@ -1,8 +1,8 @@
-"""The distinct elements of a strided tensor, in the order in which they lie in memory.
+"""The distinct elements of a strided tensor, in the order in which they are stored.
 
-Neither the order of the dimensions nor a repeated element (stride 0) changes what numbers a tensor holds. So the scan
-goes through the storage once, from front to back, whatever the view; only the place of the first bad element needs
-the logical order."""
+Neither the order of dimensions nor repeated elements (stride 0) change which numbers a tensor holds. So the scan reads
+the storage once from front to back, whatever the view; only the index of the first bad element needs row-major
+order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from ckptfix.core.lazy import np
 from ckptfix.core.spec import ByteSource, TensorSpec, contiguous_strides
 from ckptfix.values.decode import Array
 
-CHUNK = 1 << 22  # bytes that are read in one go
-OVERLAP = (
-    64  # How often, on average, a view may repeat the elements of its storage. More is not a weight but an attack.
-)
+CHUNK = 1 << 22  # bytes per read
+OVERLAP = 64  # how often, on average, a view may repeat the elements of its storage; more is an attack
 Dims = tuple[tuple[int, int], ...]  # sizes and strides, in elements
 
 
@@ -37,47 +35,47 @@ class Walk(Struct, frozen=True, dict=True):
 
     @cached_property
     def memory_axes(self) -> tuple[int, ...]:
-        """The same from the longest stride to the shortest."""
+        """The same dimensions, from the longest stride to the shortest."""
         return tuple(sorted(self.axes, key=lambda axis: -self.spec.strides[axis]))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tensor is contiguous, as nearly all are: then nothing else has to be found out."""
+        """Whether the tensor is contiguous, as nearly all are: then nothing else has to be computed."""
         return self.spec.is_contiguous
 
     @property
     def distinct(self) -> int:
-        """How many elements the walk meets; each counts for ``repetition`` elements of the tensor."""
+        """The number of elements in the walk; each counts for ``repetition`` elements of the tensor."""
         return self.spec.numel if self.is_plain else math.prod(self.spec.shape[axis] for axis in self.axes)
 
     @property
     def repetition(self) -> int:
-        """How often the zero strides repeat each element."""
+        """How often zero strides repeat each element."""
         return 1 if self.is_plain else self.spec.numel // self.distinct
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the walk is about as long as the storage that it goes through."""
+        """Whether the walk is not much longer than its storage."""
         start, stop = self.spec.extent
         fits = OVERLAP * (stop - start) // self.spec.itemsize
         return self.spec.numel <= fits or self.distinct <= fits
 
     @property
     def is_row_major(self) -> bool:
-        """Whether memory order is logical order."""
+        """Whether memory order is row-major order."""
         return self.is_plain or self.memory_axes == self.axes
 
     @property
     def is_run(self) -> bool:
-        """Whether the walk meets every element between its first and its last one."""
+        """Whether the walk includes every element between its first and its last one."""
         return self.is_plain or self._merged in ((), ((self.distinct, 1),))
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
         """Yield the bytes of the distinct elements, in memory order, in blocks of bounded size, each valid until the
         next.
 
-        With ``start`` and ``stop``, only those of these elements of a run. Raises ``UnreadableError`` if
-        the bytes are not in the file."""
+        With ``start`` and ``stop``, only the bytes of these elements of a run. Raises ``UnreadableError`` if the bytes
+        are not in the file."""
         storage, itemsize = self.spec.storage, self.spec.itemsize
         assert storage is not None, "a walk needs a storage"
         if self.is_run:
@@ -87,9 +85,9 @@ class Walk(Struct, frozen=True, dict=True):
             yield from self._scattered_blocks(storage.source)
 
     def _scattered_blocks(self, source: ByteSource) -> Iterator[memoryview]:
-        """Yield the blocks of a walk that leaves out elements on its way, or meets one twice."""
+        """Yield the blocks of a walk that skips elements, or repeats one."""
         itemsize, dims_in_memory = self.spec.itemsize, self._merged
-        overlap = -(-self.distinct // _span(dims_in_memory))  # an overlapping view is larger than what is read for it
+        overlap = -(-self.distinct // _span(dims_in_memory))  # an overlapping view has more bytes than are read for it
         for offset, dims in _pieces(self.spec.offset, dims_in_memory, max(CHUNK // itemsize // overlap, 1)):
             start, stop = offset * itemsize, (offset + _span(dims)) * itemsize
             if dims in ((), ((_span(dims), 1),)):
@@ -114,7 +112,7 @@ class Walk(Struct, frozen=True, dict=True):
         )
 
     def flat_index(self, index: int) -> int:
-        """Return a row-major index among the distinct elements as one among all elements."""
+        """Return a row-major index among the distinct elements as an index among all elements."""
         steps = contiguous_strides(self.spec.shape)
         flat = 0
         for axis in reversed(self.axes):
@@ -124,7 +122,7 @@ class Walk(Struct, frozen=True, dict=True):
 
     @cached_property
     def _merged(self) -> Dims:
-        """The dimensions in memory order, adjacent ones joined where the outer one goes on where the inner one ends."""
+        """The dimensions in memory order, adjacent ones joined if the outer one continues where the inner one ends."""
         dims: list[tuple[int, int]] = []
         for axis in self.memory_axes:
             size, stride = self.spec.shape[axis], self.spec.strides[axis]
@@ -136,12 +134,12 @@ class Walk(Struct, frozen=True, dict=True):
 
 
 def _span(dims: Dims) -> int:
-    """Return how many elements of the storage lie between the first and the last, both included."""
+    """Return the number of elements of the storage from the first to the last, both included."""
     return 1 + sum((size - 1) * stride for size, stride in dims)
 
 
 def _pieces(offset: int, dims: Dims, limit: int) -> Iterator[tuple[int, Dims]]:
-    """Cut a view into views that span at most ``limit`` elements of the storage."""
+    """Split a view into views that span at most ``limit`` elements of the storage."""
     if _span(dims) <= limit:
         yield offset, dims
         return
