@@ -1,1 +1,1 @@
-"""From bytes to a Checkpoint: one module per format, and nothing of a file ever runs."""
+"""Reads bytes into a Checkpoint: one module per format. No code of a file ever runs."""

@@ -1,6 +1,6 @@
-"""Adapters: small files beside a model that say how its weights change, as peft, diffusers and kohya name them.
+"""Adapters: small files beside a model with changes of its weights, as peft, diffusers and kohya save them.
 
-Only names and shapes are read, and the configuration; what a layer changes is for the rules to find out."""
+Only names, shapes and the configuration are read here; rules find the layers of the base that an adapter changes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ckptfix.reading.opening import open_file
 
 CONFIG = "adapter_config.json"
 
-# The matrices of LoHa, all of which a layer has, and those of LoKr: `w1` and `w2`, each whole or as a product.
+# The matrices of LoHa, of which a layer has all, and of LoKr: `w1` and `w2`, each whole or as a product of two.
 HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 KRONECKER = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-# Between the two matrices of a convolution, for its kernel (Tucker's form).
+# The tensor between the two matrices of a convolution, for its kernel (Tucker decomposition).
 CORES = ("hada_t1", "hada_t2", "lokr_t2", "lora_mid")
 
-# What a tensor of a layer is, by its name.
+# The role of a tensor in a layer, by its name.
 _ROLES = {
     **dict.fromkeys(("lora_A", "lora_down", "lora.down", "lora_linear_layer.down", "lora_a.weight"), "A"),
     **dict.fromkeys(("lora_B", "lora_up", "lora.up", "lora_linear_layer.up", "lora_b.weight"), "B"),
-    **{"lora_a": "B", "lora_b": "A"},  # of mlx-lm, which has inputs first
+    **{"lora_a": "B", "lora_b": "A"},  # of mlx-lm, whose matrices have inputs first
     **{"lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"},
     **{"ia3_l": "scale", "trainable_tokens_delta": "tokens", "alpha": "alpha"},
     **{"ln_tuning_layers": "norm", "ln_tuning_layers.bias": "norm_bias"},
@@ -45,9 +45,9 @@ _ROLES = {
     **{name: name for name in (*HADAMARD, *KRONECKER, *CORES)},
     **{"diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b"},
 }
-# Roles of what a layer has in the place of the tensors of its module.
+# Roles of tensors that replace those of their module.
 _REPLACED = {"norm": "weight", "norm_bias": "bias"}
-# Names of these may be those of parameters of a model too, if the file is not one of a trainer.
+# Tensors with these roles may also be parameters of a model, unless a trainer wrote the file.
 _DIFFERENCES = frozenset(("diff", "diff_b"))
 
 _NAME = "|".join(re.escape(role) for role in sorted(_ROLES, key=len, reverse=True))
@@ -57,7 +57,7 @@ _TENSOR = re.compile(
 _SAVED = re.compile(r"\.(?:modules_to_save\.(?P<name>[^.]+)|modules_to_save|base_layer)(?=\.)")
 _NESTED = ("base_layer", "token_adapter")
 _PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.(?=up|down)")
-# Flux as XLabs names it: what its double blocks have for images and for texts.
+# The double blocks of Flux as XLabs names them, with attentions for images and texts.
 _XLABS = re.compile(r"(?:diffusion_model\.)?(double_blocks\.\d+)\.processor\.(qkv|proj)_lora([12])(?=\.(?:up|down)\.)")
 _XLABS_SIDES = {"1": "img", "2": "txt"}
 _COMPONENT = re.compile(
@@ -69,7 +69,7 @@ _FOREIGN = re.compile(
     r"(?:^|[._])(?:(oft|boft|vera|randlora|c3a|vblora|fourierft|shira|waveft|gralora|delora)_\w+|(?P<scalar>scalar)"
     r"|(?P<nemo>adapter)\.linear_(?:in|out)|(?P<adalora>lora_E))(?:\.|$)"
     r"|^(?:lora|lycoris)_\w+\.(?:(?P<glora>[ab][12]\.weight)|(?P<ia3>on_input)|(?P<tlora>lambda_layer|[pq]_layer\..+))$"
-    # Short names, which a model may have for layers of its own, in what peft saves only.
+    # Short names, which layers of a model may have too, only in files of peft.
     r"|^base_model\.(?:.+\.)?(?P<peft>adamss|adaption|beft|bone|deft|frod|glora|hira|hra|lily"
     r"|miss|osf|peanut|poly|psoft|pvera|road|shadow|supertuning|tinylora|unilora)_\w+(?:\.|$)"
     r"|^(?P<prompt>prompt_embeddings|prefix_task_\w+)$|(?:^|\.)internal_(?P<xlora>xlora)_classifier\."
@@ -86,10 +86,10 @@ _FOREIGN_TYPES = {
 }
 _BASE = "base_model.model."
 
-# Patterns of layers that take no more than some thousand steps, whatever they are matched with.
+# Patterns of layers that match any text in at most some thousand steps.
 _SIMPLE = re.compile(r"[\w.\-|()\\^$\[\]]*(?:(?<!\))[*+][\w.\-|()\\^$\[\]]*){0,2}")
 
-# Settings of peft under which the product of two matrices is not all that changes.
+# Settings of peft under which an adapter changes more than the product of two matrices.
 _VARIANTS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
@@ -101,12 +101,12 @@ _VARIANTS = {
     "layer_replication": "layer_replication, which gives the model more layers than its file,",
 }
 
-# Settings of peft under which each layer has another tensor, too.
+# Settings of peft under which each layer has a further tensor, and its role.
 _LAYERS_HAVE = {"use_dora": "magnitude", "lora_bias": "bias"}
 
 _MERGED = ("LORA", "LOHA", "LOKR", "IA3", "TRAINABLE_TOKENS", "LN_TUNING")
 
-# Types that cannot be merged into weights, and why not.
+# Types that cannot be merged into weights, each with the reason.
 UNMERGED = {
     **dict.fromkeys(
         (
@@ -118,34 +118,33 @@ UNMERGED = {
     **dict.fromkeys(("LILY", "POLY", "SHADOW", "XLORA"), "changes with the input"),
 }
 
-# Values of `init_lora_weights` for which the base, too, was changed before the training.
+# Values of `init_lora_weights` with which the base is changed before training.
 _REBUILT = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def incomplete(path: str, words: str) -> AdapterError:
-    """Return the error for an adapter that is not as it was saved."""
+    """Return the error for an adapter with missing or invalid parts."""
     return AdapterError(f"{path}: {words}; fetch the adapter again")
 
 
 class AdapterLayer(Struct, frozen=True):
-    """What an adapter has for one module: the keys of its tensors by what they are (``A``, ``B``, ``magnitude``,
-    ``bias``, ``scale``, ``tokens``, ``norm`` and ``norm_bias``, ``alpha``, ``diff`` and ``diff_b``, and the names of
-    LoHa and LoKr)."""
+    """The keys of an adapter's tensors for one module, by their roles (``A``, ``B``, ``magnitude``, ``bias``,
+    ``scale``, ``tokens``, ``norm``, ``norm_bias``, ``alpha``, ``diff``, ``diff_b``, and the names of LoHa and LoKr)."""
 
-    # Its name in the model, without the prefixes of wrappers and of the component; with underscores for dots in a file
-    # of kohya.
+    # The module's name in the model, without the prefixes of wrappers and of the component; files of kohya have
+    # underscores for dots.
     module: str
     component: str
     keys: Mapping[str, str]
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is beside an embedding, as peft names that."""
+        """Whether it changes an embedding, by peft's names."""
         return ".lora_embedding_" in self.keys.get("A", "")
 
     @property
     def is_mlx(self) -> bool:
-        """Whether its matrices have their inputs first, as those of mlx-lm."""
+        """Whether its matrices have inputs first, as in mlx-lm."""
         return self.keys.get("B", "").endswith(".lora_a")
 
     @property
@@ -162,7 +161,7 @@ class AdapterLayer(Struct, frozen=True):
         return next((name for role, name in _TYPES.items() if role in self.keys), "LoRA")
 
 
-# The types of layers, by a role that tells them.
+# The types of layers, each by a role that only it has.
 _TYPES = {
     **{"scale": "IA3", "hada_w1_a": "LoHa", "magnitude": "DoRA", "A": "LoRA", "lokr_w1": "LoKr", "lokr_w1_a": "LoKr"},
     **{"tokens": "TRAINABLE_TOKENS", "norm": "LN_TUNING"},
@@ -173,20 +172,20 @@ _WITH_RANK = ("A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")
 
 
 class Adapter(Struct, frozen=True):
-    """An adapter: its layers, and the tensors that it has whole. ``path`` is empty for one inside of its base."""
+    """The layers of an adapter, and the modules that it saves whole. ``path`` is empty for an adapter in its base."""
 
     path: str
     checkpoint: Checkpoint
     config: Mapping[str, Any]  # empty if there is none
     layers: tuple[AdapterLayer, ...]
     saved: Mapping[str, str] = field(default_factory=dict)  # keys of the model to those of the adapter
-    # Whether peft loads it by itself, and not diffusers through it, which computes in the dtype of the base.
+    # Whether peft loads it directly, and not through diffusers, which computes in the dtype of the base.
     is_peft: bool = False
     weight: float = 1.0
 
     @property
     def kind(self) -> str:
-        """The type that the configuration says, in capitals; LORA if it says none."""
+        """The type in the configuration, in capitals; LORA if it has none."""
         return str(self.config.get("peft_type", "LORA")).upper()
 
     @property
@@ -196,18 +195,18 @@ class Adapter(Struct, frozen=True):
 
     @property
     def base(self) -> str:
-        """The name of the base that it was trained on, as its configuration or a trainer's note in its header says."""
+        """The name of the base that it was trained on, from its configuration or a trainer's note in the header."""
         named = self.config.get("base_model_name_or_path") or self.config.get("model")
         named = named or _noted(self.checkpoint, "ss_sd_model_name")
         return named if isinstance(named, str) else ""
 
     def is_trained_on(self, path: str) -> bool | None:
-        """Return whether a file is the one that the adapter was trained on, by the hash that kohya's scripts note: of
-        64 KiB after the first MiB. None if nothing says so."""
+        """Return whether the adapter was trained on a file, by the hash of 64 KiB after the first MiB that kohya's
+        scripts note; None if there is no such note."""
         noted = _noted(self.checkpoint, "ss_sd_model_hash")
         if not re.fullmatch("[0-9a-f]{8}", noted) or not Path(path).is_file():
             return None
-        import hashlib  # it loads OpenSSL, which a first answer does not need
+        import hashlib  # loads OpenSSL, which a first answer does not need
 
         some = Content.of_file(path)[1 << 20 : (1 << 20) + (1 << 16)]
         return hashlib.sha256(some).hexdigest().startswith(noted) if some else None
@@ -226,7 +225,7 @@ class Adapter(Struct, frozen=True):
         return parts or self.config
 
     def sizes(self, layer: AdapterLayer) -> frozenset[int]:
-        """Return how many inputs and outputs a layer changes, as far as its tensors say so."""
+        """Return the numbers of inputs and outputs of a layer, as far as its tensors show them."""
         of_end = {role: spec.shape for role in layer.keys if (spec := self.spec(layer, role)) is not None}
         if layer.is_kronecker:
             one, two = (self.whole_shape(layer, name) for name in ("lokr_w1", "lokr_w2"))
@@ -239,7 +238,7 @@ class Adapter(Struct, frozen=True):
         return frozenset(of_end.get("diff", ()))
 
     def whole_shape(self, layer: AdapterLayer, name: str) -> tuple[int, ...]:
-        """Return the shape of a matrix of LoKr that is whole, or the product of two."""
+        """Return the shape of a matrix of LoKr, stored whole or as a product of two; empty if these do not fit."""
         if (whole := self.spec(layer, name)) is not None:
             return whole.shape
         pair = [self.checkpoint.specs[layer.keys[f"{name}_{end}"]].shape for end in "ab"]
@@ -265,11 +264,11 @@ class Adapter(Struct, frozen=True):
         return stored
 
     def scaling(self, layer: AdapterLayer) -> float:
-        """Return the factor of a layer's product. Raises ``AdapterError`` if the file does not say it."""
+        """Return the factor of a layer's product. Raises ``AdapterError`` if it is unknown."""
         config = self.settings(layer)
         is_full = layer.is_kronecker and self.with_rank(layer) is None
         if is_full and "r" not in config and (layer.component or "alpha" in layer.keys):
-            return self.weight  # as LyCORIS takes it; peft scales what is whole too
+            return self.weight  # as in LyCORIS; peft scales whole matrices too
         if isinstance(given := config.get("lora_parameters"), Mapping):  # of mlx-lm; old releases have an alpha
             factor = _number("alpha", given["alpha"]) / self.rank(layer) if "alpha" in given else 1
             return self.weight * _number("scale", given.get("scale")) * factor
@@ -285,7 +284,7 @@ class Adapter(Struct, frozen=True):
         elif own in config:
             alpha = _by_pattern(config, "alpha_pattern", layer.module, config[own])
         elif layer.component:
-            return self.weight  # as diffusers takes it
+            return self.weight  # as in diffusers
         else:
             raise AdapterError(
                 f"{self.path or self.checkpoint.path}: lora_alpha, which scales the change, is unknown; put the "
@@ -297,8 +296,8 @@ class Adapter(Struct, frozen=True):
 
 
 def open_adapter(text: str, base: Checkpoint) -> Adapter:
-    """Open what ``--adapter`` names: a folder, a file of weights, or the configuration of an adapter that is inside of
-    its base; ``=0.5`` at the end of the text is its weight. Raises ``AdapterError`` if it cannot be merged at all."""
+    """Open the adapter that ``--adapter`` names: a folder, a file of weights, or the configuration of an adapter inside
+    its base; ``=0.5`` at the end of the text is its weight. Raises ``AdapterError`` if it cannot be merged."""
     path, weight = _weighted(text)
     file = Path(path)
     if file.suffix == ".json":
@@ -315,10 +314,10 @@ def open_adapter(text: str, base: Checkpoint) -> Adapter:
 
 
 def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any] | None = None) -> Adapter:
-    """Return the adapter whose tensors a checkpoint holds, by their names; one without layers if there is none."""
-    is_peft = bool(config)  # that of a file of peft, in which no names begin with a component of a pipeline
+    """Return the adapter in a checkpoint, recognised by the names of tensors; without layers if there is none."""
+    is_peft = bool(config)  # names in files of peft do not begin with a component of a pipeline
     try:
-        noted = json.loads(_noted(checkpoint, "lora_adapter_metadata") or "null")  # which diffusers writes
+        noted = json.loads(_noted(checkpoint, "lora_adapter_metadata") or "null")  # written by diffusers
     except (ValueError, RecursionError):
         noted = None
     config = config or (noted if isinstance(noted, dict) else {})
@@ -331,7 +330,7 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
         own = _XLABS.sub(lambda of: f"diffusion_model.{of[1]}.{_XLABS_SIDES[of[3]]}_attn.{of[2]}.lora", own)
         match = _TENSOR.fullmatch(own)
         if match is None:
-            # With bias="all", peft saves the biases of the modules that modules_to_save has replaced.
+            # With bias="all", peft also saves the biases of modules that modules_to_save replaces.
             if (path and ".original_module." not in key) or ".modules_to_save." in key:
                 saved[_wrapped(strip_segments(_SAVED.sub("", key)))] = key
             names.update(name for name in _SAVED.findall(key) if name)
@@ -357,13 +356,13 @@ def adapter_in(checkpoint: Checkpoint, path: str = "", config: Mapping[str, Any]
     layers = (
         AdapterLayer(".".join(part for part in module.split(".") if part not in _NESTED), prefix, keys)
         for (prefix, module), keys in found.items()
-        if keys.keys() != {"alpha"}  # else a parameter of the model with this name
+        if keys.keys() != {"alpha"}  # that is a parameter of the model
     )
     return Adapter(path, checkpoint, config, tuple(layers), saved, is_peft)
 
 
 def _wrapped(name: str) -> str:
-    """Return a name in the model that peft wrapped, which may be a part of another."""
+    """Return a name in the model that peft wrapped, which may itself be inside another module."""
     return f".{name}".rpartition(f".{_BASE}")[2].removeprefix(".")
 
 
@@ -390,13 +389,13 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def config_beside(path: str, name: str = CONFIG) -> Mapping[str, Any] | None:
-    """Return the configuration of an adapter in a folder, or beside a file; None if there is none."""
+    """Return the configuration file in a folder, or beside a file; None if there is none."""
     file = (Path(path) if Path(path).is_dir() else Path(path).parent) / name
     return _config(file) if file.is_file() else None
 
 
 def model_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the ``config.json`` beside a file; an empty one if there is none that can be read."""
+    """Return the ``config.json`` beside a file; empty if it is missing or unreadable."""
     if checkpoint.format == IN_MEMORY:
         return {}
     try:
@@ -422,7 +421,7 @@ def _noted(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:
-    """Return the number of the first pattern that matches the end of a module's name, as peft does."""
+    """Return the number of the first pattern that matches the end of a module's name (as in peft), or the default."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise AdapterError(f"the {name} of {CONFIG} does not map layers to numbers; get the file from its source")
@@ -440,7 +439,7 @@ def _by_pattern(config: Mapping[str, Any], name: str, module: str, default: floa
     return _number({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(name, name), default)
 
 
-_HUGE = 1e300  # a number of JSON may be an integer that no float holds
+_HUGE = 1e300  # JSON can have integers that are too large for a float
 
 
 def _number(name: str, value: object) -> float:
@@ -453,8 +452,8 @@ def _number(name: str, value: object) -> float:
 
 
 def foreign_type(adapter: Adapter) -> str:
-    """Return the type of an adapter that cannot be merged, by its configuration or else the names of its tensors; empty
-    if there is no sign of one."""
+    """Return the type of an adapter that cannot be merged, from its configuration or the names of its tensors; empty
+    for any other adapter."""
     if adapter.kind not in _MERGED:
         return adapter.kind
     found = next(filter(None, map(_FOREIGN.search, adapter.checkpoint.specs)), None)
@@ -465,14 +464,14 @@ def foreign_type(adapter: Adapter) -> str:
 
 
 def is_foreign(adapter: Adapter, key: str) -> bool:
-    """Return whether a tensor is one of an adapter that cannot be merged, and of no model."""
+    """Return whether a tensor belongs to an adapter that cannot be merged, and not to a model."""
     found = _FOREIGN.search(key)
     is_of_adapter = key.endswith(".alpha") or (bool(adapter.config) and key.startswith("base_model."))
     return found["scalar"] is None if found else is_of_adapter
 
 
 def _refuse(adapter: Adapter, path: str) -> None:
-    """Raise ``AdapterError`` for an adapter that is more than what its tensors say."""
+    """Raise ``AdapterError`` for an adapter that cannot be merged from its tensors."""
     config, kind = adapter.config, adapter.kind
     if (other := foreign_type(adapter)) and (adapter.path or kind not in _MERGED):
         if other in UNMERGED:
@@ -496,7 +495,7 @@ def _refuse(adapter: Adapter, path: str) -> None:
 
 
 def _matrices(layer: AdapterLayer) -> Sequence[str]:
-    """Return the roles of the matrices that a layer has to have."""
+    """Return the roles of the matrices that a layer requires."""
     if not layer.keys.keys() - {*_DIFFERENCES, "alpha"}:
         return ()
     if layer.keys.keys() & {*KRONECKER}:
@@ -511,7 +510,7 @@ _MATRICES = ("A", "B", *HADAMARD, *KRONECKER, *CORES)
 
 
 def check_alone(adapter: Adapter) -> None:
-    """Raise ``AdapterError`` for what is wrong with an adapter, whatever its base."""
+    """Raise ``AdapterError`` for defects of an adapter that do not depend on its base."""
     path = adapter.path or adapter.checkpoint.path
     how = adapter.config.get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_REBUILT):
@@ -519,7 +518,7 @@ def check_alone(adapter: Adapter) -> None:
             f"{path}: trained with init_lora_weights={how}, which changes the base too; convert it first, in peft with "
             "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
-    # The components of a pipeline are trained apart: each may have been saved with or without them.
+    # The components of a pipeline are trained separately: each may have been saved with or without alphas.
     scaled = {layer.component for layer in adapter.layers if "alpha" in layer.keys}
     lacking = [
         layer

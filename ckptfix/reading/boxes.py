@@ -1,5 +1,6 @@
-"""Tensors in row-major order: strided ones, and those that are put together from boxes of others. None is read before
-it is asked for, nor as a whole if it is read in order."""
+"""Tensors in row-major order: strided ones, and those assembled from boxes of others.
+
+They are read lazily, and in pieces if they are read in order."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def is_range(spec: TensorSpec) -> bool:
 
 
 def row_major(spec: TensorSpec, path: str) -> ByteSource:
-    """Return the bytes of a strided tensor in row-major order, conjugated or negated where the spec says so."""
+    """Return the bytes of a strided tensor in row-major order, conjugated or negated if its spec has such bits."""
     if spec.storage is not None and is_range(spec):
         return _stored(spec)
     return KeptBytes(spec.nbytes, max(spec.nbytes, 1), lambda *_: _resolved(spec, path))
@@ -42,7 +43,7 @@ def row_major_bytes(spec: TensorSpec, path: str) -> memoryview:
 
 
 def row_major_blocks(spec: TensorSpec, path: str) -> Iterator[memoryview]:
-    """Return the same in blocks, each valid until the next one is asked for."""
+    """Yield the bytes of a strided tensor in row-major order in blocks. Each is valid until the next."""
     if spec.storage is None:
         raise WriteError(f"{path}: a tensor on the meta device has no values to write; fill it first")
     return stream(MemoryBytes(_resolved(spec, path)) if spec.math_bits else _stored(spec), 0, spec.nbytes)
@@ -54,7 +55,7 @@ def have_same_bytes(one: TensorSpec, other: TensorSpec, path: str) -> bool:
 
 
 def _stored(spec: TensorSpec) -> ByteSource:
-    """Return the bytes of a tensor with a storage in row-major order, as they are stored."""
+    """Return the stored bytes of a tensor in row-major order, without its conj and neg bits."""
     assert spec.storage is not None
     if spec.is_contiguous:
         return WindowBytes(spec.storage.source, spec.extent[0], spec.nbytes)
@@ -62,7 +63,7 @@ def _stored(spec: TensorSpec) -> ByteSource:
 
 
 def _resolved(spec: TensorSpec, path: str) -> memoryview:
-    """Return the whole of a tensor that is not a range of its storage."""
+    """Return all bytes of a tensor in row-major order, conjugated or negated."""
     if spec.storage is None:
         raise UnreadableError(f"{path}: a chunk of the meta device has no values; save the checkpoint again")
     data = _stored(spec).read(0, spec.nbytes)
@@ -78,10 +79,10 @@ def _resolved(spec: TensorSpec, path: str) -> memoryview:
 
 
 def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, TensorSpec]]) -> ByteSource:
-    """Return the row-major bytes of a tensor of this shape, of pieces that fill its boxes.
+    """Return the row-major bytes of a tensor that is filled by pieces, each at a box.
 
-    Pieces that follow each other in it, such as the layers of a stack, are joined: those that are ranges of their
-    storages a writer copies within the file system, which takes half the time."""
+    Pieces that are contiguous in it, such as the layers of a stack, are joined: a writer copies their ranges within the
+    file system, which takes half the time."""
     sources: dict[Box, ByteSource] = {}
     whole = full(shape)
     for place, piece in pieces:
@@ -93,13 +94,13 @@ def bytes_of_boxes(shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, Tens
     return JoinedBytes((first, *others)) if others else first
 
 
-PANEL = 32 << 20  # bytes that are put together at a time: for each panel of a transposed tensor, all of it is read
+PANEL = 32 << 20  # bytes that are assembled at a time: each panel of a transposed tensor reads all of it
 SLAB = 4 << 20  # bytes that are read at a time
-CACHED = 16  # rows that are transposed together, so that what they write is still in the cache: 2 to 4 times as fast
+CACHED = 16  # rows that are transposed together, so that the output stays in the cache: 2 to 4 times as fast
 
 
 class AssembledBytes:
-    """The row-major bytes of a tensor that is put together from boxes of others, with their axes in any order."""
+    """The row-major bytes of a tensor that is assembled from boxes of others, with any strides."""
 
     def __init__(self, shape: Shape, itemsize: int, pieces: Sequence[tuple[Box, TensorSpec]]) -> None:
         self.nbytes = prod(shape) * itemsize
@@ -114,11 +115,11 @@ class AssembledBytes:
         return found
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield bytes ``start`` to ``stop``, in panels of whole rows, each valid until the next one is asked for."""
+        """Yield bytes ``start`` to ``stop`` in panels of whole rows. Each is valid until the next."""
         if start == stop:
             return
         inner = contiguous_strides(self._shape)
-        most = min(PANEL, stop - start)  # a row that is longer than what is asked for would be made again and again
+        most = min(PANEL, stop - start)  # longer rows than requested would be assembled repeatedly
         depth = next((at for at, numel in enumerate(inner) if numel * self._itemsize <= most), len(inner) - 1)
         row, rows = inner[depth] * self._itemsize, self._shape[depth]
         at = start // row
@@ -142,13 +143,13 @@ class AssembledBytes:
                 _fill(out, piece, offset, piece.strides)
 
 
-# Rooms that nothing is in, by size. A third of the time of a transpose went to fresh memory for each panel.
+# Free buffers by size. Allocating one for each panel took a third of the time of a transpose.
 _ROOMS: defaultdict[int, deque[memoryview]] = defaultdict(deque)
 
 
 @contextmanager
 def _room(size: int) -> Iterator[memoryview]:
-    """Provide memory that is used again afterwards."""
+    """Provide a buffer, which is reused afterwards."""
     try:
         room = _ROOMS[size].pop()
     except IndexError:
@@ -166,19 +167,19 @@ def boxed(spec: TensorSpec, box: Box) -> TensorSpec:
 
 
 def shaped(piece: TensorSpec, shape: Shape) -> TensorSpec:
-    """Return the piece with its elements, in row-major order, in another shape."""
+    """Return a tensor with the elements of a piece, in row-major order, in another shape."""
     if piece.shape != shape and not piece.is_contiguous:
         piece = replace(piece, storage=Storage("", _stored(piece)), offset=0)
     return piece if piece.shape == shape else replace(piece, shape=shape, strides=contiguous_strides(shape))
 
 
 def _fill(out: Array, piece: TensorSpec, offset: int, strides: Shape) -> None:
-    """Copy elements of the storage of a piece, from an offset on and with these strides, into an array."""
+    """Copy elements of a piece's storage into an array; ``offset`` and ``strides`` are in elements."""
     assert piece.storage is not None, "what is assembled has values"
     axes = sorted(range(out.ndim), key=lambda axis: (out.shape[axis] == 1, -strides[axis]))
     steps = [strides[axis] for axis in axes if out.shape[axis] > 1] or [1]
     out = out.transpose(axes)
-    out = out.reshape(out.shape[: len(steps)] or 1)  # what is left out is of one element
+    out = out.reshape(out.shape[: len(steps)] or 1)  # drops the axes of size 1, which are last
     inner_shape: Shape = out.shape[1:]
     reach = 1 + sum((size - 1) * step for size, step in zip(inner_shape, steps[1:], strict=True))
     if reach * out.itemsize > SLAB and out.ndim > 1:

@@ -1,6 +1,6 @@
 """The formats of a single file, recognised by content and never by extension.
 
-To add one: a module with ``read(content)``, and its line in ``FORMATS``."""
+To add one, write a module with ``read(content)``, and add its line to ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ckptfix.reading.archives.zip_directory import is_torch_export, is_torch_pac
 from ckptfix.reading.pickles.payload import refusing_payload
 from ckptfix.reading.weights.document import Document
 
-# Readers and what only damaged files need are imported when such a file comes, so that the first answer is quick.
+# Readers, and modules that only damaged files need, are imported when they are used, so that the first answer is quick.
 
 
 class Format(Struct, frozen=True):
-    """A format: its name, the module that reads it, and the test of how its bytes begin."""
+    """A format: its name, the module that reads it, and the test that recognises its first bytes."""
 
     name: str
     module: str
@@ -34,7 +34,7 @@ class Format(Struct, frozen=True):
         return document
 
 
-# Every format, in the order in which they are tried.
+# All formats, in the order in which they are tried.
 FORMATS = (
     Format("torch-package", "ckptfix.reading.torch_files.torch_package", sniffing.zip_of(is_torch_package)),
     Format("torchscript", "ckptfix.reading.torch_files.torchscript", sniffing.is_torchscript_zip),
@@ -50,11 +50,11 @@ _OF_TORCH = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
 
 
 def open_content(path: str, member: str | None = None) -> Content:
-    """Return the bytes of the checkpoint in a file, out of the archives and compressed streams around it; ``member``
+    """Return the bytes of the checkpoint in a file, unpacked from archives and compressed streams around it; ``member``
     picks one of several files in an archive."""
     content = Content.of_file(path)
     if sniffing.is_zip(content):
-        # Of the zip archives, only the last format is taken without a look at the names in it.
+        # The last format accepts any zip archive, without looking at the names in it.
         known = any(form.sniff(content) for form in FORMATS if form.sniff is not sniffing.is_zip)
         may_be_wrapped = not known and not is_torch_save(member_names(content))
     else:
@@ -67,9 +67,9 @@ def open_content(path: str, member: str | None = None) -> Content:
 
 
 def read_document(content: Content) -> Document:
-    """Return the document of one file's bytes, with the damage of the archive or stream that they came from first.
+    """Return the document of a file's content, whose damage begins with that of the archive or stream around it.
 
-    Raises ``UnreadableError`` if no format reads them, with what the file is instead if that shows."""
+    Raises ``UnreadableError`` if no format reads it, with what the file is instead if that can be told."""
     try:
         document = _read_or_undo(content)
     except UnreadableError as error:
@@ -79,7 +79,7 @@ def read_document(content: Content) -> Document:
         raise UnreadableError(f"{content.path}: {clauses(content.damage)}; its content: ", *inner) from error
     document.damage[:0] = content.damage
     document.remarks += _other_suffix(content, document.format)
-    # Tensors without a checksum of their own may be wrong if what they were packed in fails its own.
+    # If an archive or stream around the file fails its checksum, the tensors may be wrong.
     document.remarks += [
         Fact.of(Kind.DOUBTFUL_VALUES, cause=fact) for fact in content.damage if fact.kind in WRONG_BYTES
     ]
@@ -87,8 +87,8 @@ def read_document(content: Content) -> Document:
 
 
 def _other_suffix(content: Content, form: str) -> Iterator[Fact]:
-    """Yield what a file is if programs choose by its suffix a reader that refuses it."""
-    file = content.path.lower().partition("!")[0]  # what follows is the name in an archive
+    """Yield a remark if other programs would choose a reader by the file's suffix that refuses it."""
+    file = content.path.lower().partition("!")[0]  # the name in an archive follows
     is_safetensors = file.endswith(".safetensors")
     if not is_safetensors and not file.endswith(_OF_TORCH) and not (content.wrapper and file.endswith(".pth.tar")):
         return
@@ -98,13 +98,13 @@ def _other_suffix(content: Content, form: str) -> Iterator[Fact]:
 
 
 def _read_or_undo(content: Content) -> Document:
-    """Return the document of the bytes as they are, or without damage if undoing it gives more tensors."""
+    """Return the document of a content, or of the content with its damage undone if that has more tensors."""
     with refusing_payload(content.path, content.bounds.names):
         try:
             document = _read(content)
         except UnreadableError as error:
             undone = _read_undone(content)
-            # In a plain pickle that is damaged, each tensor is a file of torch, which has no name for it.
+            # In a damaged plain pickle, each tensor is a torch file inside it, which does not have the tensor's name.
             if undone is not None and (_tensors(undone) or not sniffing.is_pickle(content)):
                 return undone
             from ckptfix.reading.foreign.files import name_foreign_file
@@ -116,7 +116,7 @@ def _read_or_undo(content: Content) -> Document:
             return document
         undone = _read_undone(content)
         if undone is not None and _tensors(undone) >= _tensors(document):
-            return undone  # fewer are those inside of a plain pickle: each of its tensors is a file of torch
+            return undone  # with fewer, it is a torch file inside a plain pickle: each tensor of one is such a file
         from ckptfix.reading.foreign.files import name_mangled
 
         if (mangled := name_mangled(content)) is not None:
@@ -134,7 +134,7 @@ def _read(content: Content) -> Document:
 
 
 def _read_undone(content: Content) -> Document | None:
-    """Return the document of a damaged file whose damage can be undone: something before it, or a transfer as text."""
+    """Return the document of a file whose damage (bytes before it, a transfer as text) can be undone, else None."""
     from ckptfix.reading.foreign.files import READ, as_text, undo
 
     undone = undo(content)
@@ -148,7 +148,7 @@ def _read_undone(content: Content) -> Document | None:
         pass
     if undone.exact and (document is None or document.damage):
         if as_text(content[:READ]) is not None:
-            return None  # the lines of a text end in CR LF by right
+            return None  # a text file, whose lines may end in CR LF
         raise UnreadableError(
             f"{content.path}: {clause(undone.cause)} only if no byte is missing; transfer it again in binary mode"
         )

@@ -1,4 +1,4 @@
-"""Opening a path as a checkpoint: a file of any format, a packed one, the index of shards, or a folder."""
+"""Opens a path as a checkpoint: a file of any format, a packed one, an index of shards, or a folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptfix.reading.weights.containers import LazyTensors, open_document
 from ckptfix.reading.weights.document import Document
 from ckptfix.reading.weights.prefixed_sets import with_pick
 
-# What only some files need is imported when one of them comes, so that the first answer is quick.
+# Modules that only some files need are imported when they are used, so that the first answer is quick.
 
 
 Source = str | os.PathLike[str] | Mapping[str, Any]  # a checkpoint file, or a state_dict in memory
@@ -40,7 +40,7 @@ def is_remote(source: object) -> bool:
 
 
 def open_source(source: Source, settings: Settings) -> Checkpoint:
-    """Open a checkpoint file or a state_dict in memory, as the settings of a repair ask."""
+    """Open a checkpoint file or a state_dict in memory with the settings of a repair."""
     if not isinstance(source, Mapping):
         if not isinstance(source, (str, os.PathLike)):
             raise UsageError(f"the source is of type {type(source).__name__}; give a path or a state_dict")
@@ -59,7 +59,7 @@ def open_source(source: Source, settings: Settings) -> Checkpoint:
 
 
 def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> Checkpoint:
-    """Return a live state_dict as a checkpoint. Nothing is copied: an entry that no edit touches keeps its memory."""
+    """Return a state_dict in memory as a checkpoint. Nothing is copied: unedited entries keep their memory."""
     storages: dict[int, Storage] = {}
     entries = {str(key): _specs_of(value, storages) for key, value in state_dict.items()}
     if len(entries) < len(state_dict):
@@ -83,7 +83,7 @@ def open_state_dict(state_dict: Mapping[Any, Any], name: str = "state_dict") -> 
 
 
 def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
-    """Return an entry of a live state_dict with its tensors as specs, those inside of packed parameters too."""
+    """Return an entry of a state_dict in memory with its tensors as specs, also those inside packed parameters."""
     if _is_array(value):
         value = _from_array(value)
     if isinstance(value, torch.Tensor):
@@ -100,12 +100,12 @@ def _specs_of(value: Any, storages: dict[int, Storage]) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # without it there is no array
+    numpy = sys.modules.get("numpy")  # if it is not imported, there are no arrays
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _from_array(array: Any) -> Any:
-    """Return a numpy array as the tensor that shares its memory where torch can; text and objects as a list."""
+    """Return a numpy array as a tensor, which shares its memory if torch can; arrays of text or objects as a list."""
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     is_sharable = native.flags.writeable and all(stride >= 0 for stride in native.strides)
     try:
@@ -114,16 +114,16 @@ def _from_array(array: Any) -> Any:
         return array.tolist()
 
 
-# What the Hugging Face Trainer and accelerate save next to a model, and its edits may change.
+# The files of the Hugging Face Trainer and accelerate next to a model that its edits may change.
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin")
-# All that they resume from, on any number of ranks, and what ColossalAI and torchtune do.
+# All files from which they, ColossalAI and torchtune resume, with any number of ranks.
 OF_TRAINERS = re.compile(
     r"(optimizer|scheduler)\.(pt|bin)|lr_scheduler|recipe_state\.pt|scaler\.pt|rng_state(_\d+)?\.pth"
     r"|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|custom_checkpoint_\d+\.pkl"
     r"|training_args\.bin|trainer_state\.json"
 )
 
-# The names under which they save the model itself.
+# The names of their files for the model itself.
 MODELS = frozenset(
     f"{name}{end}"
     for name in ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
@@ -132,7 +132,7 @@ MODELS = frozenset(
 
 
 def _with_trainers_files(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """Return the checkpoint with a trainer's optimizer beside it, and a remark for each payload there."""
+    """Return the checkpoint with a trainer's optimizer beside it, and a remark for each payload in such files."""
     folder = path if path.is_dir() else path.parent
     if not (path.is_dir() or (path.name in MODELS and folder.is_dir())):
         return checkpoint
@@ -140,7 +140,7 @@ def _with_trainers_files(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     armed: list[Fact] = []
     for file in sorted(folder.iterdir()):
         if OF_TRAINERS.fullmatch(file.name) and file.suffix != ".json" and file.is_file():
-            with contextlib.suppress(UnreadableError, UsageError):  # a check of that file says what is wrong with it
+            with contextlib.suppress(UnreadableError, UsageError):  # a check of that file reports the error
                 document = read_document(Content.of_file(str(file)))
                 armed += [replace(fact, place=file.name) for fact in document.remarks if fact.kind is Kind.PAYLOAD]
                 if file.name in OPTIMIZERS:
@@ -151,17 +151,17 @@ def _with_trainers_files(checkpoint: Checkpoint, path: Path) -> Checkpoint:
 def open_file(
     path: str, weights: str | None = None, *, salvage: bool = False, member: str | None = None, narrow: bool = True
 ) -> Checkpoint:
-    """Return the checkpoint in a file or folder; no tensor is read and nothing of it runs.
+    """Open the checkpoint in a file or folder. No tensor is read, and no code of the file runs.
 
     ``weights`` picks one of several state_dicts by its name in the container, or one of several sets in a state_dict by
-    the prefix of its keys; without ``narrow``, the others stay beside it and ``Checkpoint.picked`` names it. ``member``
-    picks one of several files in an archive. ``salvage`` keeps what is whole of a damaged file; the rest is named in
-    ``Checkpoint.lost``. Raises ``UnreadableError`` with the true cause if there is nothing to open, ``HostileError`` if
-    the file is built to do harm."""
+    the prefix of its keys; without ``narrow``, the other sets stay and ``Checkpoint.picked`` has the picked one.
+    ``member`` picks one of several files in an archive. ``salvage`` keeps the intact tensors of a damaged file, and
+    ``Checkpoint.lost`` has the others. Raises ``UnreadableError`` with the cause if the file cannot be opened, and
+    ``HostileError`` if it is built to do harm."""
     is_part = path.endswith((".distcp", ".metadata")) or Path(path).name in COMMON
     if is_part and Path(path).with_name(".metadata").is_file():
         path = str(Path(path).parent)  # of torch.distributed.checkpoint, which is a folder
-    if os.path.isdir(path):  # noqa: PTH112 - that of Path raises where a name is too long or a folder is closed
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for names that are too long and folders without access
         from ckptfix.reading.folders.folders import read_folder, weights_file
 
         file = weights_file(path)
@@ -181,10 +181,10 @@ def open_file(
 
 
 def _are_in_ranks(file: str) -> bool:
-    """Return whether a file of ``save_pretrained`` under ZeRO 3 has its elements in the ranks beside it."""
+    """Return whether a file of ``save_pretrained`` under ZeRO 3 is empty, with its elements in the ranks beside it."""
     from ckptfix.reading.folders.folders import has_ranks
 
-    with contextlib.suppress(CkptfixError):  # what is wrong with one of them is said where it is read
+    with contextlib.suppress(CkptfixError):  # reading the files reports the error
         if has_ranks(Path(file).parent):
             found = [*tensors_in(read_document(Content.of_file(file)).root)]
             return bool(found) and not any(spec.numel for spec in found)
@@ -192,7 +192,7 @@ def _are_in_ranks(file: str) -> bool:
 
 
 def _read_ranks(path: str, salvage: bool) -> Document | None:
-    """Return the document of all ranks of a training, if the file is named like one and has others beside it."""
+    """Return the document of all ranks of a training run if the file is one of them by name; None otherwise."""
     if not may_be_rank(path):
         return None
     from ckptfix.reading.folders.folders import read_siblings
@@ -200,11 +200,11 @@ def _read_ranks(path: str, salvage: bool) -> Document | None:
     try:
         return read_siblings(Path(path), salvage)
     except OSError:
-        return None  # opening the file says why
+        return None  # opening the file reports the error
 
 
 def _read_index(content: Content) -> Document | None:
-    """Return the document of a sharded checkpoint, if the content is the index of one."""
+    """Return the document of a sharded checkpoint if the content is its index; None otherwise."""
     if not sniffing.may_be_json(content):
         return None
     from ckptfix.reading.folders import shard_index, sharded

@@ -1,11 +1,11 @@
 """The safetensors format: 8 bytes of header length, a JSON header, and the bytes of the tensors without gaps.
 
-Specification: https://github.com/huggingface/safetensors#format. Nothing in the format tells a damaged tensor from a
-whole one: if the file's size is not that of its layout, the tensors that may be others are named.
+Specification: https://github.com/huggingface/safetensors#format. The format has no checksums: if the file's size does
+not match its layout, remarks name the tensors whose values are in doubt.
 
-safetensors has no room for what surrounds a state_dict. ckptfix keeps it in ``__metadata__`` as JSON under three names:
-``ckptfix.metadata`` (torch's ``_metadata``), ``ckptfix.ties`` (alias → stored key) and ``ckptfix.container`` (path and
-plain extras)."""
+safetensors has no place for the container around a state_dict. ckptfix stores it in ``__metadata__`` as JSON under
+three names: ``ckptfix.metadata`` (torch's ``_metadata``), ``ckptfix.ties`` (alias → stored key) and
+``ckptfix.container`` (path and plain extras)."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ METADATA, TIES, CONTAINER = "ckptfix.metadata", "ckptfix.ties", "ckptfix.contain
 def read(content: Content) -> Document:
     """Return the document of a safetensors file: a flat state_dict, or the container that ``__metadata__`` describes.
 
-    Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header itself is not whole or sound."""
+    Tensors that the file has lost are torn. Raises ``UnreadableError`` if the header is truncated or invalid."""
     header, start = read_header(content)
     damage: list[Fact] = []
     notes = header.pop("__metadata__", {})
     if notes is None:
-        notes = {}  # as the library takes it
+        notes = {}  # as in the library
     if not isinstance(notes, dict):
         raise damaged(content.path, "the header's __metadata__ does not map strings to strings: the file is damaged")
     odd = [name for name, value in notes.items() if not isinstance(value, str)]
     notes |= {name: json.dumps(notes[name]) for name in odd}
     placed, nbytes = check_layout(content, header)
-    last = len(content) - nbytes  # where the tensors begin if the padding of the header was left out of its length
+    last = len(content) - nbytes  # start of the tensors if the header's length leaves out its padding
     if start < last < start + ALIGNMENT and not last % ALIGNMENT and not content[start:last].strip(b" "):
         start = last
         damage.append(Fact(Kind.HEADER_PADDING))
@@ -81,7 +81,7 @@ def read(content: Content) -> Document:
 
 
 def _is_appended(content: Content, end: int) -> bool:
-    """Return whether the bytes after the last tensor are another file, a text, or padding: no tensor's own."""
+    """Return whether the bytes after the last tensor are another file, a text or padding, and not tensor data."""
     from ckptfix.reading.foreign.files import as_text
 
     tail = content[end : end + BLOCK]
@@ -93,10 +93,10 @@ def _is_appended(content: Content, end: int) -> bool:
 
 
 def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> bool:
-    """Return whether a tensor that is there as a whole is another one if the surplus (or lack) of bytes is before it.
+    """Return whether a complete tensor has other values if the surplus bytes (or missing ones) are before it.
 
-    The file does not say where the bytes are missing or too many: a resumed download may leave out a block in the
-    middle, or fetch it twice."""
+    The file does not show where bytes are missing or extra: a resumed download may leave out a block in the middle, or
+    fetch it twice."""
     stop = begin + nbytes
     return stop <= len(content) and any(
         content[at : min(at + BLOCK, stop)] != content[at + surplus : min(at + BLOCK, stop) + surplus]
@@ -105,11 +105,11 @@ def _is_doubtful(content: Content, begin: int, nbytes: int, surplus: int) -> boo
 
 
 def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes: Mapping[str, str]) -> Document:
-    """Put ties, ``_metadata`` and the container back, where ckptfix wrote the file."""
+    """Return the document with the ties, ``_metadata`` and container that ckptfix stored in the notes."""
     remarks = [Fact.of(Kind.NOTE, name, text=value) for name, value in notes.items() if not name.startswith("ckptfix.")]
 
     def note(name: str) -> dict[str, Any]:
-        """Return a note that ckptfix wrote. A damaged note is not a reason to refuse the weights."""
+        """Return a note of ckptfix. A damaged note is remarked, but does not make the weights unreadable."""
         fault = "is not a JSON object"
         try:
             value = bounds.parse_json(notes[name]) if name in notes else {}
@@ -132,7 +132,7 @@ def _restore(path: str, bounds: Bounds, state_dict: OrderedDict[str, Any], notes
     return Document(path, NAME, root, note(METADATA) or None, set(), remarks)
 
 
-ALIGNMENT = 8  # writers pad the header with spaces to a multiple of that many bytes
+ALIGNMENT = 8  # writers pad the header with spaces to a multiple of this many bytes
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 _NOTHING = TensorSpec("uint8", (0,), (1,))
 
@@ -140,7 +140,7 @@ _NOTHING = TensorSpec("uint8", (0,), (1,))
 def read_header(content: Content) -> tuple[dict[str, Any], int]:
     """Return the parsed header, and the offset of the first tensor byte.
 
-    Raises ``UnreadableError`` if it is not as long as it says."""
+    Raises ``UnreadableError`` if it is truncated, too long or invalid."""
     size = len(content)
     length = int.from_bytes(content[:8], "little")
     if HEADER_LIMIT < length <= size - 8:
@@ -165,7 +165,7 @@ def _parsed_header(content: Content, raw: bytes) -> dict[str, Any]:
         raise damaged(path, f"the header is not UTF-8 ({error.reason} at byte {8 + error.start})") from error
     try:
         header = content.bounds.parse_json(text, unique_keys, _no_constant)
-        "".join(header).encode("utf-8")  # an escape may be half a character
+        "".join(header).encode("utf-8")  # an escape may be half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"the header is not valid JSON ({error}): damaged, or not a safetensors file") from error
     assert isinstance(header, dict), "its first character is a brace"
@@ -177,10 +177,10 @@ def _no_constant(name: str) -> Any:
 
 
 def check_layout(content: Content, header: dict[str, Any]) -> tuple[dict[str, tuple[int, TensorSpec]], int]:
-    """Return the tensors without their bytes, each with where it begins after the header, in the order of that, and the
-    size of all of them, once dtypes, shapes and offsets agree and leave no gap and no overlap.
+    """Return the tensors in the order of the header, each with its offset after the header, and their size in bytes.
 
-    Empties the header, which takes more memory than all that is made of it."""
+    Raises ``UnreadableError`` if dtypes, shapes and offsets contradict each other or leave gaps or overlaps. Empties
+    the header, which takes more memory than the result."""
     path = content.path
     position, placed = 0, dict.fromkeys(header, (0, _NOTHING))
     for key in sorted(header, key=lambda key: _begin(path, key, header[key])):
@@ -211,12 +211,12 @@ def _violated(path: str, key: str, clause: str, detail: str) -> UnreadableError:
 
 
 def _shown_shape(shape: list[int]) -> str:
-    """Return a shape in a message: a file may give a tensor any number of dimensions."""
+    """Return a shape for a message, shortened because a file may give a tensor any number of dimensions."""
     return f"[{', '.join(map(str, shape[:8]))}{', …' if len(shape) > 8 else ''}]"
 
 
 def _spec(path: str, key: str, record: Mapping[str, Any]) -> TensorSpec:
-    """Return a tensor without its bytes, in the shape that torch gives one of its dtype."""
+    """Return the spec of a tensor without its bytes, in torch's shape for its dtype."""
     name, shape = record["dtype"], record["shape"]
     dtype = BY_SAFETENSORS.get(name)
     if dtype is None:
@@ -236,7 +236,7 @@ def _spec(path: str, key: str, record: Mapping[str, Any]) -> TensorSpec:
 
 
 def _begin(path: str, key: str, record: Any) -> tuple[int, int]:
-    """Return the offsets of a tensor, once its record has the form that the specification asks for."""
+    """Return the offsets of a tensor after checking its record against the specification."""
     if not isinstance(record, dict):
         raise _violated(path, key, "a record of dtype, shape and data_offsets", f"it is a {type(record).__name__}")
     for name in ("dtype", "shape", "data_offsets"):

@@ -1,4 +1,4 @@
-"""Specs as tensors of torch, and tensors in memory as specs, which copies nothing."""
+"""Converts specs to torch tensors, and tensors in memory to specs without copying."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptfix.reading.pickles.claims import sizes
 
 
 class LiveBytes:
-    """The bytes of a storage of torch, shared and never copied unless they lie on another device."""
+    """The bytes of a torch storage, which are shared, and copied only from other devices."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -30,7 +30,7 @@ class LiveBytes:
         return self.storage.nbytes()
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop``, as a view of the storage's own memory where it is on the CPU."""
+        """Return bytes ``start`` to ``stop``, as a view of the storage's memory if it is on the CPU."""
         if start == stop:
             return memoryview(b"")
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
@@ -39,7 +39,7 @@ class LiveBytes:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in the threads that call it: for small blocks, those of its own cost up to forty times more."""
+    """Make torch compute in the calling thread: for small blocks, its own threads take up to forty times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,14 +49,14 @@ def one_thread() -> Iterator[None]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a uint8 tensor, shared."""
+    """Return the memory of a uint8 tensor without copying."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an ndarray is a buffer; its stubs say so from 3.12 on
 
 
 def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = None) -> TensorSpec:
-    """Return the spec of a live tensor; its bytes stay where they are. ``storages`` carries ties between calls."""
+    """Return the spec of a tensor in memory without copying it. ``storages`` carries ties between calls."""
     if hasattr(tensor, "__tensor_flatten__"):
-        # A wrapper such as DTensor has a storage of its own that holds nothing.
+        # The storage of a wrapper such as DTensor is empty.
         raise UsageError(
             f"a tensor of the state_dict is a {type(tensor).__name__}, whose values are elsewhere; pass plain tensors, "
             "for sharded ones those of get_model_state_dict(…, options=StateDictOptions(full_state_dict=True))"
@@ -93,7 +93,7 @@ def spec_of_tensor(tensor: torch.Tensor, storages: dict[int, Storage] | None = N
 
 
 def spec_of_number(dtype: str, shape: tuple[int, ...], value: float) -> TensorSpec:
-    """Return the spec of a new tensor, all of whose elements are one number."""
+    """Return the spec of a new tensor filled with one number."""
     return spec_of_tensor(torch.full(shape, value, dtype=getattr(torch, dtype)))
 
 
@@ -115,10 +115,10 @@ def _quantizer(tensor: torch.Tensor, storages: dict[int, Storage]) -> Quantizer:
 
 
 class Builder:
-    """Builds tensors so that those which share bytes in the file share memory too.
+    """Builds tensors; those that share bytes in the file share memory too.
 
-    With an ``alarm``, the checksum of every storage is proved, and the alarm given for a damaged one. The storages
-    that ``mapped`` holds are not read but mapped, where their bytes lie in a file as torch needs them."""
+    With an ``alarm``, the checksum of every storage is verified, and the alarm is called with a damaged one. The
+    storages in ``mapped`` are mapped instead of read, if they are in a file and aligned as torch needs."""
 
     def __init__(
         self, specs: Iterable[TensorSpec], path: str, alarm: Alarm | None = None, mapped: Collection[Storage] = ()
@@ -129,7 +129,7 @@ class Builder:
         self._loaded: dict[int, torch.UntypedStorage] = {}
 
     def build(self, spec: TensorSpec) -> torch.Tensor:
-        """Return the tensor of a spec, on CPU (a live tensor stays on its device)."""
+        """Return the tensor of a spec, on the CPU (a tensor in memory stays on its device)."""
         try:
             tensor = self._sparse(spec) if spec.parts else self._strided(spec)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -164,7 +164,7 @@ class Builder:
         return tensor
 
     def _map(self, region: Region) -> torch.UntypedStorage | None:
-        """Map the bytes of a region; None if they are not a range of a file, or not placed as their elements need."""
+        """Map the bytes of a region; None if they are not a range of a file, or not aligned for their elements."""
         place = located(region.storage.source)
         if place is None or not region.nbytes:
             return None
@@ -222,11 +222,11 @@ class Builder:
 
 
 def _mapped(file: OpenFile) -> mmap | None:
-    """Map a whole file; None if a file system or a limit of the system is against it.
+    """Map a whole file; None if the file system or a system limit does not allow it.
 
-    What is written to its pages never reaches the file, and its removal changes nothing. But as after
-    ``torch.load(mmap=True)``, a file that is written in place changes the tensors, and one that is cut short kills the
-    process that looks at them (SIGBUS)."""
+    Writes to the pages do not reach the file, and removing the file changes nothing. But as with
+    ``torch.load(mmap=True)``, overwriting the file in place changes the tensors, and truncating it kills the process
+    when it reads them (SIGBUS)."""
     if file.is_remote:
         return None
     file = file.opened()
@@ -237,17 +237,17 @@ def _mapped(file: OpenFile) -> mmap | None:
 
 
 def build_tensor(spec: TensorSpec, path: str = "checkpoint", alarm: Alarm | None = None) -> torch.Tensor:
-    """Return the tensor of one spec; only the bytes that it covers are read, except for a proof of its storage."""
+    """Return the tensor of one spec. Only its bytes are read, unless an ``alarm`` requires verifying its storage."""
     return Builder([spec], path, alarm).build(spec)
 
 
 def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> OrderedDict[str, Any]:
     """Return the state_dict of a checkpoint as torch objects, with ``_metadata`` as its attribute.
 
-    The tensors of the keys in ``mapped`` share the memory of the file if they can, and are read if they cannot."""
+    The tensors of the keys in ``mapped`` are mapped from the file if possible, else read."""
     storages = _storages_under(checkpoint, mapped)
     if storages:
-        soundness(storages)  # what is read is proved on the way
+        soundness(storages)  # storages that are read are verified on the way
     builder = Builder(tensors_in(dict(checkpoint.entries)), checkpoint.path, refusing(checkpoint), storages)
     made: dict[int, Any] = {}
     try:
@@ -259,20 +259,20 @@ def build_state_dict(checkpoint: Checkpoint, mapped: Collection[str] = ()) -> Or
             f"{checkpoint.path}: an entry of the state_dict is nested too deeply to be built; remove it first"
         ) from error
     if checkpoint.metadata is not None:
-        state_dict._metadata = OrderedDict(  # type: ignore[attr-defined]  # torch hangs it there
+        state_dict._metadata = OrderedDict(  # type: ignore[attr-defined]  # as torch does
             (module, dict(versions)) for module, versions in checkpoint.metadata.items()
         )
     return state_dict
 
 
 def revive_tree(value: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Build what is beside the weights, as torch has it. Raises ``UnreadableError`` if bytes fail their checksum."""
+    """Build the data beside the weights as torch objects. Raises ``UnreadableError`` if bytes fail their checksum."""
     made: dict[str, Any] = revive(value, Builder(tensors_in(value), checkpoint.path, refusing(checkpoint)), {})
     return made
 
 
 def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection[Storage]:
-    """Return the storages of these keys' entries that no other entry has a part in, in order."""
+    """Return the storages that only the entries of these keys use, in order."""
     found: dict[bool, dict[Storage, None]] = {True: {}, False: {}}
     for key, entry in checkpoint.entries.items():
         for spec in tensors_in(entry):
@@ -282,8 +282,9 @@ def _storages_under(checkpoint: Checkpoint, keys: Collection[str]) -> Collection
 
 
 def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
-    """Return an entry of a state_dict as torch has it: tensors, and dtypes, devices and sizes inside of tuples, lists
-    and dicts. ``made`` keeps what is done, so that an object that is in two places, or in itself, stays one."""
+    """Return an entry of a state_dict as torch objects: tensors, dtypes and sizes, also inside tuples, lists and dicts.
+
+    ``made`` has the results so far, so that an object in two places, or in itself, stays one object."""
     if isinstance(value, TensorSpec):
         return builder.build(value)
     if id(value) in made:
@@ -312,12 +313,12 @@ def revive(value: Any, builder: Builder, made: dict[int, Any]) -> Any:
         try:
             return torch.Size(sizes(value))
         except ValueError:
-            return value  # made by hand: no torch ever wrote such a size
+            return value  # torch never writes such a size
     return value
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name. Raises ``UnreadableError`` if this torch is too old to know it."""
+    """Return torch's dtype with a name. Raises ``UnreadableError`` if the installed torch is too old for it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnreadableError(
