@@ -1,1 +1,1 @@
-"""What torch itself writes: zip, legacy, tar, package and TorchScript; and plain pickles."""
+"""Files that torch itself writes (zip, legacy, tar, package, TorchScript, export), and plain pickles."""

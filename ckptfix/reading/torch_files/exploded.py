@@ -1,4 +1,4 @@
-"""A torch file that was unpacked into a folder, as browsers do to what they take for an ordinary zip archive."""
+"""A torch file that was unpacked into a folder, as some browsers do with any zip archive."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FILE_LIMIT = 200_000
 
 
 def looks_like(folder: Path) -> bool:
-    """Return whether a folder, or the one folder in it, has the members of a torch file."""
+    """Return whether a folder, or the only folder in it, has the members of a torch file."""
     return _root(folder) is not None
 
 
 def read_folder(folder: Path) -> Document:
-    """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or cut."""
+    """Return the document of an unpacked torch file. Raises ``UnreadableError`` if a member is missing or truncated."""
     archive = FolderArchive(str(folder), _files(_root(folder) or folder))
     with refusing_payload(str(folder), archive.bounds.names):
         if "constants.pkl" in archive.members:
@@ -37,8 +37,8 @@ def read_folder(folder: Path) -> Document:
 
 
 class FolderArchive(TorchArchive):
-    """The files of a folder by their names below it. The checksums were in the archive's directory, and that a file is
-    shorter than it should be shows where it is used."""
+    """The files of a folder by their paths in it. There are no checksums, which were in the archive's directory, and a
+    truncated file is noticed when its storage is read."""
 
     def __init__(self, path: str, members: dict[str, Path]) -> None:
         nbytes = sum(file.stat().st_size for file in members.values())
@@ -59,7 +59,7 @@ def _root(folder: Path) -> Path | None:
 
 
 def _files(root: Path) -> dict[str, Path]:
-    """Return every file below a folder. A link is left out: it may lead anywhere."""
+    """Return all files in a folder and its subfolders, except links, which may lead anywhere."""
     files: dict[str, Path] = {}
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.startswith("._") and path.name != ".DS_Store":

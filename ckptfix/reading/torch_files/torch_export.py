@@ -1,8 +1,7 @@
-"""The archive of torch.export since torch 2.8 (``.pt2``): raw storages, and a JSON file that says what they are.
+"""The archive of torch.export since torch 2.8 (``.pt2``): raw storages, and a JSON file that describes them.
 
-``data/weights/<model>_weights_config.json`` has the names, dtypes, shapes and strides of the state_dict of a model, and
-the member ``data/weights/weight_N`` that holds each; tied tensors have one. The graph and its constants are of no use
-in a state_dict.
+``data/weights/<model>_weights_config.json`` has the names, dtypes, shapes and strides of a model's state_dict, and for
+each tensor its member ``data/weights/weight_N``; tied tensors share one. The graph and its constants are not read.
 
 Layout: https://docs.pytorch.org/docs/stable/export/pt2_archive.html, ``torch/_export/serde/schema.py``."""
 
@@ -33,12 +32,12 @@ _NAMES = (
     "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
     " uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint32 uint64"
 ).split()
-_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES, strict=True))  # the dtypes by their numbers in `ScalarType`
+_DTYPES = dict(zip((*range(1, 14), *range(28, 36)), _NAMES, strict=True))  # dtypes by their numbers in `ScalarType`
 _STRIDED = 7
 
 
 def read(content: Content) -> Document:
-    """Return the document of an exported program: its state_dict, or those of all its models by name."""
+    """Return the document of an exported program: its state_dict, or those of its models by name if it has several."""
     archive = open_archive(content, EXPORT_MARK)
     reading = Reading(archive)
     if reading.is_big_endian:
@@ -78,7 +77,7 @@ def _weights(content: Content, reading: Reading, name: str) -> OrderedDict[str, 
 
 
 def _spec(meta: Mapping[str, Any]) -> TensorSpec:
-    """Return the tensor that a ``TensorMeta`` describes, without its bytes."""
+    """Return the spec that a ``TensorMeta`` describes, without its bytes."""
     number, layout = meta["dtype"], meta["layout"]
     if number not in _DTYPES or _DTYPES[number] not in DTYPES or layout != _STRIDED:
         raise ValueError(f"dtype {shown(number)} in the layout {shown(layout)}")

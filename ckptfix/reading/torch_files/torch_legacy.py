@@ -1,8 +1,8 @@
 """The format of torch.save up to 1.5, and plain pickles.
 
-A legacy file is a row of pickles (a magic number, a protocol version, facts about the machine, the object, the list of
-storage keys) and after them each storage as an 8-byte count and its raw elements:
-``torch/serialization.py::_legacy_save``."""
+A legacy file is a sequence of pickles (a magic number, a protocol version, facts about the machine, the object, the
+list of storage keys), followed by each storage as an 8-byte count and its raw elements
+(``torch/serialization.py::_legacy_save``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROTOCOL = 1001
 def read(content: Content, nesting: int = 0) -> Document:
     """Return the document of a legacy file or a plain pickle.
 
-    Storages that the file has lost are torn. Raises ``UnreadableError`` if the pickles themselves are not whole."""
+    Storages that the file has lost are torn. Raises ``UnreadableError`` if the pickles are truncated or damaged."""
 
     def find_storage(key: str, nbytes: int, device: str) -> Storage:
         return Storage(key, LateBytes(nbytes), device)
@@ -58,7 +58,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     except UnreadableError as error:
         zeros = filled_end(content)
         if isinstance(error, NoOpcodeError) and not nesting and not pickles.storages and 0 < zeros <= error.position:
-            document = read(WindowContent.of(content, 0, zeros))  # zeros inside of a value would pass for its bytes
+            document = read(WindowContent.of(content, 0, zeros))  # zeros inside a value would pass for its bytes
             document.damage.insert(0, Fact.of(Kind.ZEROS, start=zeros, nbytes=len(content)))
             return document
         if nesting or (rest := read_damaged(content, pickles, error)) is None:
@@ -71,7 +71,7 @@ def read(content: Content, nesting: int = 0) -> Document:
     version, position = _run_part(pickles, content, position, "version")
     if version != PROTOCOL:
         raise damaged(content.path, f"legacy torch format version {shown(version)} is unknown")
-    # The facts about the machine say which byte order it had. They do not matter: the storages of a legacy file are
+    # The facts about the machine include its byte order, which does not matter: the storages of a legacy file are
     # little-endian on every machine (torch/csrc/serialization.cpp, writeFileRaw).
     _, position = _run_part(pickles, content, position, "facts about the machine")
     root, position = _run_part(pickles, content, position, "object")
@@ -85,7 +85,7 @@ def read(content: Content, nesting: int = 0) -> Document:
         remarks.append(Fact.of(Kind.ODD_LAYOUT, oddity=_UNTYPED))
     if located.position < len(content) and not located.damage:
         remarks.append(Fact.of(Kind.TRAILING_BYTES, nbytes=len(content) - located.position))
-        if keys and zero_tail(content) > located.position:  # zeros are padding, and no bytes of a storage
+        if keys and zero_tail(content) > located.position:  # zeros are padding, not bytes of a storage
             remarks.append(Fact(Kind.LAST_STORAGE, str(keys[-1])))
     document = Document(content.path, NAME, root, None, pickles.names, remarks, located.damage, producer=PRODUCER)
     odd = (
@@ -96,10 +96,10 @@ def read(content: Content, nesting: int = 0) -> Document:
 
 
 def _overlaps(spec: TensorSpec, storage: Storage) -> bool:
-    """Return whether a tensor as large as its storage does not reach all of it, so that some elements share a place.
+    """Return whether a tensor as large as its storage does not cover it, so that some of its elements overlap.
 
-    Nothing in a legacy file proves its pickle, and a stride that lost a bit gives other values. Windows and expanded
-    tensors have more elements than they store."""
+    A legacy file has no checksum, and a flipped bit in a stride gives other values. Genuine overlapping tensors, such
+    as windows and expanded ones, have more elements than they store."""
     if spec.is_contiguous or spec.nbytes != storage.nbytes:
         return False
     start, stop = spec.extent
@@ -107,11 +107,11 @@ def _overlaps(spec: TensorSpec, storage: Storage) -> bool:
 
 
 def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
-    """Return the root object of a file of torch.save inside a pickle (``torch.storage._load_from_bytes``), as
-    ``pickle.dump`` of a tensor writes it, and the globals that its pickles name. It counts against the limits of the
-    outer file.
+    """Return the root object of a torch.save file inside a pickle (``torch.storage._load_from_bytes``), which
+    ``pickle.dump`` writes for each tensor, and the globals that its pickles name. It counts against ``bounds``, the
+    limits of the outer file.
 
-    torch has always written such a file in the legacy format."""
+    torch writes such files in the legacy format only."""
     if data.startswith(b"PK"):
         raise hostile(
             path,
@@ -127,7 +127,9 @@ def read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[A
 
 
 def _run_part(pickles: StoragePickle, content: Content, position: int, part: str) -> tuple[Any, int]:
-    """Return one of the pickles before the storages, without which none of these has a name or a type."""
+    """Return the value of one of the pickles before the storages, and the position after it.
+
+    Raises ``UnreadableError`` if it is damaged: without it, no storage has a name or a dtype."""
     try:
         run = pickles.run(content, position)
         pickles.refuse_torn()
@@ -150,16 +152,16 @@ def _run_part(pickles: StoragePickle, content: Content, position: int, part: str
 
 
 class _Storages:
-    """The storages of a file, which follow in the order of a list of their keys, each after its element count."""
+    """The storages of a file, which follow in the order of the list of keys, each after its element count."""
 
     def __init__(self, content: Content, pickles: StoragePickle, position: int) -> None:
         self.content, self.pickles, self.position = content, pickles, position
         self.placed: dict[LateBytes, int] = {}
         self.damage: list[Fact] = []
-        self.end = position  # where the last storage should end
+        self.end = position  # the declared end of the last storage
 
     def place(self, keys: Any) -> None:
-        """Give every storage its place, as far as the file holds what its pickle says; the rest is torn."""
+        """Set the place of every storage, as far as the file matches its pickle; the other storages are torn."""
         path = self.content.path
         if not isinstance(keys, (list, tuple)) or not all(isinstance(key, (str, int)) for key in keys):
             raise damaged(path, f"the list of its storages is {shown(keys)}: the file is damaged")
@@ -200,12 +202,12 @@ class _Storages:
             self.damage.append(Fact(Kind.CUT_SHORT))
 
     def _tear(self, key: str, declared: int, stored: int) -> None:
-        """End the chain of storages at a count that is not what the pickle says.
+        """End the chain of storages at a count that contradicts the pickle.
 
-        Where the rest of the file is zeros, they may begin inside of a storage before. Else the storage before was
-        never proved to end where it should, so that it is lost too."""
+        If the rest of the file is zeros, they may begin inside an earlier storage. Otherwise the end of the storage
+        before is not confirmed, so that storage is lost too."""
         zeros = zero_tail(self.content)
-        # A file that was reserved has its whole size, or a part of it that fills sectors.
+        # A preallocated file has its full size, or a part of it that ends with whole sectors of zeros.
         is_reserved = len(self.content) >= self.end or len(self.content) - zeros >= SECTOR
         if stored == 0 and zeros < self.position + 8 and is_reserved:
             ends = self._unfilled(zeros)
@@ -216,26 +218,27 @@ class _Storages:
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     def doubt_end(self, root: Any) -> None:
-        """Keep the chain whole if only the last storage has zeros; its tensors tell whether they were ever filled."""
+        """Tear the storages that reach into zeros at the end of the file, if their tensors show that these are not
+        values."""
         zeros = None if self.damage else unfilled_from(self.content, self._tensors(root))
         for late, whole in (self._unfilled(zeros) if zeros is not None else {}).items():
             late.inner = TornBytes(self.content.path, late.nbytes, whole, late.inner)
 
     @property
     def cut(self) -> list[LateBytes]:
-        """The storages inside of which the file ends: what it lacks may be before what is there of them."""
+        """The storages inside which the file ends: the missing bytes may be before those that exist."""
         is_cut = self.position > len(self.content)
         return [late for late in self.placed if is_cut and isinstance(late.inner, TornBytes) and late.inner.whole]
 
     def _tensors(self, root: Any) -> Iterator[tuple[int, TensorSpec]]:
-        """Yield where each contiguous tensor begins."""
+        """Yield each contiguous tensor with its position in the file."""
         for spec in tensors_in(root):
             source = spec.storage.source if spec.storage is not None else None
             if isinstance(source, LateBytes) and source in self.placed and spec.is_contiguous:
                 yield self.placed[source] + spec.offset * spec.itemsize, spec
 
     def _unfilled(self, zeros: int) -> dict[LateBytes, int]:
-        """Return how much is there of the storages that reach into the zeros at the end, which is damage."""
+        """Record the zeros at the end as damage. Return how many bytes exist of the storages that reach into them."""
         size = len(self.content)
         self.damage.append(Fact.of(Kind.UNFILLED, nbytes=size, zeros=size - zeros))
         return {late: max(0, zeros - start) for late, start in self.placed.items() if start + late.nbytes > zeros}
@@ -247,7 +250,7 @@ PLAIN = "pickle"
 def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
     """Return the document of a plain pickle that was read to its end.
 
-    Raises ``UnreadableError`` if bytes are missing or too many, and nothing shows where."""
+    Raises ``UnreadableError`` if it has missing or extra bytes and nothing shows where."""
     if pickles.storages:
         raise UnreadableError(
             f"{content.path}: the data.pkl of an unpacked torch file, whose tensors are in the files next to it; name "
@@ -265,8 +268,8 @@ def read_whole(content: Content, pickles: StoragePickle, root: Any) -> Document:
 
 
 def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableError | None) -> Document | None:
-    """Return the document of what a plain pickle holds before the damage that ``error`` met; None if no tensor is
-    whole, or nothing shows where the damage is."""
+    """Return the document of a plain pickle before its damage (``error``); None if no tensor is complete, or if
+    nothing shows where the damage is."""
     if pickles.storages:
         return None
     data = content[:]
@@ -288,7 +291,7 @@ def read_damaged(content: Content, pickles: StoragePickle, error: UnreadableErro
     document = _document(content, pickles, root, [damage])
     if key is not None:
         document.lost = {key: None}
-    if len(runs) > 1 or len(runs[0]) > 1:  # tensors may have followed; else the pickle lacks only its STOP
+    if len(runs) > 1 or len(runs[0]) > 1:  # tensors may have followed; otherwise only the STOP is missing
         document.remarks.append(Fact.of(Kind.UNNAMED_LOSS, lost=f"bytes {start} to {len(content)}"))
     return document
 
@@ -298,7 +301,7 @@ def _document(content: Content, pickles: StoragePickle, root: Any, damage: list[
     return Document(content.path, PLAIN, root, None, pickles.names, remarks, damage)
 
 
-_NOTHING = Global("", "")  # what no value is
+_NOTHING = Global("", "")  # differs from every value
 _LONG = 16  # bytes of a value that may be the data of a tensor
 
 _DATA = frozenset({
@@ -309,19 +312,19 @@ _KEEPS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 
 
 def first_break(data: bytes) -> tuple[int, int] | None:
-    """Return where the first string that is not kept under a number begins and ends, in a pickle that keeps others."""
+    """Return the start and end of the first long string that is not put into the memo, if most of the others are."""
     strings = _long_strings(data)
     unkept = [(start, stop) for start, stop, is_kept in strings if not is_kept]
     return unkept[0] if unkept and len(strings) > 3 * len(unkept) else None
 
 
 def _long_strings(data: bytes) -> list[tuple[int, int, bool]]:
-    """Return the values of a pickle that may be the data of tensors: start, end, and whether the pickle keeps it."""
+    """Return the values of a pickle that may be data of tensors: start, end, and whether they are put into the memo."""
     stream = io.BytesIO(data)
     found: list[tuple[int, int, bool]] = []
-    begin = None  # of a long string, while it is not known whether it is kept
+    begin = None  # start of a long string whose next opcode was not seen yet
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # escapes that no string has by right
+        warnings.simplefilter("ignore")  # about invalid escapes in strings
         try:
             for opcode, value, place in pickletools.genops(stream):
                 if begin is not None:
@@ -335,7 +338,7 @@ def _long_strings(data: bytes) -> list[tuple[int, int, bool]]:
 
 
 def _unfinished_key(runs: list[list[Any]]) -> str | None:
-    """Return the key of the innermost dict whose value is not whole; in a module, it is only a part of a name."""
+    """Return the key of the incomplete value in the innermost dict; None in a module, where it is not a whole name."""
     if any(isinstance(value, str) and value in PARTS for run in runs for value in run):
         return None
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
@@ -346,7 +349,8 @@ def _unfinished_key(runs: list[list[Any]]) -> str | None:
 
 
 def fold(runs: list[list[Any]], path: str) -> Any:
-    """Return the dict, list or object at the bottom of the stack with all that was whole in it, if there is one."""
+    """Return the dict, list or object at the bottom of the stack with all complete values in it; None if there is
+    none."""
     for outer, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
         _set_states(run)
         if outer:
@@ -359,7 +363,7 @@ def fold(runs: list[list[Any]], path: str) -> Any:
 
 
 def _set_states(run: list[Any]) -> None:
-    """Give objects at the end of a run the state that was being made for them, as that of a module and its parts."""
+    """Set the state of objects at the end of a run that was being built, such as that of a module."""
     while len(run) > 1 and isinstance(run[-2], Opaque) and run[-2].state is None and isinstance(run[-1], dict):
         owner, state = run[-2], run.pop()
         if not state.keys().isdisjoint(PARTS):
@@ -368,7 +372,7 @@ def _set_states(run: list[Any]) -> None:
 
 
 def _fill(target: Any, values: list[Any], path: str) -> None:
-    """Put the whole values of an open run into what it is for. Those of a tuple or of a call are lost with it."""
+    """Add the complete values of an open run to its list or dict. Those of a tuple or of a call are lost."""
     if isinstance(target, list):
         target.extend(value for value in values if _is_whole(value))
     elif isinstance(target, dict):

@@ -1,6 +1,6 @@
-"""The format of torch.package: pickles under names of their own, the sources of their classes, and storages apart.
+"""The format of torch.package: named pickles, the sources of their classes, and storages.
 
-Layout: https://pytorch.org/docs/stable/package.html. The sources are not read: a class needs none here."""
+Layout: https://pytorch.org/docs/stable/package.html. The sources are not needed, and not read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "torch-package"
 
 
 def read(content: Content) -> Document:
-    """Return the document of a package: its pickle, or all of them by name where it has several.
+    """Return the document of a package: its pickle, or its pickles by name if it has several.
 
     Raises ``UnreadableError`` if it has none."""
     archive = open_archive(content, PACKAGE_MARK)

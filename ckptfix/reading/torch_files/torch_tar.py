@@ -1,9 +1,9 @@
 """The format of torch.save of torch 0.1: a tar archive of four files.
 
-``storages`` holds a count and, for each storage, the pickle ``(key, location, storage class)``, an 8-byte count of
-elements and the elements, then the pickled list of storages that are parts of others. ``tensors`` holds a count and,
-for each tensor, the pickle ``(key, storage key, tensor class)`` and its geometry as little-endian numbers. ``pickle``
-is the object, in which a persistent id is the key of a tensor or storage. See ``_legacy_load`` in
+``storages`` has a count and, for each storage, the pickle ``(key, location, storage class)``, an 8-byte count of
+elements and the elements, then the pickled list of storages that are parts of others. ``tensors`` has a count and, for
+each tensor, the pickle ``(key, storage key, tensor class)`` and its shape, strides and offset as little-endian numbers.
+``pickle`` is the object, in which persistent ids are keys of tensors or storages. See ``_legacy_load`` in
 ``torch/serialization.py``."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIMENSIONS = 64
 
 
 def has_parts(content: Content) -> bool:
-    """Return whether the content is a tar archive with the files that torch 0.1 wrote, or the first two of them."""
+    """Return whether the content is a tar archive of torch 0.1, or begins with its first two files."""
     if not tar_members.sniff(content):
         return False
     parts, _ = _parts(content)
@@ -39,7 +39,7 @@ def has_parts(content: Content) -> bool:
 
 
 def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
-    """Return where each of the first few files is, and what is wrong with the archive."""
+    """Return the position and size of each of the first files, and the damage of the archive."""
     damage: list[Fact] = []
     parts: dict[str, tuple[int, int]] = {}
     for (name, start, size), _ in zip(tar_members.files(content, damage), range(len(PARTS) + 1), strict=False):
@@ -48,7 +48,7 @@ def _parts(content: Content) -> tuple[dict[str, tuple[int, int]], list[Fact]]:
 
 
 def read(content: Content) -> Document:
-    """Return the document of a file of torch 0.1. Raises ``UnreadableError`` if it is cut short or damaged."""
+    """Return the document of a file of torch 0.1. Raises ``UnreadableError`` if it is damaged before its storages."""
     parts, damage = _parts(content)
     if missing := [part for part in PARTS if part not in parts]:
         cause = clauses(damage) or "is cut short"
@@ -70,18 +70,18 @@ class _Reader(StoragePickle):
         super().__init__(content.path, lambda key, *_: Storage(key, LateBytes(0)), content.bounds)
         self.content, self.parts = content, parts
         self.objects: dict[int, TypedStorage | TensorSpec] = {}
-        self.is_cut = False  # whether the file ends inside of its storages, which torch wrote last
+        self.is_cut = False  # whether the file ends inside its storages, which torch wrote last
 
     def persistent(self, pid: Any) -> Any:
-        """Return what an id means: a storage or a tensor by its number, or the class of a module, which comes with
-        its source text, as (class, file, source)."""
+        """Return the value of a persistent id: a storage or tensor by its number, or the class of a module, given as
+        ``(class, file, source)``."""
         return pid[0] if isinstance(pid, tuple) and pid and isinstance(pid[0], Global) else self.objects[int(pid)]
 
     def _run(self, position: int) -> tuple[Any, int]:
         return self.run(self.content, position)
 
     def read_storages(self) -> None:
-        """Find the place of every storage, and of those that are a part of another, as far as the file goes."""
+        """Set the place of every storage, and of those that are parts of others, as far as the file goes."""
         position, size = self.parts["storages"]
         stop = position + size
         try:
@@ -118,7 +118,7 @@ class _Reader(StoragePickle):
             self.objects[int(key)] = self.view(str(root_key), dtype, (key, int(offset), int(numel)))
 
     def read_tensors(self) -> None:
-        """Read the geometry of every tensor."""
+        """Read the shape, strides and offset of every tensor."""
         count, position = self._run(self.parts["tensors"][0])
         for _ in range(count):
             (key, storage_key, cls), position = self._run(position)
@@ -128,7 +128,7 @@ class _Reader(StoragePickle):
             (ndim,) = self._numbers("<i", position)
             if not 0 <= ndim <= _DIMENSIONS:
                 raise self._damaged(f"tensor {key!s:.40} has {ndim} dimensions")
-            # The count of dimensions has 4 bytes and 4 more that mean nothing.
+            # The number of dimensions has 4 bytes, and 4 unused ones follow.
             numbers = self._numbers(f"<{2 * ndim + 1}q", position + 8)
             position += 8 + 8 * len(numbers)
             shape, strides, offset = numbers[:ndim], numbers[ndim : 2 * ndim], numbers[-1]
@@ -141,7 +141,7 @@ class _Reader(StoragePickle):
             self.objects[int(key)] = checked(spec, self.content.path)
 
     def _lost(self, key: str, cls: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorSpec:
-        """Return a tensor whose storage comes after the end of the file."""
+        """Return a tensor whose storage is beyond the end of the file."""
         dtype = storage_dtype(Global(cls.module, cls.name.replace("Tensor", "Storage")))
         spec = TensorSpec(dtype, shape, strides, None, offset)
         return replace(spec, storage=Storage(key, TornBytes(self.content.path, spec.extent[1])))

@@ -1,6 +1,6 @@
-"""The zip format of torch.save since 1.6 (a preview since 1.4): a pickle and one uncompressed member for each storage.
+"""The zip format of torch.save since 1.6 (a preview since 1.4): a pickle and one uncompressed member per storage.
 
-The members may also be files of the folder that the archive was unpacked into (``exploded``).
+The members may also be the files of a folder into which the archive was unpacked (``exploded``).
 
 Layout: https://pytorch.org/docs/stable/notes/serialization.html#serialized-file-format-for-torch-save"""
 
@@ -32,27 +32,27 @@ from ckptfix.reading.weights.document import Document
 
 NAME = "torch-zip"
 NO_DIRECTORY = "the zip archive has no directory at its end (PyTorch says: failed finding central directory)"
-# What torch takes the small members for. Its versions end at ten (`kMaxSupportedFileFormatVersion`), and `stoull` reads
-# them, which stops after a number.
+# The content that torch accepts in the small members. Versions go up to ten (`kMaxSupportedFileFormatVersion`), and
+# are parsed by `stoull`, which ignores text after the number.
 _WORDS = {
     "version": re.compile(rb"\s*\+?0*([1-9]|10)(\D.*)?", re.DOTALL),
     ".storage_alignment": re.compile(rb"\s*\+?\d+\s*"),
     ".data/serialization_id": re.compile(rb"[\x00-\x7f]*"),
 }
 
-# Members that only releases of torch write which say the order of bytes.
+# Members of releases of torch that also write `byteorder`.
 _WITH_BYTEORDER = {".format_version", ".storage_alignment"}
 
-SMALL_LIMIT = 64 << 20  # bytes up to which a member may be taken into memory whatever the size of the archive
-_PADDING = 64  # zeros after the last member that are alignment
+SMALL_LIMIT = 64 << 20  # bytes of a member that may always be read into memory, however small the archive is
+_PADDING = 64  # zeros after the last member that may be alignment
 _LONGEST = 1 << 12  # bytes of a small member
-_FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # what macOS puts beside them
+_FOLDER, _FILE = "__MACOSX/", ".DS_Store"  # added by macOS
 
 
 class TorchArchive:
-    """Members of a zip archive or of a folder, under their names below its root (``data.pkl``, ``data/0``).
+    """The members of a zip archive or folder, by their names relative to its root (``data.pkl``, ``data/0``).
 
-    ``nbytes`` is the size of the whole, and ``bounds`` the limits on what is parsed of it."""
+    ``nbytes`` is the size of all of it, and ``bounds`` are the limits on parsing it."""
 
     members: Collection[str]
 
@@ -63,38 +63,40 @@ class TorchArchive:
         raise NotImplementedError
 
     def is_whole(self, name: str) -> bool:
-        """Return whether all of a member is there, as far as the archive itself says."""
+        """Return whether a member is complete, as far as the archive itself shows."""
         return True
 
     def crc32(self, name: str) -> int | None:
-        """Return the checksum of a member, where the archive has one."""
+        """Return the checksum of a member; None if the archive has none."""
         return None
 
     def left_of(self, name: str | None, nbytes: int) -> ByteSource | None:
-        """Return what is left of a storage in a damaged archive, by its member (None if that is gone) and size; None if
-        the storage is whole."""
+        """Return what is left of a storage in a damaged archive; None if the storage is complete.
+
+        ``name`` is its member (None if that is lost), and ``nbytes`` its size."""
         return None
 
 
 def read_member(archive: TorchArchive, name: str, limit: int | None = None) -> bytes:
-    """Return a member. Raises ``HostileError`` above ``limit``, by default 64 MB or four times the archive."""
+    """Return the bytes of a member. Raises ``HostileError`` if it is larger than ``limit``, by default 64 MB or four
+    times the archive."""
     source = archive.source(name)
     if source.nbytes > (max(SMALL_LIMIT, 4 * archive.nbytes) if limit is None else limit):
         raise hostile(archive.path, f"member {name} declares {source.nbytes} bytes")
     if isinstance(source, PackedBytes):
-        archive.bounds.spend(2 * source.nbytes)  # a small archive may hold any size of it, and it is there twice
+        archive.bounds.spend(2 * source.nbytes)  # it may be far larger than the archive, and is in memory twice
     return bytes(source.read(0, source.nbytes))
 
 
 class Reading(Struct, dict=True):
-    """One reading of an archive, and the damage that it meets. Storages that are not whole are torn."""
+    """Reads the members of an archive, and collects the damage. Incomplete storages are torn."""
 
     archive: TorchArchive
     faults: list[Fact] = field(default_factory=list)
     torn: list[Fact] = field(default_factory=list)
 
     def member(self, name: str, limit: int | None = None) -> bytes:
-        """Return the whole of a member that says what the tensors are. That it fails its checksum is damage."""
+        """Return the bytes of a member that describes the tensors. A wrong checksum is recorded as damage."""
         data = read_member(self.archive, name, limit)
         crc32 = self.archive.crc32(name)
         if crc32 is not None and zlib.crc32(data) != crc32:
@@ -103,11 +105,11 @@ class Reading(Struct, dict=True):
 
     @property
     def whole(self) -> list[str]:
-        """The members that can be read, in the order of the archive."""
+        """The names of complete members, in the order of the archive."""
         return [name for name in self.archive.members if self.archive.is_whole(name)]
 
     def pickle(self, *folders: str, suffix: str = "") -> StoragePickle:
-        """Return what runs the pickles whose storages lie in one of the folders, each under its key and the suffix."""
+        """Return a reader of pickles whose storages are in one of the folders, named by their key and the suffix."""
 
         def find(key: str, nbytes: int, device: str) -> Storage:
             members = self.archive.members
@@ -121,9 +123,9 @@ class Reading(Struct, dict=True):
 
     @cached_property
     def is_big_endian(self) -> bool:
-        """Whether the archive was written on a big-endian machine; torch says so since 2.1.
+        """Whether the archive was written on a big-endian machine, which torch records since 2.1.
 
-        Where the word is damaged its length still tells, and whether the numbers are right has to be looked at."""
+        If the word is damaged, its length decides, and the values are remarked as doubtful."""
         if "byteorder" not in self.archive.members:
             return False
         try:
@@ -136,7 +138,8 @@ class Reading(Struct, dict=True):
         return len(word) == len(b"big")
 
     def storage(self, key: str, name: str | None, called: str, nbytes: int, device: str) -> Storage:
-        """Return the storage of at least ``nbytes`` in a member; ``called`` is its name if that is not there."""
+        """Return the storage of ``nbytes`` bytes in the member ``name``, or a torn one if that does not fit or is None;
+        ``called`` is the name of a missing member."""
         archive = self.archive
         if (left := archive.left_of(name, nbytes)) is not None:
             return Storage(key, left, device)
@@ -144,7 +147,7 @@ class Reading(Struct, dict=True):
             return self._torn(key, Fact(Kind.STORAGE_LACKING, called), nbytes, device, None)
         source = archive.source(name)
         if source.nbytes != nbytes:
-            # torch refuses both ("record size does not match"). Of a record that is too long nothing says which of its
+            # torch refuses both ("record size does not match"). If a record is too long, it is unknown which of its
             # bytes are the storage's.
             cause = Fact.of(Kind.STORAGE_SIZE, name, there=source.nbytes, size=nbytes)
             return self._torn(key, cause, nbytes, device, source if source.nbytes < nbytes else None)
@@ -156,26 +159,26 @@ class Reading(Struct, dict=True):
 
     @property
     def doubts(self) -> list[Fact]:
-        """Return a fact for each damaged member that says what the tensors are: a name or a place may be another."""
+        """The remarks for damaged members that describe the tensors: names and places are in doubt."""
         return [Fact.of(Kind.DOUBTFUL_NAMES, cause=fault) for fault in self.faults]
 
     @property
     def damage(self) -> list[Fact]:
-        """What is damaged, the first few of each kind by name."""
+        """The damaged members, the first few of each kind by name."""
         return [*first_facts(self.faults, Kind.MEMBERS_DAMAGED), *first_facts(self.torn, Kind.STORAGES_LACKING)]
 
 
 def _read_nested(data: bytes, path: str, nesting: int, bounds: Bounds) -> tuple[Any, set[str]]:
-    """Return a file of torch.save inside the pickle; its reader is imported only for the few archives with one."""
+    """Read a torch.save file inside the pickle; its reader is imported here because few archives have one."""
     from ckptfix.reading.torch_files.torch_legacy import read_nested
 
     return read_nested(data, path, nesting, bounds)
 
 
 def read_archive(archive: TorchArchive, form: str) -> Document:
-    """Return the document of the members of a torch.save file; ``form`` is the name of its format."""
+    """Return the document of a torch.save archive; ``form`` is the name of its format."""
     reading = Reading(archive)
-    # The preview of the format in torch 1.4 and 1.5 had `tensors/` in the place of `data/`.
+    # The preview of the format in torch 1.4 and 1.5 has `tensors/` instead of `data/`.
     pickles = reading.pickle("data", "tensors")
     data = reading.member("data.pkl")
     root, end = _run(reading, pickles, data)
@@ -195,7 +198,7 @@ def read_archive(archive: TorchArchive, form: str) -> Document:
 
 
 def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, int]:
-    """Return what ``data.pkl`` holds, and where that ends. Where it fails its checksum too, the error says so first."""
+    """Return the value of ``data.pkl`` and the position of its end. Errors mention a wrong checksum first."""
     try:
         run = pickles.run(data)
     except UnreadableError as error:
@@ -209,7 +212,8 @@ def _run(reading: Reading, pickles: StoragePickle, data: bytes) -> tuple[Any, in
 
 
 def _producer(members: Collection[str]) -> str:
-    """Return which torch writes these records: pytorch#118719 dates ``byteorder``, pytorch#147788 the last two."""
+    """Return which releases of torch write these members: pytorch#118719 added ``byteorder``, pytorch#147788
+    ``.format_version``."""
     if ".format_version" in members:
         return "torch 2.7 or later, or ckptfix"
     if "byteorder" in members:
@@ -218,8 +222,8 @@ def _producer(members: Collection[str]) -> str:
 
 
 class Archive(TorchArchive):
-    """The members of a torch zip file. ``found`` is where the directory was gone and they were found without it, and
-    ``gone`` has storages of which neither the header nor the bytes are where the directory says."""
+    """The members of a torch zip file. ``found`` is set if the directory was lost and they were found without it.
+    ``gone`` lists storages whose header and bytes are not where the directory says."""
 
     members: dict[str, ZipMember]
 
@@ -232,7 +236,7 @@ class Archive(TorchArchive):
         self._has_checksums = any(info.crc for info in members.values())
 
     def source(self, name: str) -> ByteSource:
-        """Return the bytes of a member; its place is the local header's word, checked against the file."""
+        """Return the bytes of a member, whose position is given by its local header and checked against the file."""
         info, content = self.members[name], self.content
         if content.is_remote and info.method == STORED and not why_closed(info.flags, STORED):
             return LateBytes(info.packed, lambda: self._remote_member(info))
@@ -259,7 +263,7 @@ class Archive(TorchArchive):
         return PackedBytes(content, self._unpacked, info.name, start + skipped, stop, info.size, decoder)
 
     def _remote_member(self, info: ZipMember) -> ByteSource:
-        """Return the bytes of a stored member of an archive at a URL, whose header is looked at only now."""
+        """Return the bytes of a stored member of an archive at a URL, whose header is only read now."""
         content = self.content
         header = read_header(content, info.place)
         is_it = header is not None and header.is_signed and member_name(header.name, info.flags) == info.name
@@ -292,9 +296,9 @@ class Archive(TorchArchive):
 
     @property
     def oddity(self) -> str | None:
-        """Why torch does not find its records in a sound archive; None if it does.
+        """Why torch does not find its records in an undamaged archive; None if it does.
 
-        It takes the folder of the first member for that of all, and the preview in torch 1.4 named another one
+        torch uses the folder of the first member for all members
         (https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc)."""
         if self.index.refusal:
             return self.index.refusal
@@ -321,7 +325,7 @@ class Archive(TorchArchive):
 
     @property
     def doubts(self) -> list[Fact]:
-        """Return a fact for each reason to doubt that the tensors are those that were saved."""
+        """The remarks for reasons to doubt that the tensors are those that were saved."""
         doubts = list(self.index.doubts)
         is_damaged = self.index.found is not None or self.index.damage
         if is_damaged and "byteorder" not in self.members and _WITH_BYTEORDER & set(self.members):
@@ -329,11 +333,11 @@ class Archive(TorchArchive):
         return [Fact.of(Kind.DOUBTFUL_NAMES, cause=doubt) for doubt in doubts]
 
     def damage(self, root: Any) -> list[Fact]:
-        """Return what is wrong with the archive itself, whose tensors are those in the tree ``root``."""
+        """Return the damage of the archive itself; ``root`` is the object tree with its tensors."""
         damage = list(self.index.damage)
         if self.gone:
             damage.append(Fact.of(Kind.MEMBER_GONE, self.gone[0], more=len(self.gone) - 1))
-        # A .distcp file is a row of such archives, each with one tensor or object that has no name.
+        # A .distcp file is a sequence of such archives, each with one tensor or object without a name.
         if self.index.displaced and not isinstance(root, TensorSpec) and next(tensors_in(root), None) is not None:
             return [Fact.of(Kind.ZIP_DISPLACED, nbytes=self.index.displaced), *damage]
         if damage or self.found is None:
@@ -347,15 +351,14 @@ class Archive(TorchArchive):
     def crc32(self, name: str) -> int | None:
         """Return the checksum of a member; None if the archive has none.
 
-        With set_crc32_options(False) torch writes zero for all members. A single zero is a checksum like any other."""
+        With ``set_crc32_options(False)``, torch writes zero for all members. A single zero is a valid checksum."""
         return self.members[name].crc if self._has_checksums else None
 
 
 def open_archive(content: Content, main: str = "data.pkl") -> Archive:
-    """Return the directory of a torch zip file, whose root is where the member ``main`` is.
+    """Return the members of a torch zip file, whose root is the folder of the member ``main``.
 
-    Raises ``UnreadableError`` for other and for truncated archives, ``HostileError`` where two members have one name.
-    """
+    Raises ``UnreadableError`` for other archives and truncated ones, ``HostileError`` if two members have one name."""
     index = list_members(content)
     found = index.found
     infos = [
@@ -364,7 +367,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
         if not info.name.endswith("/") and _FOLDER not in info.name and _FILE not in info.name
     ]
     names = Counter([info.name for info in infos])
-    # A directory that is read at the wrong place, as after a transfer as text, has entries without a name.
+    # A directory that was read at the wrong position, as after a transfer as text, has entries without names.
     doubled = [name for name, count in names.items() if count > 1 and name]
     if doubled:
         raise HostileError(
@@ -372,7 +375,7 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
             "not use this file"
         )
     packed = sum([info.packed for info in infos])
-    # Where bytes were lost before the directory, the members are larger than what is left.
+    # If bytes were lost before the directory, the members are larger than the file.
     lacking = min(max(0, -index.displaced), len(content))
     if found is None and packed > len(content) + lacking:
         raise hostile(
@@ -400,9 +403,9 @@ def open_archive(content: Content, main: str = "data.pkl") -> Archive:
 
 
 def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
-    """Return what is said of an archive that is cut short before its list of tensors, or inside of it (``partly``)."""
+    """Return the message for an archive that is cut short before its list of tensors, or inside it (``partly``)."""
     names = [info.name for info in found.members]
-    # Torch 1.0 to 1.2 wrote the sources of TorchScript first, and later releases write them last.
+    # torch 1.0 to 1.2 wrote the sources of TorchScript first; later releases write them last.
     place = f"before its {'model.json' if any('/code/' in name for name in names) else 'data.pkl'}"
     storages = [name for name in names if {"data", "tensors"} & set(name.split("/")[:-1]) and name not in found.open_at]
     whole = f": {counted(len(storages), 'storage')} before it can be read, but nothing says which tensors they are"
@@ -413,7 +416,7 @@ def _nameless(content: Content, found: FoundMembers, partly: str | None) -> str:
 
 
 def read(content: Content) -> Document:
-    """Return the document of a torch zip file; of one without its directory, with what is left of it."""
+    """Return the document of a torch zip file; without its directory, of the members that are left."""
     archive = open_archive(content)
     document = read_archive(archive, NAME)
     document.damage += archive.damage(document.root)

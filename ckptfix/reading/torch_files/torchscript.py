@@ -1,8 +1,8 @@
 """TorchScript archives, which torch.jit.save writes: their weights, without their code.
 
-Since 1.3 ``data.pkl`` holds the modules as objects of classes ``__torch__…``, whose sources under ``code/`` list the
-parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``). From 1.3 to 1.5 a buffer is a tensor that
-is not a parameter; torch's own loader of today drops those. Torch 1.0 to 1.2 wrote ``model.json`` instead
+Since torch 1.3, ``data.pkl`` has the modules as objects of classes ``__torch__…``, whose sources under ``code/`` list
+the parameters (``__parameters__``) and, since 1.6, the buffers (``__buffers__``). From 1.3 to 1.5, all tensors that are
+not parameters are buffers, which the current loader of torch drops. torch 1.0 to 1.2 wrote ``model.json`` instead
 (``read_json``). Layout: https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/docs/serialization.md"""
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ _QUOTED = re.compile(r"""["']([^"'\\]*)["']""")
 def read(content: Content) -> Document:
     """Return the document of a TorchScript file: its weights as a state_dict. None of its code is compiled or run.
 
-    The storages lie before the list of the tensors (``data.pkl``, ``model.json``), and the sources and constants after
-    it, so that a file that is cut short after the list still has every weight, and one that is cut before it none
-    that has a name."""
+    Storages come before the list of tensors (``data.pkl``, ``model.json``), and sources and constants after it. So a
+    file that is truncated after the list still has all weights, and one truncated before it has no names for them."""
     archive = _archive(content, "data.pkl") or _archive(content, "model.json") or open_archive(content)
     if "data.pkl" in archive.members:
         document = read_script(archive)
@@ -62,7 +61,7 @@ def read(content: Content) -> Document:
 
 
 def _archive(content: Content, main: str) -> Archive | None:
-    """Return the archive with a member ``main``; None if it has none that is whole."""
+    """Return the archive if it has a complete member ``main``; None otherwise."""
     try:
         return open_archive(content, main)
     except UnreadableError:
@@ -70,9 +69,9 @@ def _archive(content: Content, main: str) -> Archive | None:
 
 
 def names_code(content: Content) -> bool:
-    """Return whether the pickle of an archive without directory begins with a class of TorchScript.
+    """Return whether the pickle of an archive without a directory begins with a class of TorchScript.
 
-    A file of torch.save begins with its pickle, which saves the search for it through all of the file."""
+    A torch.save file begins with its pickle, which is tested first to avoid a search through the whole file."""
     if any(name.endswith("/data.pkl") for name in names_in_row(content)[:1]):
         return _PICKLED_CODE in content[:_HEAD]
     archive = _archive(content, "data.pkl")
@@ -85,9 +84,9 @@ def names_code(content: Content) -> bool:
 
 
 def read_script(archive: TorchArchive) -> Document:
-    """Return the document of the members of an archive of torch 1.3 or later.
+    """Return the document of a TorchScript archive of torch 1.3 or later.
 
-    Raises ``UnreadableError`` if the module has no weights under names, as a frozen one has none."""
+    Raises ``UnreadableError`` if the module has no named weights, as after freezing."""
     reading = Reading(archive)
     pickles, constants = reading.pickle("data"), reading.pickle("constants")
     root, _ = pickles.run(reading.member("data.pkl"))
@@ -95,7 +94,7 @@ def read_script(archive: TorchArchive) -> Document:
     frozen: Any = ()
     if "constants.pkl" in reading.whole:
         frozen, _ = constants.run(reading.member("constants.pkl"))
-    # Freezing turns the weights into constants of the code, which have numbers in the place of names.
+    # Freezing turns weights into constants of the code, which have numbers instead of names.
     nameless = list(tensors_in(frozen))
     if not entries:
         frozen_into = f"was frozen: its {len(nameless)} weights are constants without names"
@@ -105,15 +104,15 @@ def read_script(archive: TorchArchive) -> Document:
         unnamed, named = (sum(spec.numel for spec in specs) for specs in (nameless, tensors_in(entries)))
         kind = Kind.FROZEN if unnamed > named else Kind.CONSTANTS
         remarks.append(Fact.of(kind, tensors=len(nameless), unnamed=unnamed, named=named))
-    # A class of TorchScript is never imported by Python, whatever it is called.
+    # Python never imports a class of TorchScript, whatever its name is.
     names = {name for name in pickles.names | constants.names if not name.startswith("__torch__.")}
     return _document(reading, entries, remarks, names)
 
 
 def packaged_weights(reading: Reading, number: str) -> tuple[OrderedDict[str, Any], set[str]]:
-    """Return the state_dict of a module of TorchScript inside a package, and the globals that its pickle names.
+    """Return the state_dict of a TorchScript module inside a package, and the globals that its pickle names.
 
-    The modules of a package share its storages and one tree of sources."""
+    All modules of a package share its storages and sources."""
     folder = f"{PACKAGED}/{number}"
     pickles = reading.pickle(".data")
     root, _ = pickles.run(reading.member(f"{folder}/data.pkl"))
@@ -127,7 +126,7 @@ def _document(reading: Reading, entries: OrderedDict[str, Any], remarks: list[Fa
 
 
 class ScriptClass(Struct, frozen=True):
-    """What the source of a class says: whether it is a module, its parameters, and its buffers where it lists them."""
+    """The declarations of a class: whether it is a module, its parameters, and its buffers if it lists them."""
 
     is_module: bool
     parameters: tuple[str, ...] = ()
@@ -135,7 +134,7 @@ class ScriptClass(Struct, frozen=True):
 
 
 def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
-    """Return the classes in the sources of an archive, by their full names. The sources are searched as text."""
+    """Return the classes in the sources of an archive by their full names. Sources are searched as text."""
     classes: dict[str, ScriptClass] = {}
     left = _SOURCE_LIMIT
     for name in reading.whole:
@@ -148,7 +147,7 @@ def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
             continue
         left -= len(source)
         package = name.removeprefix(folder).removesuffix(".py").replace("/", ".")
-        # A class is a match, its text, and a record; a line of a few bytes may begin one.
+        # A class takes a match, its text and a record in memory, and only a few bytes in the source.
         reading.archive.bounds.spend(1000 * source.count("\nclass ") + len(source))
         heads = list(_CLASS.finditer(source))
         stops = [*(head.start() for head in heads[1:]), len(source)]
@@ -162,7 +161,7 @@ def _classes(reading: Reading, folder: str = "code/") -> dict[str, ScriptClass]:
 
 
 class _Modules(Struct):
-    """The modules of an archive as Python pickles them, each made once, for what reads those (``weights.modules``)."""
+    """Converts the modules of an archive to the form that Python pickles, which ``weights.modules`` reads."""
 
     path: str
     classes: Mapping[str, ScriptClass]
@@ -172,14 +171,14 @@ class _Modules(Struct):
     guessed: bool = False
 
     def gather(self, root: Any) -> tuple[OrderedDict[str, Any], list[Fact]]:
-        """Return the state_dict below the root object, and what is to be said of it."""
+        """Return the state_dict of the root object, and remarks on it."""
         top = self._plain(root) if isinstance(root, Opaque) else None
         plain = top if top is not None and is_module(top) else _module({"_packed_params": top})
         while self.pending:
             self._fill(self.pending.pop())
         entries = module_state_dict(plain, self.path)
         if not self.is_quantized:
-            del entries.__dict__["_metadata"]  # no other module loads by the version of its class
+            del entries.__dict__["_metadata"]  # other modules do not depend on the version of their class
         remarks = loose_remarks(plain, (), entries)
         return entries, [*remarks, Fact(Kind.GUESSED_BUFFERS)] if self.guessed else remarks
 
@@ -197,7 +196,7 @@ class _Modules(Struct):
         return self.made[id(module)]
 
     def _fill(self, module: Opaque) -> None:
-        """Sort the attributes of a module into parameters, buffers, modules and the rest."""
+        """Sort the attributes of a module into parameters, buffers, modules and others."""
         listed = self.classes.get(str(module.cls), ScriptClass(True))
         state, pairs = self.made[id(module)].state, module.attributes
         tensors = {name: value for name, value in pairs.items() if isinstance(value, TensorSpec)}
@@ -214,7 +213,7 @@ class _Modules(Struct):
         for name, value in pairs.items():
             if self._is_module(value):
                 state["_modules"][name] = self._plain(value)
-            elif is_packed(value):  # the weights of a quantised layer, which torch keeps under their name
+            elif is_packed(value):  # the weights of a quantised layer, which torch stores under their name
                 state[name] = state["_modules"][name] = unpacked(value, self.path)
             elif name not in (*listed.parameters, *buffers, *PARTS):
                 state[name] = value
@@ -231,7 +230,7 @@ _TYPES |= {name: name.lower() for name in ("FLOAT16", "INT8", "UINT8", "INT16", 
 
 
 def read_json(reading: Reading) -> OrderedDict[str, Any]:
-    """Return the state_dict of the module tree. A storage that is gone is torn.
+    """Return the state_dict of the module tree in ``model.json``. Lost storages are torn.
 
     Raises ``UnreadableError`` if the tree is damaged or has no tensors."""
     path = reading.archive.path
@@ -247,7 +246,7 @@ def read_json(reading: Reading) -> OrderedDict[str, Any]:
 
 
 def _table(reading: Reading, records: list[Mapping[str, Any]]) -> list[TensorSpec]:
-    """Return the tensors of the table. How large a storage is, its member says, else the tensors that lie in it."""
+    """Return the tensors of the table. The size of a storage is that of its member, or is taken from its tensors."""
     specs = [_tensor(reading.archive.path, record) for record in records]
     sizes: dict[str, int] = {}
     for record, spec in zip(records, specs, strict=True):
@@ -269,7 +268,7 @@ def _table(reading: Reading, records: list[Mapping[str, Any]]) -> list[TensorSpe
 
 
 def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
-    """Return the tensor of a record, without its storage."""
+    """Return the spec of a record, without its storage."""
     name = record.get("dataType", "")
     if name not in _TYPES:
         raise UnreadableError(f"{path}: a tensor of type {name!s:.40}, which ckptfix does not know")
@@ -281,7 +280,7 @@ def _tensor(path: str, record: Mapping[str, Any]) -> TensorSpec:
 
 
 def _of_json(record: Mapping[str, Any], table: list[TensorSpec]) -> Opaque:
-    """Return the module of a record, as Python pickles it."""
+    """Return the module of a record in the form that Python pickles."""
     made = _module({})
     for child in record.get("submodules", []):
         made.state["_modules"][child["name"]] = _of_json(child, table)
@@ -295,7 +294,7 @@ def _module(modules: dict[str, Any]) -> Opaque:
     return Opaque(Global("torch.nn", "Module"), state={"_parameters": {}, "_buffers": {}, "_modules": modules})
 
 
-# How the names of torch's own classes begin; a user's are named after their Python modules.
+# The prefix of torch's own classes; those of users are named after their Python modules.
 CLASSES = "__torch__.torch.classes."
 
 PACKED_DEPTH_LIMIT = 100
@@ -304,20 +303,20 @@ _ROOT = re.compile(r"^__torch__\.|\.___torch_mangle_\d+")
 
 
 def python_class(cls: Global) -> Global:
-    """Return the Python class that was compiled: ``a.B`` where TorchScript says ``__torch__.a.___torch_mangle_3.B``."""
+    """Return the Python class that was compiled: ``a.B`` for ``__torch__.a.___torch_mangle_3.B``."""
     return Global(_ROOT.sub("", cls.module), cls.name)
 
 
 def is_packed(value: Any) -> bool:
-    """Return whether a value is an object of a class of torch itself, with its state in a tuple."""
+    """Return whether a value is an object of one of torch's own classes, such as packed parameters."""
     return isinstance(value, Opaque) and str(value.cls).startswith(CLASSES)
 
 
 def unpacked(value: Any, path: str) -> Any:
-    """Return plain tuples and lists, with every object in them as Python pickles it: a ``torch.ScriptObject`` whose
-    state is ``(contents, class)``. What is in two places is unpacked once, and stays one object.
+    """Return a value with every object in its tuples and lists in the form that Python pickles: a
+    ``torch.ScriptObject`` whose state is ``(contents, class)``. An object in two places stays one object.
 
-    Raises ``HostileError`` if they have no end."""
+    Raises ``HostileError`` if they are nested too deeply."""
     done: dict[int, Any] = {}
 
     def plain(value: Any, depth: int) -> Any:
